@@ -1,0 +1,1 @@
+"""Proofs and doctors: the machine, the bandwidth, the training itself."""

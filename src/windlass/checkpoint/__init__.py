@@ -1,0 +1,1 @@
+"""Checkpoints: committed whole or not at all, loaded on any world size, kept by rule."""

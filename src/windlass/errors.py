@@ -1,0 +1,32 @@
+"""The errors a user can cause, and the exit codes that tell a script what happened."""
+
+from __future__ import annotations
+
+DONE = 0
+"""The verb did what was asked."""
+FAILED = 1
+"""A run, a check or a proof failed."""
+BAD_INPUT = 2
+"""The user's input was wrong; the message says what, where and what to write instead."""
+NOT_MEASURED = 44
+"""`windlass check`: the bandwidth could not be measured."""
+TOO_SLOW = 46
+"""`windlass check`: the measured bandwidth is under the threshold."""
+STOPPED = 75
+"""Stopped by a signal with everything saved: start the same command again to go on (EX_TEMPFAIL)."""
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave: recipe, file, checkpoint, environment.
+
+    The command line prints the message alone (never a traceback) and exits with 2, so a message says what is
+    wrong, where, and what to do about it.
+    """
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on for a reason that is not the user's input; the command line exits with 1."""
+
+
+class Stopped(Exception):
+    """The run stopped on a signal after everything was saved; the command line exits with 75."""

@@ -1,0 +1,1 @@
+"""Arithmetic from a recipe: compute-optimal sizes, memory, time."""

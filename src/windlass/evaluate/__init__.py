@@ -1,0 +1,1 @@
+"""What a model knows: loss, generation, HellaSwag, SQuAD."""

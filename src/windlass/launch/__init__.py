@@ -1,0 +1,1 @@
+"""Starting processes: local ranks, schedulers."""

@@ -1,0 +1,1 @@
+"""The network: our GPT, Hugging Face models, and their arithmetic."""

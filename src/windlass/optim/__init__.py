@@ -1,0 +1,1 @@
+"""The optimizer: parameter groups, schedules, Muon."""

@@ -1,0 +1,1 @@
+"""Many processes as one: who am I, meshes, wrapping, reductions."""

@@ -1,0 +1,261 @@
+"""From a preset's name or a TOML file, and overrides, to a checked recipe; all problems reported together."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from windlass.errors import UserError
+from windlass.recipe.batch import BatchPlan, plan_batch
+from windlass.recipe.checks import check
+from windlass.recipe.settings import (
+    CheckpointSettings,
+    DataSettings,
+    EvalSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    RunSettings,
+    Section,
+    TelemetrySettings,
+    TrainSettings,
+)
+
+IMMATERIAL = (
+    "run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch", "train.micro_batch",
+    "train.threads", "train.startup_checks", "train.replica_check_every", "train.compile", "train.deterministic",
+    "parallel.", "checkpoint.", "eval.", "telemetry.",
+)  # fmt: skip
+"""Settings that change where and how a run computes, but not what: not part of the digest, free to differ on resume."""
+
+
+class RecipeError(UserError):
+    """All that is wrong with a recipe, each problem with its key; `problems` holds (key, message) pairs."""
+
+    def __init__(self, name: str, problems: list[tuple[str, str]]):
+        self.name, self.problems = name, problems
+        many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        super().__init__("\n".join([f"recipe {name} has {many}:", *(f"  {key}: {text}" for key, text in problems)]))
+
+
+class Recipe(BaseModel):
+    """Everything that defines a run. Frozen: `with_overrides` makes a changed copy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
+    """The preset or file this recipe came from: the first half of the run's name."""
+    run: RunSettings = RunSettings()
+    """Name, place and seed."""
+    model: ModelSettings = ModelSettings()
+    """The network."""
+    data: DataSettings = DataSettings()
+    """Corpus, tokenizer and order."""
+    train: TrainSettings = TrainSettings()
+    """Steps, batch and arithmetic."""
+    optim: OptimSettings = OptimSettings()
+    """Optimizer and learning rate."""
+    parallel: ParallelSettings = ParallelSettings()
+    """Spread over ranks."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """Saving and resuming."""
+    eval: EvalSettings = EvalSettings()
+    """Measuring while training."""
+    telemetry: TelemetrySettings = TelemetrySettings()
+    """The ledger, trackers and devices."""
+
+    def with_overrides(self, *overrides: str, **values: Any) -> Recipe:
+        """A checked copy with dotted overrides, as text (`"optim.lr=3e-4"`) or as `{"optim.lr": 3e-4}` in keywords."""
+        tree = self.model_dump(mode="json")
+        for key, value in [*map(parse_override, overrides), *values.items()]:
+            _put(tree, key, value)
+        return validate(tree, self.preset)
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting under its dotted key, in the order of declaration."""
+        return flatten(self.model_dump(mode="json"))
+
+    def material(self) -> dict[str, Any]:
+        """The settings that determine the numbers of a run (see IMMATERIAL)."""
+        return {k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(IMMATERIAL)}
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits over what matters: equal for recipes that train the same model the same way."""
+        return hashlib.sha256(json.dumps(self.material(), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        """The run's name: `run.name`, or `<preset>-<digest>`."""
+        return self.run.name or f"{self.preset}-{self.digest[:8]}"
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory: `run.dir`, or `runs/<name>`."""
+        return Path(self.run.dir or f"runs/{self.name}")
+
+    def strategy(self, world: int) -> str:
+        """The sharding strategy with `auto` resolved for a number of ranks."""
+        if self.parallel.strategy == "auto":
+            return "ddp" if world > 1 else "single"
+        return self.parallel.strategy
+
+    def batch(self, world: int, device: str = "cpu") -> BatchPlan:
+        """How a step's samples are dealt to `world` ranks; a UserError names the sizes that would work."""
+        try:
+            return plan_batch(self.train.global_batch, self.train.micro_batch, world, self.model.context, device)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def toml(self) -> str:
+        """The resolved recipe as TOML; loading it gives an equal recipe."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+    @staticmethod
+    def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+        """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything."""
+        return load(recipe, overrides)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key with its pydantic field, in the order of declaration."""
+    found: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            found |= settings(inner, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field
+    return found
+
+
+def presets() -> dict[str, Path]:
+    """The recipes that ship with the package, by name."""
+    folder = resources.files("windlass") / "presets"
+    files = sorted((Path(str(f)) for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {f.stem: f for f in files}
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`a.b=value` as key and TOML value; a value that is no TOML is taken as the text it is."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"{text!r} is no override; write KEY=VALUE, for example optim.lr=3e-4")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, last = dotted.split(".")
+    for part in path:
+        inner = tree.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"{dotted}: {part} is a setting, not a section")
+        tree = inner
+    tree[last] = value
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merge(inner, value) if isinstance(value, Mapping) and isinstance(inner, dict) else value
+    return merged
+
+
+def find(recipe: str | Path) -> Path:
+    """The file behind a preset's name, a path or a run directory; raises UserError with the nearest name."""
+    path, known = Path(recipe), presets()
+    if path.is_dir() and (path / "recipe.toml").is_file():
+        return path / "recipe.toml"
+    if path.is_file():
+        return path
+    if str(recipe) in known:
+        return known[str(recipe)]
+    if path.suffix == ".toml" or "/" in str(recipe):
+        raise UserError(f"there is no recipe file {recipe}; `windlass recipe --list` shows the presets")
+    near = difflib.get_close_matches(str(recipe), known, n=1, cutoff=0.4)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise UserError(f"there is no preset {str(recipe)!r}{hint}; there are {', '.join(known)}, or give a path to a .toml")
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends must be a preset's name or a path to a .toml")
+    beside = path.parent / base
+    return _merge(_read(beside if beside.is_file() else find(base), (*seen, path.resolve())), tree)
+
+
+def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything.
+
+    Raises UserError (RecipeError with every problem of the settings at once).
+    """
+    path = find(recipe)
+    tree = _read(path)
+    tree.setdefault("preset", path.stem if path.stem != "recipe" else path.parent.name)
+    for text in overrides:
+        _put(tree, *parse_override(text))
+    return validate(tree, str(recipe))
+
+
+def validate(tree: Mapping[str, Any], name: str) -> Recipe:
+    """A recipe from nested settings; RecipeError names every unknown key, wrong value and impossible combination."""
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(name, [_explain(e) for e in error.errors()]) from None
+    problems = check(recipe)
+    if problems:
+        raise RecipeError(name, problems)
+    return recipe
+
+
+def _explain(error: Any) -> tuple[str, str]:
+    known = settings()
+    parts = [str(p) for p in error["loc"]]
+    key = ".".join(parts)
+    while key not in known and len(parts) > 1 and error["type"] != "extra_forbidden":
+        parts.pop()  # pydantic appends the member of a union or the index of a list
+        shorter = ".".join(parts)
+        key = shorter if shorter in known else key
+    if error["type"] == "extra_forbidden":
+        leaves = {k.rsplit(".", 1)[-1]: k for k in known}
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        near = near or [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
+        sections = ", ".join(Recipe.model_fields)
+        return key, f"there is no such setting; {f'did you mean {near[0]}?' if near else f'the sections are {sections}'}"
+    message = error["msg"].removeprefix("Value error, ")
+    return key, f"{message[0].lower()}{message[1:]}, not {json.dumps(error['input'], default=str)}"

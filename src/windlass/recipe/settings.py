@@ -1,0 +1,366 @@
+"""Every setting of a recipe: its type, default, meaning and check, one class a section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from windlass.recipe.durations import Duration, epochs_in
+
+SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
+
+
+class Section(BaseModel):
+    """A part of a recipe; unknown keys are errors, and every field's docstring is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+
+
+class RunSettings(Section):
+    """Where a run lives, what it is called, and the seed of everything random in it."""
+
+    name: str = Field("", pattern=r"^[A-Za-z0-9._+=-]*$")
+    """The run's name, in trackers and reports; empty: `<preset>-<digest of what matters>`."""
+    dir: str = ""
+    """The run's directory; empty: `runs/<name>`."""
+    seed: int = Field(1337, ge=0, lt=2**63)
+    """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
+    notes: str = ""
+    """Free text that travels with the run into its report and trackers."""
+
+
+class LoraSettings(Section):
+    """Low-rank adapters on a Hugging Face model (arXiv 2106.09685), through `peft`."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: float = Field(16.0, gt=0)
+    """Scale of the adapters' output: alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the adapters."""
+    targets: list[str] = []
+    """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
+
+
+class ModelSettings(Section):
+    """The network."""
+
+    kind: Literal["gpt", "hf"] = "gpt"
+    """`gpt`: the GPT of this package, shaped by the keys below; `hf`: a causal LM of `transformers`."""
+    name: str = ""
+    """With `hf`: a model's name on the Hub or a local directory."""
+    revision: str = ""
+    """With `hf`: the Hub commit, tag or branch; empty: the default branch."""
+    trust_remote_code: bool = False
+    """With `hf`: whether code that comes with the model may run here."""
+    from_scratch: bool = False
+    """With `hf`: take the architecture from the model's configuration, and fresh weights from the seed."""
+    layers: int = Field(6, ge=1)
+    """Number of transformer blocks."""
+    heads: int = Field(6, ge=1)
+    """Attention heads; they divide the width."""
+    kv_heads: int = Field(0, ge=0)
+    """Key and value heads of grouped-query attention (arXiv 2305.13245); they divide `heads`; 0: as many as `heads`."""
+    width: int = Field(384, ge=1)
+    """Size of the residual stream."""
+    ff_width: int = Field(0, ge=0)
+    """Hidden size of the feed-forward layer; 0: 4 x width."""
+    context: int = Field(256, ge=1)
+    """Longest sequence, in tokens: the length of a training sample."""
+    vocab: int = Field(0, ge=0)
+    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), never smaller."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each sub-layer."""
+    final_norm: bool = True
+    """A normalisation between the last block and the head."""
+    position: Literal["learned", "rope", "none"] = "learned"
+    """How a token knows its place: a learned table, rotary embedding (arXiv 2104.09864), or not at all."""
+    rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary embedding's wavelengths."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
+    """Of the feed-forward layer; `gelu_tanh` is GPT-2's own approximation, `relu2` the squared ReLU (arXiv 2109.08668),
+    `swiglu` a gated one with a third matrix (arXiv 2002.05202)."""
+    attn_bias: bool = True
+    """Biases in the attention's projections."""
+    ff_bias: bool = True
+    """Biases in the feed-forward layer."""
+    norm_bias: bool = True
+    """A bias in each LayerNorm (RMSNorm never has one)."""
+    head_bias: bool = False
+    """A bias in the head."""
+    tie_head: bool = True
+    """The head is the embedding's transpose, one tensor."""
+    qk_norm: bool = False
+    """RMS normalisation of queries and keys, without weights (arXiv 2302.05442)."""
+    logit_cap: float = Field(0.0, ge=0)
+    """Logits are squashed softly into +-this value by `cap * tanh(logits / cap)`; 0: not at all."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """After the embedding, in attention, and at the end of each sub-layer."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x layers), as in GPT-2."""
+    zero_init_output: bool = False
+    """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
+    init_from: str = ""
+    """Initial weights from a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
+    lora: LoraSettings = LoraSettings()
+    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
+
+    @property
+    def kv_heads_(self) -> int:
+        """Key and value heads, with 0 resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def ff_width_(self) -> int:
+        """Hidden size of the feed-forward layer, with 0 resolved."""
+        return self.ff_width or 4 * self.width
+
+
+class DataSettings(Section):
+    """The corpus, how it becomes tokens, and the order in which they are seen."""
+
+    source: str = "stdlib"
+    """`stdlib` (the Python standard library's own source), a path or glob of .txt, .jsonl, .parquet (also .gz, .zst),
+    `https://...` (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (through `datasets`), `squad` or `squad:FILE.json`,
+    or token shards that others wrote: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin)."""
+    eval_source: str = ""
+    """Validation corpus, written like `source`; empty: held out from `source`."""
+    sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    """The SHA-256 that a downloaded `source` must have."""
+    tokenizer: str = "byte"
+    """`byte`, `char`, `gpt2`, `gpt2:DIR` (with vocab.bpe and encoder.json), `hf:NAME_OR_DIR`, or `bpe` (trained on the corpus)."""
+    tokenizer_vocab: int = Field(4096, ge=258)
+    """With `bpe`: the size of the vocabulary to train."""
+    text_key: str = "text"
+    """The field that holds the text in jsonl, parquet and `hf:` sources."""
+    split: str = "train"
+    """With `hf:`: the split to train on."""
+    eval_split: str = ""
+    """With `hf:`: the split to validate on; empty: held out from `split`."""
+    streaming: bool = False
+    """With `hf:`: stream the documents instead of downloading the whole data set first."""
+    max_documents: int = Field(0, ge=0)
+    """Read at most so many documents of the source; 0: all."""
+    max_tokens: int = Field(0, ge=0)
+    """Stop preparing after about so many training tokens (at a document's end); 0: all."""
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of the corpus that is held out at its end for validation where there is no validation source:
+    of the characters for one text, of the documents for many."""
+    val_shards: int = Field(0, ge=0)
+    """Hold out the first so many shards for validation instead (build-nanogpt's convention); 0: by `val_fraction`."""
+    shard_tokens: int = Field(100_000_000, ge=1024)
+    """Tokens in a shard."""
+    packing: Literal["packed", "documents"] = "packed"
+    """`packed`: documents end to end, cut into rows of `context` tokens; `documents`: one document a row, cut at
+    `context`, the padding masked out of the loss and of every count."""
+    order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
+    """`shuffled`: all samples, anew each epoch; `shards-shuffled`: shards in file order in epoch 0 and shuffled from
+    epoch 1 on, samples in order inside a shard; `sequential`: always as they lie."""
+    dir: str = ""
+    """Where the prepared shards lie; empty: `data/<source>-<digest>`."""
+    workers: int = Field(0, ge=0)
+    """Processes that tokenize in parallel; 0: one a core."""
+    prefetch: int = Field(2, ge=0)
+    """Steps whose batches are read ahead in the background."""
+    format: Literal["text", "squad", "chat"] = "text"
+    """`text`: documents; `squad`: question, context and answer, loss on the answer; `chat`: JSONL of `messages`, loss on
+    the assistant's turns."""
+    train_size: int = Field(0, ge=0)
+    """With `squad` and `chat`: so many training items, chosen by `run.seed`; 0: all."""
+    eval_size: int = Field(0, ge=0)
+    """With `squad` and `chat`: so many evaluation items; 0: all."""
+    length_buckets: bool = True
+    """With `squad` and `chat`: put items of like length into one micro-batch, inside one global batch only."""
+
+
+class TrainSettings(Section):
+    """How long, how much at once, in which arithmetic."""
+
+    steps: int | str = 1000
+    """Optimizer steps; `"compute-optimal"`: `tokens_per_parameter` tokens for each parameter; or `"3 epochs"`."""
+    tokens_per_parameter: float = Field(20.0, gt=0)
+    """With `compute-optimal`: D = this x N (arXiv 2203.15556); D counts real tokens, steps round down."""
+    global_batch: int = Field(64, ge=1)
+    """Sequences in one optimizer step, over all ranks: what the recipe fixes."""
+    micro_batch: int = Field(0, ge=0)
+    """Sequences in one forward pass of one rank; 0: chosen to hold about 4,096 tokens on a CPU, 16,384 on a GPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Arithmetic of the forward and backward pass; master weights are always fp32 (`fp64`: float64, for proofs).
+    `auto`: bf16 where a GPU has it, else fp16 on a GPU, fp32 on a CPU."""
+    compile: bool = False
+    """`torch.compile`, a block at a time."""
+    grad_clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+    deterministic: bool = False
+    """Deterministic kernels (on CUDA needed for bit-exact repetition; slower)."""
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """What a non-finite loss or gradient does: stop before the update; skip the step's samples; or go back to the last
+    checkpoint and leave out the samples since then."""
+    on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
+    """What a loss spike does, see `spike_sigmas`."""
+    spike_sigmas: float = Field(6.0, gt=0)
+    """A loss this many standard deviations above the mean of the last 128 logged steps is a spike."""
+    max_skips: int = Field(20, ge=1)
+    """So many skipped steps in a row (fp16 overflows or policy) stop the run."""
+    replica_check_every: Duration = 0
+    """How often replicas are compared by hash during the run."""
+    startup_checks: bool = True
+    """Checks before step 1: master weights, ties, equal replicas, gradient norm, token ids."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of one rank; 0: the cores shared among the ranks of a host."""
+
+    @field_validator("steps")
+    @classmethod
+    def _steps(cls, value: int | str) -> int | str:
+        if isinstance(value, str):
+            if value != "compute-optimal":
+                epochs_in(value)
+        elif value < 1:
+            raise ValueError("a run has at least 1 step")
+        return value
+
+
+class ScheduleSettings(Section):
+    """The learning rate over the run."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear` and `cosine` fall from the end of the warm-up on."""
+    warmup: Duration = 0.01
+    """Steps of linear rise from `start` to `lr`."""
+    decay: Duration = 0.1
+    """With `wsd`: steps of linear fall at the end of the run. (`cosine` and `linear` fall over the whole run.)"""
+    start: float = Field(0.0, ge=0)
+    """Learning rate at step 0 of the warm-up, as a share of `lr`."""
+    final: float = Field(0.0, ge=0)
+    """Learning rate at the end of the run, as a share of `lr`."""
+
+
+class OptimSettings(Section):
+    """The optimizer and its learning rate."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`adamw` (arXiv 1711.05101, fused), or `muon` on the blocks' matrices with AdamW on the rest."""
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay, on what `decay_on` says."""
+    decay_on: Literal["matrices", "all"] = "matrices"
+    """`matrices`: tensors of two and more dimensions (embeddings too); `all`: also biases and norms."""
+    muon_lr: float = Field(0.02, gt=0)
+    """With `muon`: peak learning rate of the matrices; the schedule scales both alike."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """With `muon`: momentum."""
+    schedule: ScheduleSettings = ScheduleSettings()
+    """`optim.schedule.kind`, `.warmup`, `.decay`, `.start`, `.final`."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= b < 1 for b in value):
+            raise ValueError("both betas lie in [0, 1)")
+        return value
+
+
+class ParallelSettings(Section):
+    """How the work is spread over ranks."""
+
+    strategy: Literal["auto", "single", "ddp", "full_shard", "shard_grad_op", "hybrid_shard"] = "auto"
+    """`auto`: `single` on one rank, `ddp` on several. `full_shard` (ZeRO-3) shards parameters, gradients and moments;
+    `shard_grad_op` (ZeRO-2) keeps the parameters gathered between forward and backward; `hybrid_shard` shards inside a
+    group of `shard_size` ranks and replicates between the groups."""
+    shard_size: int = Field(0, ge=0)
+    """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks where there is one host."""
+    offload: bool = False
+    """Keep parameters, gradients and moments in the host's memory between uses (FSDP2)."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in the backward pass: of whole blocks, or all but the matrix products and attention."""
+    forward_prefetch: int = Field(0, ge=0)
+    """FSDP2: blocks whose parameters are gathered ahead in the forward pass; 0: PyTorch's own choice."""
+    backward_prefetch: int = Field(0, ge=0)
+    """FSDP2: likewise in the backward pass."""
+    bucket_mb: float = Field(25.0, gt=0)
+    """DDP: size of a gradient bucket, in MB."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a collective may take before the run is ended, naming the rank and phase."""
+    startup_timeout_seconds: float = Field(1800.0, gt=0)
+    """The same until the first step is done (loading, compiling)."""
+    heartbeat_seconds: float = Field(10.0, gt=0)
+    """How often each rank shows that it lives."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; `auto`: on CUDA where there is one."""
+
+
+class CheckpointSettings(Section):
+    """What is saved, how often, and what is kept."""
+
+    every: Duration = 0.1
+    """How often the state is saved."""
+    keep_last: int = Field(10, ge=1)
+    """The newest so many are kept."""
+    keep_every: Duration = 0
+    """Those at multiples of this are kept for good."""
+    keep_best: bool = True
+    """The one with the lowest validation loss is kept."""
+    resume: str = "latest"
+    """`latest`, `best`, a step, a checkpoint's path, or `never` (refuses where there is one)."""
+    background: bool = True
+    """Write in the background while training goes on; `false`: wait for the disk."""
+    grace_seconds: float = Field(60.0, gt=0)
+    """How long after a signal the process may go on; a save that would not fit into it is not begun."""
+
+
+class EvalSettings(Section):
+    """What is measured while training."""
+
+    every: Duration = 0.1
+    """How often the validation loss is measured; also at step 0 and at the end."""
+    batches: int = Field(0, ge=0)
+    """Global batches of the validation set to use, always the same ones; 0: all of it."""
+    suites: list[str] = [LOSS_SUITE]
+    """Measured at every evaluation: `loss`, `hellaswag`, `squad`."""
+    hellaswag_file: str = ""
+    """HellaSwag's validation items as JSONL; empty: through `datasets`."""
+    hellaswag_items: int = Field(0, ge=0)
+    """So many of HellaSwag's items; 0: all 10,042."""
+    sample_every: Duration = 0
+    """How often a text is generated from `prompt`; 0: never."""
+    prompt: str = ""
+    """What the generated text begins with; empty: the end-of-text token or a newline."""
+    sample_tokens: int = Field(128, ge=1)
+    """Tokens to generate."""
+    sample_count: int = Field(1, ge=1)
+    """Texts to generate."""
+    temperature: float = Field(0.8, ge=0)
+    """Softmax temperature of the samples; 0: the likeliest token."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k likeliest tokens; 0: from all."""
+
+    @field_validator("suites")
+    @classmethod
+    def _suites(cls, value: list[str]) -> list[str]:
+        unknown = [s for s in value if s not in (LOSS_SUITE, HELLASWAG_SUITE, SQUAD_SUITE) and not s.startswith("lm-eval:")]
+        if unknown:
+            raise ValueError(f"unknown suite {unknown[0]!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
+        return value
+
+
+class TelemetrySettings(Section):
+    """What is written down, how often, and where else it goes."""
+
+    every: int = Field(10, ge=1)
+    """Steps between two `train` lines of the ledger; the device is synchronised only then."""
+    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = []
+    """Trackers that are fed from the ledger, outside the training process."""
+    project: str = "windlass"
+    """The project or experiment in the trackers."""
+    sample_seconds: float = Field(1.0, gt=0)
+    """Seconds between two samples of each rank's utilisation and memory; they never touch the step."""
+    cpu_peak: bool = False
+    """On a CPU: measure a matrix product at the start, and give MFU against it."""
+    flush_seconds: float = Field(30.0, ge=0)
+    """How long trackers may take to finish after the run's end."""

@@ -1,0 +1,196 @@
+"""A run directory and its effective ledger, read without torch.
+
+Everything that draws, counts or compares runs reads them through here, so that a run that was killed and resumed looks the
+same to all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+
+Line = dict[str, Any]
+"""One line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind."""
+
+ALIVE_SECONDS = 60.0
+"""A run whose heartbeat file is younger than this is taken to be running."""
+
+ENDINGS = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a JSONL file as they were written; a torn line (a kill in the middle of a write) is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for raw in text.split("\n"):
+        if not raw.strip():
+            continue
+        try:
+            line = json.loads(raw)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and "kind" in line and isinstance(line.get("step"), int):
+            yield line
+
+
+def effective(lines: Iterable[Line]) -> list[Line]:
+    """The ledger as if no kill had happened, in the order of the steps.
+
+    An attempt that starts at step *s* makes void whatever earlier attempts wrote of steps past *s*: those steps are done
+    again. Of a line that was written twice for one step (same kind, suite and name) the last attempt's stands. Events of
+    starting, resuming and ending stay, all of them: they are the seams.
+    """
+    kept: list[Line] = []
+    attempt = 0
+    for line in lines:
+        number = int(line.get("attempt", attempt))
+        if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
+            attempt = number
+            kept = [old for old in kept if old["step"] <= line["step"] or _seam(old)]
+        kept.append(line)
+    last: dict[tuple[Any, ...], int] = {}
+    for place, line in enumerate(kept):
+        last[(*_identity(line), place) if _seam(line) else _identity(line)] = place
+    chosen = sorted(last.values(), key=lambda place: (kept[place]["step"], place))
+    return [kept[place] for place in chosen]
+
+
+def _seam(line: Line) -> bool:
+    return line["kind"] == "event" and line.get("event") not in ("checkpoint",)
+
+
+def _identity(line: Line) -> tuple[Any, ...]:
+    return (line["kind"], line["step"], line.get("suite"), line.get("event"), line.get("index"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. Nothing is cached but the recipe and the environment: each call reads what is there now."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
+    @staticmethod
+    def open(path: str | Path) -> Run:
+        """The run at `path`; raises UserError where there is none."""
+        run = Run(Path(path))
+        if not (run.path / "recipe.toml").is_file():
+            raise UserError(f"{path} is no run directory: it has no recipe.toml; `windlass runs` lists the runs")
+        return run
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    @property
+    def recipe_path(self) -> Path:
+        """Every setting, resolved."""
+        return self.path / "recipe.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The ledger."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The committed checkpoints and their index."""
+        return self.path / "checkpoints"
+
+    @property
+    def devices_dir(self) -> Path:
+        """Utilisation and memory, a file a rank."""
+        return self.path / "devices"
+
+    @property
+    def samples_dir(self) -> Path:
+        """Generated texts."""
+        return self.path / "samples"
+
+    @property
+    def report_dir(self) -> Path:
+        """The report's tables, plots and page."""
+        return self.path / "report"
+
+    @property
+    def log_path(self) -> Path:
+        """What the terminal showed, as plain lines."""
+        return self.path / "log.txt"
+
+    @property
+    def heartbeat_path(self) -> Path:
+        """Touched by rank 0 every few seconds while the run lives."""
+        return self.path / "heartbeat"
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The resolved recipe of the run."""
+        return Recipe.load(self.recipe_path)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Versions, hosts and devices of the last start; empty where there is none."""
+        return _json(self.path / "environment.json")
+
+    def ledger(self) -> list[Line]:
+        """The effective ledger: one line a step and kind, whatever was killed and done again."""
+        return effective(read_lines(self.metrics_path))
+
+    def lines(self, kind: str, **where: Any) -> list[Line]:
+        """The effective lines of one kind, with the given fields equal to the given values."""
+        return [x for x in self.ledger() if x["kind"] == kind and all(x.get(k) == v for k, v in where.items())]
+
+    @property
+    def summary(self) -> Line:
+        """The last `summary` line; empty before the end."""
+        found = self.lines("summary")
+        return found[-1] if found else {}
+
+    @property
+    def events(self) -> list[Line]:
+        """The effective `event` lines."""
+        return self.lines("event")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the run's heartbeat is fresh."""
+        try:
+            return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS
+        except OSError:
+            return False
+
+    @property
+    def state(self) -> str:
+        """`new`, `running`, `finished`, `preempted` (stopped with everything saved) or `failed` (also: killed)."""
+        seams = [line for line in read_lines(self.metrics_path) if line["kind"] == "event" and _seam(line)]
+        if not seams:
+            return "running" if self.alive else "new"
+        last = next((s["event"] for s in reversed(seams) if s["event"] in (*ENDINGS, "started", "resumed")), "started")
+        if last in ENDINGS:
+            return ENDINGS[last]
+        return "running" if self.alive else "failed"
+
+    def checkpoint_index(self) -> dict[str, Any]:
+        """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
+        return _json(self.checkpoints_dir / "index.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,1 @@
+"""The training: state, step, loop, guard."""
