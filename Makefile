@@ -1,0 +1,50 @@
+# Everything a newcomer or CI needs; each target sets itself up first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.windlass-installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test test-full test-gpu lint format docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## a virtual environment in .venv with the pinned packages
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV) (a few minutes the first time)"
+	@$(BIN)/pip install --quiet -c constraints.txt setuptools wheel
+	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train the embedded default on this machine, then show curve, sample and report
+	@$(BIN)/windlass train quickstart --world 1
+	@$(BIN)/windlass report --demo quickstart
+
+test: lint  ## what CI runs
+	$(BIN)/pytest -m "not full and not gpu"
+
+test-full: lint  ## with the slower proofs
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu:  ## on a bare machine with one CUDA device: no set-up, the packages that python3 has
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+
+lint: $(STAMP)  ## style, types, layers, generated pages
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/generate.py --check
+
+format: $(STAMP)  ## make the style so
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(STAMP)  ## the pages that are generated from the code
+	$(BIN)/python docs/generate.py
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build
