@@ -1,0 +1,44 @@
+"""`windlass recipe`: the resolved recipe, the presets, the JSON schema."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("recipe")(show)
+
+
+def show(
+    recipe: str = typer.Argument("", metavar="RECIPE", help="A preset's name, a .toml file or a run directory."),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4."),
+    list_: bool = typer.Option(False, "--list", help="List the presets."),
+    schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a recipe, for editors."),
+) -> None:
+    """Print a recipe with every setting resolved; list the presets; print the schema."""
+    from windlass.errors import UserError
+    from windlass.recipe import Recipe, presets
+
+    if schema:
+        import json
+
+        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+    elif list_:
+        names = presets()
+        width = max(map(len, names))
+        for name, path in names.items():
+            typer.echo(f"{name:<{width}}  {_first_comment(path.read_text(encoding='utf-8'))}")
+    elif recipe:
+        loaded = Recipe.load(recipe, overrides or [])
+        typer.echo(f"# run directory: {loaded.run_dir}\n# digest of what matters: {loaded.digest}\n")
+        typer.echo(loaded.toml())
+    else:
+        raise UserError("name a recipe, for example `windlass recipe quickstart`, or use --list or --schema")
+
+
+def _first_comment(text: str) -> str:
+    for line in text.splitlines():
+        if line.startswith("#"):
+            return line.lstrip("# ").strip()
+    return ""
