@@ -1,0 +1,68 @@
+"""The learning rate over the run: a pure function of the settings, the horizon and the number of the update.
+
+Updates are numbered from 0 and a run of N steps makes the updates 0 to N - 1. With a warm-up of w steps, update i uses
+
+    rise:   start + (1 - start) * (i + 1) / w           for i < w: update w - 1 is the first at the peak
+    peak:   1
+    fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear, wsd)
+            final + (1 - final) * (1 + cos(pi x)) / 2       (cosine)
+
+times `lr`, where the fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps before
+the end for `wsd`. `start` and `final` are the values the line would have one update before the first and one after the
+last: a warm-up from 0 spends no update on a learning rate of 0, and neither does a decay to 0 (its last update uses
+1 / decay of the peak). This is the convention of the GPT-2 reproductions that state their schedule as "715 steps of
+warm-up, then cosine" (build-nanogpt: `(i + 1) / w`, `(i - w) / (N - w)`); nanoGPT itself divides by w + 1.
+The shape `wsd`: arXiv 2404.06395.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from windlass.recipe.durations import Horizon
+from windlass.recipe.settings import ScheduleSettings
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where a schedule bends, in updates: the rise is [0, warmup), the peak [warmup, fall), the fall [fall, steps)."""
+
+    warmup: int
+    fall: int
+    steps: int
+
+
+def phases(schedule: ScheduleSettings, horizon: Horizon) -> Phases:
+    """The schedule's durations in whole updates of a run; a warm-up and a decay that overlap shorten the decay."""
+    steps = horizon.steps
+    warmup = min(horizon.steps_in(schedule.warmup), steps)
+    if schedule.kind == "constant":
+        return Phases(warmup, steps, steps)
+    if schedule.kind == "wsd":
+        return Phases(warmup, max(warmup, steps - horizon.steps_in(schedule.decay)), steps)
+    return Phases(warmup, warmup, steps)
+
+
+def factor(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
+    """What the peak learning rate is multiplied by for the update numbered `step`.
+
+    Args:
+        schedule: the recipe's `optim.schedule`.
+        horizon: the run's length, against which fractions and epochs are measured.
+        step: number of the update, which is the number of updates made before it; 0 is the first. From the run's end on
+            the value stays at its end (`final`, or 1 where nothing falls).
+
+    Returns:
+        The multiplier, 1.0 at the peak.
+    """
+    assert step >= 0, step
+    at = phases(schedule, horizon)
+    if step < at.warmup - 1:
+        return schedule.start + (1 - schedule.start) * (step + 1) / at.warmup
+    if step < at.fall or at.fall == at.steps:
+        return 1.0
+    x = min(1.0, (step - at.fall) / (at.steps - at.fall))
+    if schedule.kind == "cosine":
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * x)) / 2
+    return 1 - (1 - schedule.final) * x
