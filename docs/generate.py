@@ -27,7 +27,9 @@ first step at or past the edge; `0` is never.
 def kind(annotation: Any) -> str:
     """A type as a reader would say it."""
     if get_origin(annotation) is None:
-        return {bool: "true / false", str: "text", int: "whole number", float: "number"}.get(annotation, str(annotation))
+        return {bool: "true / false", str: "text", int: "whole number", float: "number"}.get(
+            annotation, str(annotation)
+        )
     name = str(get_origin(annotation))
     if "Literal" in name:
         return " · ".join(f"`{a}`" for a in get_args(annotation))
@@ -43,7 +45,9 @@ def page() -> str:
         keys = {k: f for k, f in settings().items() if k == name or k.startswith(f"{name}.")}
         if name in keys:
             continue
-        parts.append(f"\n## `{name}`\n\n{section.annotation.__doc__}\n\n| key | default | values | meaning |\n|---|---|---|---|")
+        parts.append(
+            f"\n## `{name}`\n\n{section.annotation.__doc__}\n\n| key | default | values | meaning |\n|---|---|---|---|"
+        )
         for key, field in keys.items():
             duration = any("duration" in str(m).lower() for m in field.metadata) or "Duration" in str(field.annotation)
             text = " ".join((field.description or "").split()).replace("|", "\\|")

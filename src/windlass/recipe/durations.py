@@ -25,13 +25,17 @@ def _check(value: Any) -> Any:
         return value
     if isinstance(value, str) and _EPOCHS.match(value):
         return value
-    raise ValueError("a duration is steps (250), a fraction of the run (0.01) or epochs (\"1 epoch\")")
+    raise ValueError('a duration is steps (250), a fraction of the run (0.01) or epochs ("1 epoch")')
 
 
 Duration = Annotated[
     int | float | str,
     BeforeValidator(_check),
-    Field(json_schema_extra={"description": "steps (250), a fraction of the run (0.01), or epochs (\"1 epoch\"); 0 is never"}),
+    Field(
+        json_schema_extra={
+            "description": 'steps (250), a fraction of the run (0.01), or epochs ("1 epoch"); 0 is never'
+        }
+    ),
 ]
 """Steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`); 0 is never."""
 
@@ -40,7 +44,7 @@ def epochs_in(text: str) -> Fraction:
     """The number of epochs in `"1 epoch"`, `"2.5 epochs"`; raises ValueError for anything else."""
     match = _EPOCHS.match(text)
     if not match:
-        raise ValueError(f"{text!r} is not a number of epochs, such as \"1 epoch\" or \"2.5 epochs\"")
+        raise ValueError(f'{text!r} is not a number of epochs, such as "1 epoch" or "2.5 epochs"')
     return Fraction(match.group(1))
 
 

@@ -197,7 +197,9 @@ def find(recipe: str | Path) -> Path:
         raise UserError(f"there is no recipe file {recipe}; `windlass recipe --list` shows the presets")
     near = difflib.get_close_matches(str(recipe), known, n=1, cutoff=0.4)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise UserError(f"there is no preset {str(recipe)!r}{hint}; there are {', '.join(known)}, or give a path to a .toml")
+    raise UserError(
+        f"there is no preset {str(recipe)!r}{hint}; there are {', '.join(known)}, or give a path to a .toml"
+    )
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -256,6 +258,9 @@ def _explain(error: Any) -> tuple[str, str]:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         near = near or [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
         sections = ", ".join(Recipe.model_fields)
-        return key, f"there is no such setting; {f'did you mean {near[0]}?' if near else f'the sections are {sections}'}"
+        return (
+            key,
+            f"there is no such setting; {f'did you mean {near[0]}?' if near else f'the sections are {sections}'}",
+        )
     message = error["msg"].removeprefix("Value error, ")
     return key, f"{message[0].lower()}{message[1:]}, not {json.dumps(error['input'], default=str)}"

@@ -343,7 +343,9 @@ class EvalSettings(Section):
     @field_validator("suites")
     @classmethod
     def _suites(cls, value: list[str]) -> list[str]:
-        unknown = [s for s in value if s not in (LOSS_SUITE, HELLASWAG_SUITE, SQUAD_SUITE) and not s.startswith("lm-eval:")]
+        unknown = [
+            s for s in value if s not in (LOSS_SUITE, HELLASWAG_SUITE, SQUAD_SUITE) and not s.startswith("lm-eval:")
+        ]
         if unknown:
             raise ValueError(f"unknown suite {unknown[0]!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
         return value

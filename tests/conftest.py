@@ -1,0 +1,30 @@
+"""What all tests share: where the real data lies, and a quiet environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("WANDB_SILENT", "true")
+for _key in ("OMP_NUM_THREADS",):
+    os.environ.setdefault(_key, "1")  # tests run side by side on few cores, and small tensors gain nothing from two
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def real_data() -> Path:
+    """The folder of real data for tests, whether it exists or not."""
+    return Path(os.environ.get("WINDLASS_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def data_files() -> Path:
+    """Real data (tiny Shakespeare, SQuAD, HellaSwag, ...); the test is skipped where there is none."""
+    folder = real_data()
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}: set WINDLASS_TEST_DATA")
+    return folder

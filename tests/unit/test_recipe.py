@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.errors import UserError
+from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
+from windlass.recipe.durations import epochs_in
+from windlass.recipe.load import parse_override, settings
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_every_preset_loads_and_survives_its_own_toml(name):
+    recipe = Recipe.load(name)
+    assert recipe.preset == name
+    assert Recipe.model_validate(tomllib.loads(recipe.toml())) == recipe
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_every_preset_says_what_it_is_in_its_first_line(name):
+    assert presets()[name].read_text().startswith("# ")
+
+
+def test_every_setting_is_documented():
+    assert [key for key, field in settings().items() if not field.description] == []
+
+
+def test_overrides_take_toml_values_and_plain_text():
+    recipe = Recipe.load(
+        "quickstart", ["optim.lr=3e-4", "model.norm=rmsnorm", "optim.betas=[0.8, 0.9]", "train.compile=true"]
+    )
+    assert (recipe.optim.lr, recipe.model.norm, recipe.optim.betas, recipe.train.compile) == (
+        3e-4,
+        "rmsnorm",
+        (0.8, 0.9),
+        True,
+    )
+    assert parse_override("data.source=a b=c") == ("data.source", "a b=c")
+
+
+def test_all_problems_are_reported_together_with_the_nearest_key():
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load("quickstart", ["optim.lrr=1", "train.steps=0", "data.order=foo", "checkpoint.every=1.5", "lr=2"])
+    problems = dict(caught.value.problems)
+    assert set(problems) == {"optim.lrr", "train.steps", "data.order", "checkpoint.every", "lr"}
+    assert "did you mean optim.lr?" in problems["optim.lrr"]
+    assert "did you mean optim.lr?" in problems["lr"]
+    assert "'shuffled', 'shards-shuffled' or 'sequential'" in problems["data.order"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["model.width=100", "model.heads=3"], "model.heads", "nearest that does is"),
+        (["model.heads=4", "model.kv_heads=3"], "model.kv_heads", "do not divide"),
+        (["train.global_batch=10", "train.micro_batch=4"], "train.micro_batch", "nearest that does is 5"),
+        (["model.vocab=200"], "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
+        (["parallel.offload=true"], "parallel.offload", "FSDP2"),
+        (["model.kind=hf"], "model.name", "directory"),
+        (["data.source=https://x.example/a.txt"], "data.sha256", "SHA-256"),
+        (["data.source=squad"], "data.format", "squad"),
+        (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "600 steps"),
+        (["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"], "optim.schedule.decay", "longer than the run"),
+        (["parallel.shard_size=2"], "parallel.shard_size", "hybrid_shard"),
+    ],
+)
+def test_impossible_combinations_are_found_before_anything_starts(overrides, key, says):
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load("quickstart", overrides)
+    assert says in dict(caught.value.problems)[key]
+
+
+def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
+    (tmp_path / "base.toml").write_text('extends = "quickstart"\n[optim]\nlr = 0.5\n')
+    (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[train]\nsteps = 7\n')
+    recipe = Recipe.load(tmp_path / "mine.toml", ["model.dropout=0.1"])
+    assert (recipe.preset, recipe.optim.lr, recipe.train.steps, recipe.model.dropout) == ("mine", 0.5, 7, 0.1)
+    assert recipe.model.width == Recipe.load("quickstart").model.width
+
+
+def test_what_cannot_be_read_is_one_message(tmp_path):
+    (tmp_path / "loop.toml").write_text('extends = "loop.toml"\n')
+    (tmp_path / "bad.toml").write_text("[train\n")
+    for path, says in [("loop.toml", "extends itself"), ("bad.toml", "not valid TOML"), ("no.toml", "no recipe file")]:
+        with pytest.raises(UserError, match=says):
+            Recipe.load(tmp_path / path)
+    with pytest.raises(UserError, match=r"did you mean quickstart\?"):
+        Recipe.load("quickstrat")
+    with pytest.raises(UserError, match="KEY=VALUE"):
+        Recipe.load("quickstart", ["optim.lr"])
+    with pytest.raises(UserError, match="is a setting, not a section"):
+        Recipe.load("quickstart", ["optim.lr.x=1", "optim.lr=2"]) and Recipe.load(
+            "quickstart", ["optim.lr=2", "optim.lr.x=1"]
+        )
+
+
+def test_the_digest_is_of_what_matters():
+    base = Recipe.load("quickstart")
+    same = ["run.dir=x", "run.notes=y", "checkpoint.every=3", "telemetry.every=1", "parallel.strategy=full_shard",
+            "train.micro_batch=2", "data.workers=3"]  # fmt: skip
+    other = ["optim.lr=1", "run.seed=2", "train.steps=9", "model.dropout=0.5", "data.order=sequential"]
+    assert {base.with_overrides(o).digest for o in same} == {base.digest}
+    assert len({base.digest, *(base.with_overrides(o).digest for o in other)}) == 1 + len(other)
+    assert base.name == f"quickstart-{base.digest[:8]}"
+    assert str(base.run_dir) == f"runs/{base.name}"
+
+
+@pytest.mark.parametrize(
+    ("world", "micro", "expected"), [(1, 0, (16, 1)), (2, 0, (8, 1)), (2, 4, (4, 2)), (4, 2, (2, 2))]
+)
+def test_batch_arithmetic(world, micro, expected):
+    plan = plan_batch(16, micro, world, context=128)
+    assert (plan.micro_batch, plan.accumulation) == expected
+    assert plan.tokens_per_step == 16 * 128
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
+def test_micro_batches_are_dealt_round_robin_and_none_is_lost(world, micro, accumulation):
+    plan = plan_batch(world * micro * accumulation, micro, world, context=8)
+    dealt = [list(plan.micro_batches(rank)) for rank in range(world)]
+    assert all(len(d) == plan.accumulation for d in dealt)
+    assert sorted(k for d in dealt for k in d) == list(range(world * accumulation))
+    assert all(k % world == rank for rank, d in enumerate(dealt) for k in d)
+
+
+def test_an_uneven_batch_names_the_sizes_that_work():
+    with pytest.raises(UserError, match="write 63 or 66"):
+        Recipe.load("quickstart", ["train.global_batch=64"]).batch(3)
+
+
+@given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))
+def test_an_epochs_edge_fires_at_the_first_step_at_or_past_it(steps, samples, batch, epochs):
+    epochs = Fraction(round(epochs * 100), 100)
+    horizon = Horizon(steps, samples, batch)
+    fired = [s for s in range(steps + 1) if horizon.due(f"{float(epochs)} epochs", s)]
+    edges = [k * epochs * samples for k in range(1, 1 + int(steps * batch / (epochs * samples)))]
+    assert fired == sorted({-int(-edge // batch) for edge in edges})
+
+
+def test_durations_in_steps_fractions_and_never():
+    horizon = Horizon(steps=1000, samples_per_epoch=300, samples_per_step=16)
+    assert [s for s in range(1001) if horizon.due(0.25, s)] == [250, 500, 750, 1000]
+    assert [s for s in range(1001) if horizon.due(400, s)] == [400, 800]
+    assert not any(horizon.due(never, s) for never in (0, 0.0) for s in range(1001))
+    assert (horizon.steps_in(0.01), horizon.steps_in("1 epoch"), horizon.steps_in(7)) == (10, 19, 7)
+    assert epochs_in("2.5 epochs") == Fraction(5, 2)
+
+
+def test_the_schema_is_json_schema_with_the_documentation():
+    schema = Recipe.model_json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert "Peak learning rate" in json.dumps(schema)
+
+
+def test_help_and_recipe_import_no_torch():
+    code = (
+        "import sys\nfrom windlass.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'plotly', 'mlflow', 'wandb'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for arguments in (["--help"], ["recipe", "quickstart"], ["recipe", "--list"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipe", "nope"],
+        ["recipe", "quickstart", "optim.lr=-1"],
+        ["recipe"],
+        ["nope"],
+        ["recipe", "--nope"],
+        ["recipe", "quickstart", "x"],
+    ],
+)
+def test_bad_input_is_one_message_and_exit_2(arguments):
+    done = subprocess.run([sys.executable, "-m", "windlass", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip()
+    assert "Traceback" not in done.stderr
