@@ -1,0 +1,202 @@
+"""Muon on matrices and AdamW on everything else, as one optimizer.
+
+Muon replaces the momentum of a matrix by the nearest matrix whose singular values are all about one (K. Jordan et al.,
+https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982). "About": five steps of an odd quintic polynomial,
+x -> a x + b x^3 + c x^5 on every singular value, with coefficients that trade exactness for speed of rise at zero.
+
+That needs the whole matrix. Where it is sharded (FSDP2), the matrices of the model are dealt out to the ranks of the
+sharding group: each rank receives the shards of its own matrices, orthogonalises them, and sends the pieces back, so
+that the work is shared and the result is that of one process, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic, from Jordan's post: the steepest rise at 0 that keeps values from 0 to 1 within about 0.7 to 1.2."""
+NEWTON_SCHULZ_STEPS = 5
+NORM_FLOOR = 1e-7
+
+
+def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U V^T of a matrix U S V^T, by Newton-Schulz steps in `dtype`.
+
+    The gram matrix is taken on the shorter side, and the matrix is first divided by its Frobenius norm, an upper bound
+    of its largest singular value.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.to(dtype)
+    tall = x.size(0) > x.size(1)
+    if tall:
+        x = x.T
+    x = x / x.norm().clamp(min=NORM_FLOOR)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def update_scale(shape: Sequence[int]) -> float:
+    """What the update of a matrix [rows = outputs, columns = inputs] is multiplied by, besides the learning rate."""
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups with `muon=True` hold matrices that are orthogonalised; the others are AdamW's.
+
+    State by parameter: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`; each is shaped and sharded like its
+    parameter, so that a checkpoint treats it like any other.
+
+    Args:
+        groups: parameter groups, each with its own `lr`, `weight_decay` (decoupled, times the learning rate) and `muon`.
+        momentum: of the matrices; the buffer is a running mean, and the update looks ahead (Nesterov).
+        betas: AdamW's.
+        eps: AdamW's.
+        fused: AdamW in one kernel.
+        device_type: where matrices are orthogonalised; on `"cuda"` in bfloat16.
+        group: ranks that hold equal plain tensors (DDP) and share the work; None: each does it all.
+        dtype: of the Newton-Schulz steps; None: bfloat16 on `"cuda"`, elsewhere the parameter's own.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        fused: bool = True,
+        device_type: str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.device_type, self.group = device_type, group
+        self.dtype = dtype or (torch.bfloat16 if device_type == "cuda" else None)
+        super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
+        for g in self.param_groups:
+            g.update({"momentum": momentum} if g["muon"] else {"betas": betas, "eps": eps, "fused": fused})
+            assert not g["muon"] or all(p.ndim == 2 for p in g["params"]), "Muon takes matrices"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for g in self.param_groups:
+            parameters = [p for p in g["params"] if p.grad is not None]
+            if parameters:
+                (self._muon if g["muon"] else self._adamw)(g, parameters)
+        return loss
+
+    def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device if g["fused"] else "cpu"),
+                    "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                }
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=g["fused"],
+            amsgrad=False,
+            beta1=g["betas"][0],
+            beta2=g["betas"][1],
+            lr=g["lr"],
+            weight_decay=g["weight_decay"],
+            eps=g["eps"],
+            maximize=False,
+        )
+
+    def _muon(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
+        weights = [_local(p) for p in parameters]
+        gradients = [_local(p.grad) for p in parameters]
+        momenta = [_local(self.state[p]["momentum_buffer"]) for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - g["momentum"])
+        ahead = torch._foreach_lerp(gradients, momenta, g["momentum"])
+        torch._foreach_mul_(weights, 1 - g["lr"] * g["weight_decay"])
+        for p, weight, update in zip(parameters, weights, self._orthogonalised(parameters, ahead), strict=True):
+            weight.add_(update.to(weight), alpha=-g["lr"] * update_scale(p.shape))
+
+    def _orthogonalised(self, parameters: list[Tensor], ahead: list[Tensor]) -> Iterator[Tensor]:
+        """This rank's part of each orthogonalised update, in order."""
+        dtype = self.dtype or parameters[0].dtype
+        first = parameters[0]
+        if isinstance(first, DTensor):
+            yield from self._sharded([p for p in parameters if isinstance(p, DTensor)], ahead, dtype)
+        elif self.group is not None and dist.get_world_size(self.group) > 1:
+            yield from _replicated(ahead, dtype, self.group)
+        else:
+            yield from (orthogonalise(x, dtype) for x in ahead)
+
+    def _sharded(self, parameters: list[DTensor], ahead: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+        mesh, dim = _shard_dim(parameters[0])
+        group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
+        ahead = [x.to(self.device_type, dtype) for x in ahead]
+        for start in range(0, len(parameters), world):
+            batch, local = parameters[start : start + world], ahead[start : start + world]
+            out = [x.numel() for x in local] + [0] * (world - len(batch))
+            mine = batch[rank] if rank < len(batch) else None
+            into = [rows * mine.size(1) for rows in _rows(mine.size(0), world)] if mine is not None else [0] * world
+            flat = local[0].new_empty(sum(into))
+            dist.all_to_all_single(flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group)
+            if mine is not None:
+                flat = orthogonalise(flat.view(mine.shape), dtype).reshape(-1)
+            back = flat.new_empty(sum(out))
+            dist.all_to_all_single(back, flat, out, into, group=group)
+            yield from (x.view(like.shape) for x, like in zip(back.split(out[: len(batch)]), local, strict=True))
+
+
+def _replicated(ahead: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    for start in range(0, len(ahead), world):
+        batch = ahead[start : start + world]
+        updates = [
+            orthogonalise(x, dtype).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
+            for owner, x in enumerate(batch)
+        ]
+        waits = [dist.broadcast(x, group=group, group_src=owner, async_op=True) for owner, x in enumerate(updates)]
+        for update, wait in zip(updates, waits, strict=True):
+            assert wait is not None
+            wait.wait()
+            yield update
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    """The storage on this rank; writing to it writes to the tensor."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_dim(tensor: DTensor) -> tuple[dist.DeviceMesh, int]:
+    """The mesh and its one dimension over which rows are sharded; every other dimension holds replicas."""
+    dims = [i for i, placement in enumerate(tensor.placements) if placement == Shard(0)]
+    assert len(dims) == 1 and all(p.is_replicate() for i, p in enumerate(tensor.placements) if i != dims[0]), tensor
+    return tensor.device_mesh, dims[0]
+
+
+def _rows(rows: int, world: int) -> list[int]:
+    """How many of a matrix's rows each rank holds: `torch.chunk`'s division, the last ranks perhaps with fewer or none."""
+    each = -(-rows // world)
+    return [max(0, min(each, rows - rank * each)) for rank in range(world)]

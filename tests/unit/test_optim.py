@@ -1,0 +1,214 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.groups import adamw_groups, muon_groups
+from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
+from windlass.recipe import OptimSettings
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """An embedding, two blocks and a tied head."""
+
+    def __init__(self, vocab=11, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList([Block(width), Block(width)])
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def blocks(self):
+        return list(self.layers)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.layers:
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def gradients(m, seed=0):
+    m.zero_grad()
+    m(torch.arange(11).roll(seed).view(1, 11) % 7).backward()
+
+
+def names(m, groups):
+    known = {id(p): n for n, p in m.named_parameters()}
+    return {g["name"]: [known[id(p)] for p in g["params"]] for g in groups}
+
+
+def test_adamw_groups_by_dimension_and_ties_once():
+    m = model()
+    got = names(m, adamw_groups(m, OptimSettings(weight_decay=0.1)))
+    blocks = [f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("up", "down")]
+    assert got["decay"] == ["embedding.weight", *blocks]
+    vectors = ["norm.weight", "norm.bias", "up.bias"]
+    assert got["no_decay"] == [f"layers.{i}.{part}" for i in (0, 1) for part in vectors]
+
+
+def test_decay_on_all_is_one_group():
+    m = model()
+    (group,) = adamw_groups(m, OptimSettings(decay_on="all", weight_decay=0.3))
+    assert group["weight_decay"] == 0.3 and len(group["params"]) == len(list(m.parameters()))
+
+
+def test_frozen_parameters_are_left_out():
+    m = model()
+    m.embedding.weight.requires_grad_(False)
+    got = names(m, adamw_groups(m, OptimSettings()))
+    assert "embedding.weight" not in got["decay"] and len(got["decay"]) == 4
+
+
+def test_muon_takes_the_blocks_matrices_only():
+    m = model()
+    groups = muon_groups(m, OptimSettings(kind="muon", lr=0.01, muon_lr=0.02))
+    got = names(m, groups)
+    assert got["muon.decay"] == [f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("up", "down")]
+    assert got["adamw.decay"] == ["embedding.weight"]
+    assert len(got["adamw.no_decay"]) == 6
+    assert {g["name"]: g["peak_lr"] for g in groups} == {
+        "muon.decay": 0.02,
+        "adamw.decay": 0.01,
+        "adamw.no_decay": 0.01,
+    }
+
+
+def test_groups_under_compile_wrapper():
+    m = model()
+    inner = muon_groups(m, OptimSettings(kind="muon"))
+    outer = muon_groups(torch.compile(m, backend="eager"), OptimSettings(kind="muon"))
+    assert [[id(p) for p in g["params"]] for g in inner] == [[id(p) for p in g["params"]] for g in outer]
+
+
+def adamw_by_hand(weights, grads, lr, decay):
+    """Loshchilov and Hutter's algorithm 2 in float64."""
+    m = v = 0.0
+    betas, eps = (0.9, 0.97), 1e-6
+    for t, (rate, g) in enumerate(zip(lr, grads, strict=True), 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        step = (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+        weights = weights - rate * (step + decay * weights)
+    return weights
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_adamw_against_numpy(dtype, tolerance, kind):
+    m = model(dtype)
+    settings = OptimSettings(kind=kind, lr=1e-2, betas=(0.9, 0.97), eps=1e-6, weight_decay=0.2)
+    optimizer = build_optimizer(m, settings, "cpu")
+    watched = {"embedding.weight": 0.2, "layers.0.norm.bias": 0.0}
+    before = {n: m.get_parameter(n).detach().double().numpy().copy() for n in watched}
+    seen = {n: [] for n in watched}
+    rates = [0.5, 1.0, 0.25]
+    for i, rate in enumerate(rates):
+        gradients(m, i)
+        for n in watched:
+            seen[n].append(m.get_parameter(n).grad.double().numpy().copy())
+        set_lr(optimizer, rate)
+        optimizer.step()
+    for n, decay in watched.items():
+        want = adamw_by_hand(before[n], seen[n], [1e-2 * r for r in rates], decay)
+        np.testing.assert_allclose(m.get_parameter(n).detach().double().numpy(), want, atol=tolerance, rtol=0)
+
+
+def test_set_lr_keeps_the_ratio_and_plain_numbers():
+    optimizer = build_optimizer(model(), OptimSettings(kind="muon", lr=0.01, muon_lr=0.03), "cpu")
+    set_lr(optimizer, 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.015, 0.005, 0.005]
+    assert all(type(g["lr"]) is float for g in optimizer.param_groups)
+
+
+def test_muon_against_torch():
+    """In bfloat16, as torch's own has it; ours differs from it in nothing else."""
+    ours, theirs = model(), model()
+    settings = OptimSettings(kind="muon", lr=1e-2, muon_lr=0.02, weight_decay=0.1)
+    optimizer = build_optimizer(ours, settings, "cpu")
+    optimizer.dtype = torch.bfloat16
+    split = muon_groups(theirs, settings)
+    muon = torch.optim.Muon(
+        [p for g in split if g["muon"] for p in g["params"]], lr=0.02, weight_decay=0.1, momentum=0.95
+    )
+    rest = [{k: g[k] for k in ("params", "lr", "weight_decay")} for g in split if not g["muon"]]
+    adamw = torch.optim.AdamW(rest, betas=settings.betas, eps=settings.eps, fused=True)
+    for i in range(4):
+        gradients(ours, i)
+        gradients(theirs, i)
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (5, 12), (12, 5), (1, 4), (7, 1)])
+def test_orthogonalise_maps_singular_values_by_the_quintic(shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    got = orthogonalise(torch.from_numpy(x), torch.float64).numpy()
+    u, s, vt = np.linalg.svd(x / np.linalg.norm(x), full_matrices=False)
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        s = a * s + b * s**3 + c * s**5
+    np.testing.assert_allclose(got, u * s @ vt, atol=1e-12)
+    assert s.min() > 0.6 and s.max() < 1.25
+
+
+def test_orthogonalise_zero_and_float32():
+    assert torch.equal(orthogonalise(torch.zeros(3, 5), torch.float32), torch.zeros(3, 5))
+    x = torch.randn(16, 24, generator=torch.Generator().manual_seed(1))
+    exact = orthogonalise(x.double(), torch.float64)
+    torch.testing.assert_close(orthogonalise(x, torch.float32).double(), exact, atol=1e-4, rtol=0)
+
+
+def test_update_scale():
+    assert update_scale((4, 16)) == 1 and update_scale((16, 4)) == 2
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_goes_on_where_it_was(kind):
+    settings = OptimSettings(kind=kind)
+    straight, first = model(), model()
+    optimizer = build_optimizer(straight, settings, "cpu")
+    for i in range(4):
+        gradients(straight, i)
+        optimizer.step()
+    half = build_optimizer(first, settings, "cpu")
+    for i in range(2):
+        gradients(first, i)
+        half.step()
+    second = model()
+    second.load_state_dict(first.state_dict())
+    resumed = build_optimizer(second, settings, "cpu")
+    resumed.load_state_dict(half.state_dict())
+    for i in range(2, 4):
+        gradients(second, i)
+        resumed.step()
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
+
+
+def test_parameters_without_gradient_are_left_alone():
+    m = model()
+    optimizer = build_optimizer(m, OptimSettings(kind="muon"), "cpu")
+    before = [p.detach().clone() for p in m.parameters()]
+    optimizer.step()
+    assert isinstance(optimizer, Muon) and not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, m.parameters(), strict=True))
