@@ -1,0 +1,118 @@
+"""Whether a run directory is ours to use, and how: new, resumed, extended, branched, finished. No torch.
+
+Decided from files alone, before any process group exists, by the launcher and again by every rank; written by rank 0 only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run
+
+BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
+"""What a branch may do otherwise than the run it comes from; model, data, seed and batch stay."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is to be done in a run directory."""
+
+    recipe: Recipe
+    run: Run
+    resuming: bool
+    """The directory holds a ledger of the same recipe: go on from its newest committed checkpoint."""
+    finished: bool
+    """The run has done all its steps: there is nothing to do."""
+    extends_from: int = 0
+    """With `--extend-to`: the steps of the old horizon; else 0."""
+    branch_from: Path | None = None
+    """With `--branch-from`: the checkpoint to start from."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return self.run.path
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """What matters and is not equal, one line each: `optim.lr: 0.001 -> 0.002`."""
+    before, after = old.material(), new.material()
+    keys = [*before, *(k for k in after if k not in before)]
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "") -> Claim:
+    """Look at the run's directory and say what is to be done there; changes nothing.
+
+    Raises UserError where the directory holds a run of another recipe (the differences are shown), is no run directory at
+    all, or where an extension or a branch does not fit.
+    """
+    run = Run(recipe.run_dir)
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"{run.path} is a file; give another run.dir")
+    exists = run.recipe_path.is_file() and not fresh
+    if not exists:
+        if not fresh and run.path.is_dir() and any(p.name != "log.txt" for p in run.path.iterdir()):
+            raise UserError(f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside")
+        if extend_to:
+            raise UserError(f"there is no run at {run.path} to extend")
+        source = _branch_source(recipe, branch_from) if branch_from else None
+        return Claim(recipe, run, resuming=False, finished=False, branch_from=source)
+    old = run.recipe
+    if extend_to:
+        return _extension(recipe, run, old, extend_to)
+    changed = differences(old, recipe)
+    if changed:
+        raise UserError(_refusal(run, changed))
+    return Claim(recipe, run, resuming=True, finished=run.state == "finished")
+
+
+def _refusal(run: Run, changed: list[str]) -> str:
+    lines = [f"{run.path} holds a run of another recipe:", *(f"  {line}" for line in changed)]
+    if [line for line in changed if line.startswith("train.steps:")] == changed:
+        lines.append("to change a run's length, use --extend-to STEPS (longer) or --stop-at STEP (shorter);")
+    lines.append("give another run.dir for a new run, --fresh to set the old one aside, or take the changes back")
+    return "\n".join(lines)
+
+
+def _extension(recipe: Recipe, run: Run, old: Recipe, extend_to: int) -> Claim:
+    if not isinstance(old.train.steps, int) or extend_to <= old.train.steps:
+        raise UserError(f"--extend-to {extend_to} is not past the run's {old.train.steps} steps")
+    longer = old.with_overrides(f"train.steps={extend_to}", f"run.dir={run.path.as_posix()!r}")
+    changed = [c for c in differences(longer, recipe) if not c.startswith("train.steps:")]
+    if changed:
+        raise UserError(_refusal(run, changed))
+    return Claim(longer, run, resuming=True, finished=False, extends_from=old.train.steps)
+
+
+def _branch_source(recipe: Recipe, branch_from: str) -> Path:
+    place, at, step = branch_from.rpartition("@")
+    if not at or not step.isdigit():
+        raise UserError(f"--branch-from {branch_from!r}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300")
+    origin = Run.open(place)
+    if origin.path.resolve() == recipe.run_dir.resolve():
+        raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
+    folder = origin.checkpoints_dir / f"step-{int(step):08d}"
+    if not folder.is_dir():
+        there = sorted(int(p.name[5:]) for p in origin.checkpoints_dir.glob("step-????????"))
+        raise UserError(f"{place} has no checkpoint of step {int(step)}; there are {', '.join(map(str, there)) or 'none'}")
+    changed = [c for c in differences(origin.recipe, recipe) if not c.startswith(BRANCH_MAY_CHANGE)]
+    if changed:
+        raise UserError("\n".join(["a branch keeps model, data, seed and batch of the run it comes from:", *changed]))
+    if isinstance(recipe.train.steps, int) and recipe.train.steps <= int(step):
+        raise UserError(f"train.steps = {recipe.train.steps} is not past the step {int(step)} to branch from")
+    return folder
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a run directory out of the way (`--fresh`); returns where it lies now, None where there was none."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside

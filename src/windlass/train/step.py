@@ -1,0 +1,170 @@
+"""One optimizer step: forward, backward, clip, update.
+
+The loss is the sum over the step's valid tokens on all ranks divided once by their global number, so that world size,
+accumulation and padding change nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from windlass.parallel import reduce
+from windlass.parallel.wrap import Wrapped
+
+if TYPE_CHECKING:
+    from windlass.data.loader import StepBatch
+    from windlass.telemetry.speed import StepTimer
+    from windlass.train.state import TrainState
+
+SCALE_START = 65536.0
+"""Initial fp16 loss scale (torch.amp.GradScaler's own)."""
+SCALE_GROWS_AFTER = 2000
+"""Steps without an overflow after which the scale doubles (torch.amp.GradScaler's own)."""
+
+
+def step_seed(seed: int, step: int, micro: int) -> int:
+    """The seed of the default generators for micro-batch `micro` of step `step`: the same on every rank and world."""
+    text = f"windlass/dropout/{seed}/{step}/{micro}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves behind, on the device: nothing here was waited for."""
+
+    loss: Tensor
+    """This rank's share of the step's loss: summed over ranks it is the loss per valid token. Scalar."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping, the same on every rank. Scalar."""
+    valid_tokens: int
+    """Tokens of the step that count, over all ranks."""
+
+
+class Step:
+    """Makes optimizer steps on a wrapped model.
+
+    On a CPU a non-finite gradient is seen at once, before the update. On CUDA looking would stop the device, so the
+    update is made conditional on the device itself (the fused optimizers' `found_inf`), and `trouble` is read at the
+    next log: the weights are then still those of before the bad step.
+    """
+
+    def __init__(
+        self, wrapped: Wrapped, optimizer: torch.optim.Optimizer, *, seed: int, grad_clip: float, timer: StepTimer,
+        latch: bool = True, deferred: bool | None = None,
+    ):  # fmt: skip
+        self.wrapped, self.optimizer, self.seed, self.grad_clip, self.timer = wrapped, optimizer, seed, grad_clip, timer
+        self.device = wrapped.ranks.device
+        self.parameters = [p for p in wrapped.model.parameters() if p.requires_grad]
+        self.reseeds = any(_drops(module) for module in wrapped.model.modules())
+        self.fp16 = wrapped.precision == "fp16"
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.deferred = self.device.type == "cuda" and fused if deferred is None else deferred
+        self.latch = latch
+        """Whether updates stay off after a bad step until someone looks (the policy `stop`)."""
+        self.bad = torch.zeros((), dtype=torch.float32, device=self.device)
+        """1 from a bad step on (latched), or for the last step (not latched)."""
+        self.bad_steps = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.scale = torch.ones((), dtype=torch.float32, device=self.device)
+        self.good = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.loss_bad = torch.zeros((), dtype=torch.float32, device=self.device)
+
+    def __call__(self, batch: StepBatch, lr_factor: float) -> StepResult:
+        """One step on this rank's micro-batches of `batch`; every rank calls it with the same factor."""
+        valid = reduce.sum_async([batch.valid_tokens], self.wrapped.ranks)  # on its way during the first forward pass
+        loss = torch.zeros((), dtype=self.wrapped.loss_dtype, device=self.device)
+        for micro in batch.micro:
+            if self.reseeds:
+                torch.manual_seed(step_seed(self.seed, batch.step, micro.k))
+            with self.wrapped.synchronised(micro is batch.micro[-1]):
+                with self.timer.phase("forward"), self.wrapped.autocast():
+                    loss_sum = self.wrapped.module(micro.tokens, micro.labels)
+                share = loss_sum / max(1, valid.wait()[0])
+                with self.timer.phase("backward"):
+                    self.wrapped.backward(share * self.scale if self.fp16 else share)
+            loss += share.detach()
+        with self.timer.phase("optimizer"):
+            grad_norm = self._update(loss, lr_factor)
+        return StepResult(loss, grad_norm, valid.wait()[0])
+
+    def _update(self, loss: Tensor, lr_factor: float) -> Tensor:
+        scaled = reduce.global_grad_norm(self.parameters)
+        grad_norm = scaled / self.scale if self.fp16 else scaled
+        if self._judge(grad_norm, loss):
+            self._rescale_and_clip(grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["base_lr"] * lr_factor
+            self.optimizer.step()
+        if self.fp16:
+            self._adjust_scale()
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm.detach()
+
+    def _judge(self, grad_norm: Tensor, loss: Tensor) -> bool:
+        """Whether to go on to the update; in deferred mode the device decides, and this is always so."""
+        now = (~torch.isfinite(grad_norm)).float()
+        self.loss_bad = torch.maximum(self.loss_bad, (~torch.isfinite(loss)).float())
+        self.bad = torch.maximum(self.bad, now) if self.latch and not self.fp16 else now
+        self.bad_steps += self.bad
+        if self.deferred:
+            self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
+            return True
+        return not bool(self.bad)
+
+    def _rescale_and_clip(self, grad_norm: Tensor) -> None:
+        """Multiply the gradients by 1 / scale and by the clipping factor, in one pass, or not at all."""
+        factor = torch.ones_like(grad_norm)
+        if self.grad_clip > 0:
+            factor = torch.clamp(self.grad_clip / (grad_norm + 1e-6), max=1.0)
+        if self.fp16:
+            factor = factor / self.scale
+        if self.device.type == "cpu" and float(factor) == 1.0:
+            return
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(grads, factor.to(grads[0].device) if grads else factor)
+
+    def _adjust_scale(self) -> None:
+        """Halve after an overflow, double after 2,000 steps without one; without looking at the values."""
+        overflow = self.bad > 0
+        good = torch.where(overflow, torch.zeros_like(self.good), self.good + 1)
+        grows = good >= SCALE_GROWS_AFTER
+        self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
+        self.good = torch.where(grows, torch.zeros_like(good), good)
+
+    def load(self, state: TrainState) -> None:
+        """Take over the loss scaler's state."""
+        if self.fp16:
+            self.scale.fill_(state.loss_scale if state.step else SCALE_START)
+            self.good.fill_(state.scale_good_steps)
+
+    def save(self, state: TrainState) -> None:
+        """Put the loss scaler's state into the counters (waits for the device)."""
+        if self.fp16:
+            state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good)
+
+    def trouble(self) -> tuple[int, bool]:
+        """How many bad steps there were since the last call, and whether this rank's loss was among what was not finite.
+
+        Waits for the device; the loop calls it when it logs or saves, and on a CPU after every step.
+        """
+        count, loss_bad = int(self.bad_steps), bool(self.loss_bad)
+        self.bad_steps.zero_()
+        self.loss_bad = torch.zeros_like(self.loss_bad)
+        return count, loss_bad
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether the module draws random numbers in training."""
+    rates = [v for k, v in vars(module).items() if "dropout" in k or (k == "p" and "Dropout" in type(module).__name__)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def deterministic(on: bool) -> torch.nn.Module | nullcontext[None]:
+    """Deterministic kernels where asked for; a missing one is an error of torch that names it."""
+    torch.use_deterministic_algorithms(on)
+    return nullcontext()
