@@ -84,7 +84,7 @@ def test_muon_takes_the_blocks_matrices_only():
     assert got["muon.decay"] == [f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("up", "down")]
     assert got["adamw.decay"] == ["embedding.weight"]
     assert len(got["adamw.no_decay"]) == 6
-    assert {g["name"]: g["peak_lr"] for g in groups} == {
+    assert {g["name"]: g["base_lr"] for g in groups} == {
         "muon.decay": 0.02,
         "adamw.decay": 0.01,
         "adamw.no_decay": 0.01,
@@ -212,3 +212,27 @@ def test_parameters_without_gradient_are_left_alone():
     optimizer.step()
     assert isinstance(optimizer, Muon) and not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(before, m.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_that_is_called_off_on_the_device_changes_nothing(kind):
+    """A non-finite gradient with `found_inf` set: weights, moments and step counts stay, and the next step goes on."""
+    settings = OptimSettings(kind=kind)
+    plain, interrupted = model(), model()
+    a, b = build_optimizer(plain, settings, "cpu"), build_optimizer(interrupted, settings, "cpu")
+    for i in range(3):
+        gradients(plain, i)
+        a.step()
+        if i == 1:
+            gradients(interrupted, i)
+            for p in interrupted.parameters():
+                p.grad.view(-1)[0] = float("nan")
+            b.found_inf = torch.ones(())
+            b.step()
+        gradients(interrupted, i)
+        b.found_inf = torch.zeros(())
+        b.step()
+    for (name, x), y in zip(plain.named_parameters(), interrupted.parameters(), strict=True):
+        assert torch.equal(x, y), name
+        for key, value in a.state[x].items():
+            assert torch.equal(value, b.state[y][key]), (name, key)

@@ -28,7 +28,7 @@ def build_optimizer(
         group: with `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
 
     Returns:
-        An optimizer whose groups carry `peak_lr`; `set_lr` gives them the learning rate of an update.
+        An optimizer whose groups carry `base_lr`; `set_lr` gives them the learning rate of an update.
     """
     found = {p.device.type for p in model.parameters() if p.requires_grad}
     assert found, "a model without trained parameters"
@@ -52,4 +52,4 @@ def build_optimizer(
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Give every group its peak learning rate times `factor`; a host-side number, so nothing waits or recompiles."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["base_lr"] * factor

@@ -10,7 +10,7 @@ from torch import nn
 from windlass.recipe.settings import OptimSettings
 
 Group = dict[str, Any]
-"""A parameter group: `name`, `params`, `peak_lr`, `lr`, `weight_decay`, and `muon` where the optimizer is Muon."""
+"""A parameter group: `name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` where the optimizer is Muon."""
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -38,7 +38,7 @@ def _groups(parameters: Iterable[nn.Parameter], settings: OptimSettings, lr: flo
         parts["decay" if decays(p, settings.decay_on) else "no_decay"].append(p)
     weight_decay = {"decay": settings.weight_decay, "no_decay": 0.0}
     return [
-        {"name": prefix + name, "params": found, "peak_lr": lr, "lr": lr, "weight_decay": weight_decay[name]}
+        {"name": prefix + name, "params": found, "base_lr": lr, "lr": lr, "weight_decay": weight_decay[name]}
         for name, found in parts.items()
         if found
     ]

@@ -80,6 +80,10 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype | None = None,
     ):
         self.device_type, self.group = device_type, group
+        self._step_supports_amp_scaling = (
+            fused  # torch's word for: `found_inf` makes the update conditional, on the device
+        )
+        self.found_inf: Tensor | None = None
         self.dtype = dtype or (torch.bfloat16 if device_type == "cuda" else None)
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
         for g in self.param_groups:
@@ -115,7 +119,8 @@ class Muon(torch.optim.Optimizer):
             [s["exp_avg_sq"] for s in states],
             [],
             [s["step"] for s in states],
-            fused=g["fused"],
+            fused=g["fused"] or None,
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=g["betas"][0],
             beta2=g["betas"][1],
@@ -132,11 +137,24 @@ class Muon(torch.optim.Optimizer):
         weights = [_local(p) for p in parameters]
         gradients = [_local(p.grad) for p in parameters]
         momenta = [_local(self.state[p]["momentum_buffer"]) for p in parameters]
+        lr, decay = g["lr"], 1 - g["lr"] * g["weight_decay"]
+        if self.found_inf is not None:
+            gradients = [
+                self._or_else(gradient, momentum) for gradient, momentum in zip(gradients, momenta, strict=True)
+            ]
         torch._foreach_lerp_(momenta, gradients, 1 - g["momentum"])
         ahead = torch._foreach_lerp(gradients, momenta, g["momentum"])
-        torch._foreach_mul_(weights, 1 - g["lr"] * g["weight_decay"])
         for p, weight, update in zip(parameters, weights, self._orthogonalised(parameters, ahead), strict=True):
-            weight.add_(update.to(weight), alpha=-g["lr"] * update_scale(p.shape))
+            new = torch.add(weight * decay, update.to(weight), alpha=-lr * update_scale(p.shape))
+            weight.copy_(new if self.found_inf is None else self._or_else(new, weight))
+
+    def _or_else(self, new: Tensor, old: Tensor) -> Tensor:
+        """`new`, or `old` where this step's gradients were not finite: decided on the device, nobody waits.
+
+        A gradient replaced by the momentum leaves the momentum as it was.
+        """
+        assert self.found_inf is not None
+        return torch.where(self.found_inf.to(new.device) > 0, old, new)
 
     def _orthogonalised(self, parameters: list[Tensor], ahead: list[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order."""
