@@ -1,0 +1,139 @@
+"""A study on disk: one directory of runs, made from one recipe and a grid. No torch.
+
+    studies/<name>/
+      recipe.toml      the recipe that all cells share
+      study.json       the axes as they were typed, and the cells: what each sets, and its run directory
+      verdicts.json    what was decided about cells from outside: diverged, pruned, failed, each with its reason
+      runs/<cell>/     a run directory each
+
+Everything else (states, losses, the winner) is read from the runs' ledgers when it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.study.grid import Assignment, Cell, expand, parse_axis
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study's directory; the recipe and the axes never change, the runs and verdicts grow."""
+
+    path: Path
+    recipe: Recipe
+    axes: list[str]
+    cells: list[Cell] = field(repr=False)
+
+    @staticmethod
+    def create(recipe: Recipe, axes: list[str], path: Path | None = None) -> Study:
+        """The study of a recipe and a grid: opened where the directory holds the same one, made where it is new.
+
+        Raises UserError where the directory holds another study, or a cell's recipe cannot work.
+        """
+        base = recipe.with_overrides("run.dir=''", "run.name=''")
+        cells = expand(base, [parse_axis(text) for text in axes])
+        path = path or Path("studies") / default_name(base, axes)
+        if (path / "study.json").is_file():
+            there = Study.open(path)
+            if there.axes != axes or there.recipe.digest != base.digest:
+                raise UserError(
+                    f"{path} holds another study ({' '.join(there.axes)} of a recipe with digest {there.recipe.digest}); "
+                    "give another --dir"
+                )
+            return there
+        study = Study(path, base, list(axes), cells)
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "recipe.toml", base.toml())
+        listed = [{"assignment": c.assignment, "run": f"runs/{slug(c)}", "digest": c.recipe.digest} for c in cells]
+        _write(
+            path / "study.json",
+            json.dumps({"version": VERSION, "kind": "sweep", "axes": axes, "cells": listed}, indent=1),
+        )
+        return study
+
+    @staticmethod
+    def open(path: str | Path) -> Study:
+        """The study at `path`; raises UserError where there is none."""
+        path = Path(path)
+        if not Study.is_study(path):
+            raise UserError(f"{path} is no study: it has no study.json")
+        try:
+            axes = list(json.loads((path / "study.json").read_text(encoding="utf-8"))["axes"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{path / 'study.json'} is damaged ({error}); give another --dir, or mend it") from None
+        recipe = Recipe.load(path / "recipe.toml")
+        return Study(path, recipe, axes, expand(recipe, [parse_axis(text) for text in axes]))
+
+    @staticmethod
+    def is_study(path: str | Path) -> bool:
+        """Whether a directory holds a study."""
+        return (Path(path) / "study.json").is_file()
+
+    def run_of(self, cell: Cell) -> Run:
+        """The cell's run, whether it has begun or not."""
+        return Run(self.path / "runs" / slug(cell))
+
+    def runs(self) -> list[tuple[Assignment, Run]]:
+        """Every cell that has begun: what it sets, and its run."""
+        pairs = [(cell.assignment, self.run_of(cell)) for cell in self.cells]
+        return [(assignment, run) for assignment, run in pairs if run.recipe_path.is_file()]
+
+    def verdicts(self) -> dict[str, dict[str, str]]:
+        """What was decided about cells: digest -> `state` (diverged, pruned, failed) and `reason`."""
+        try:
+            found: Any = json.loads((self.path / "verdicts.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def judge(self, cell: Cell, state: str, reason: str) -> None:
+        """Write down a verdict; an empty state takes it back."""
+        verdicts = self.verdicts()
+        verdicts.pop(cell.recipe.digest, None)
+        if state:
+            verdicts[cell.recipe.digest] = {"state": state, "reason": reason}
+        _write(self.path / "verdicts.json", json.dumps(verdicts, indent=1))
+
+    def state_of(self, cell: Cell) -> tuple[str, str]:
+        """`waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`, and the reason of the last three."""
+        run = self.run_of(cell)
+        state = run.state
+        verdict = self.verdicts().get(cell.recipe.digest)
+        if state == "finished":
+            return state, ""
+        if verdict:
+            return verdict["state"], verdict["reason"]
+        if state == "failed":
+            failure = [e for e in run.events if e.get("event") == "failed"]
+            return ("failed", str(failure[-1].get("reason", ""))) if failure else ("interrupted", "")
+        return {"new": "waiting", "preempted": "interrupted"}.get(state, state), ""
+
+
+def default_name(recipe: Recipe, axes: list[str]) -> str:
+    """`<preset>-<digest of recipe and axes>`."""
+    text = json.dumps([recipe.digest, axes])
+    return f"{recipe.preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def slug(cell: Cell) -> str:
+    """The name of a cell's run directory: readable, safe as a file name, and addressed by the recipe's content."""
+    words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", cell.label).strip("-")[:80]
+    return f"{words}-{cell.recipe.digest[:8]}"
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
