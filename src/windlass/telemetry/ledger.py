@@ -1,0 +1,141 @@
+"""The ledger `metrics.jsonl`: one JSON object a line, appended by rank 0 alone, the truth that everything is fed from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+KINDS = ("train", "eval", "sample", "event", "summary")
+
+
+def now() -> str:
+    """The time of a line: UTC, ISO 8601, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def encode(line: Mapping[str, Any]) -> str:
+    """A line as strict JSON.
+
+    Finite floats are written so that they read back bit for bit. JSON has no word for the others, so they become the
+    strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which Python's, JavaScript's and C's number parsers all take.
+    Scalars of numpy and torch become plain numbers; a value that is no JSON raises TypeError.
+    """
+    return json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+class Ledger:
+    """Appends lines to a run's ledger; a disk that is full or gone never raises.
+
+    Each line is one `write` to a file opened for appending, so a kill leaves at most one torn line, at the end, and the
+    next start closes it off. Where a write fails, the line is kept in memory and goes out before the next one;
+    `trouble` then says what is wrong, once.
+
+    Args:
+        path: The file; it is created where it is missing.
+        attempt: 0 for the first start of the run, one more for each restart; written into every line.
+        enabled: Whether to write at all: true on rank 0 alone.
+        stamp: Gives further fields for every `train`, `event` and `summary` line, such as the wall time by phase.
+    """
+
+    def __init__(
+        self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Mapping[str, Any]] | None = None
+    ):
+        self.path, self.attempt, self.enabled, self.stamp = Path(path), attempt, enabled, stamp
+        self.trouble: str | None = None
+        self._waiting = b""
+        self._file = -1
+        if enabled:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                self._waiting = b"\n"
+
+    def write(self, kind: str, step: int, **fields: Any) -> Line:
+        """Append a line and return it as a dictionary; `fields` win over what `stamp` gives.
+
+        Args:
+            kind: One of `train`, `eval`, `sample`, `event`, `summary`.
+            step: Optimizer steps completed.
+            **fields: What belongs to the kind; None is left out, so that an unknown number is absent, not null.
+        """
+        assert kind in KINDS, kind
+        line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
+        if self.stamp is not None and kind in ("train", "event", "summary"):
+            line |= self.stamp()
+        line |= {key: value for key, value in fields.items() if value is not None}
+        if self.enabled:
+            self._waiting += encode(line).encode("utf-8", "replace") + b"\n"
+            self._flush()
+        return line
+
+    def sync(self) -> None:
+        """Make sure that all lines so far survive a crash of the machine; called when a checkpoint is committed."""
+        if self.enabled and self._flush():
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
+
+    def close(self) -> None:
+        """Write what waits, sync and close; a second call does nothing."""
+        if self._file >= 0:
+            self.sync()
+            os.close(self._file)
+            self._file, self.enabled = -1, False
+
+    def _flush(self) -> bool:
+        while self._waiting:
+            try:
+                done = os.write(self._file, self._waiting)
+            except OSError as error:
+                self.trouble = self.trouble or (
+                    f"the ledger {self.path} cannot be written ({error.strerror}); its lines are kept in memory and go "
+                    "out as soon as it can"
+                )
+                return False
+            self._waiting = self._waiting[done:]
+        return True
+
+
+def tail(path: Path, offset: int = 0) -> tuple[list[Line], int]:
+    """The whole lines of a JSONL file from a byte offset on, and the offset to go on from.
+
+    A last line without its end is left for the next call. A line that is no JSON object (torn by a kill) is left out.
+    A file that is missing has no lines; one that became shorter than `offset` is read from its beginning.
+    """
+    try:
+        with open(path, "rb") as file:
+            offset = offset if offset <= os.fstat(file.fileno()).st_size else 0
+            file.seek(offset)
+            raw = file.read()
+    except FileNotFoundError:
+        return [], offset
+    end = raw.rfind(b"\n") + 1
+    lines = []
+    for text in raw[:end].split(b"\n"):
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines, offset + end
