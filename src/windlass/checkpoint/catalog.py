@@ -1,0 +1,213 @@
+"""The checkpoints of a run: names on the disk, what is there, the index, and tidying up after a kill. Needs no torch.
+
+- `step-00000250`: a checkpoint, once it has its commit marker;
+- `.saving-00000250-...`: being written, or left by a kill;
+- `.failed-00000250-...`: given up, a sign for the other ranks;
+- `.old-00000250-...`: a committed one whose successor of the same step is just taking its place;
+- `.trash-...`: being deleted;
+- `bad-step-00000250`: found damaged and set aside; nothing reads, counts or deletes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint import manifest as format_
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MARKER, Damaged, Manifest
+from windlass.checkpoint.retention import Kept, Policy, best, retain
+
+INDEX, INDEX_VERSION = "index.json", 1
+STEP_DIR = re.compile(r"^step-(\d{8,})$")
+OLD_DIR = re.compile(r"^\.old-(\d{8,})-")
+LEFT_OVER = re.compile(r"^\.(saving|failed|trash)-|^\..*\.new$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint on the disk. `manifest` is None where it is damaged, and `problem` says how."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str = ""
+
+    @property
+    def serial(self) -> int:
+        """The number of its commit in the run; 0 where that cannot be read."""
+        return self.manifest.serial if self.manifest else 0
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss at its step, where it was measured."""
+        return self.manifest.loss if self.manifest else None
+
+    @property
+    def kept(self) -> Kept:
+        """What retention must know of it."""
+        assert self.manifest is not None
+        return Kept(self.serial, self.step, self.loss, str(self.manifest.meta.get("reason", "periodic")))
+
+
+def step_dir(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step-{step:08d}"
+
+
+def names(directory: Path) -> list[str]:
+    """The entries of a directory, empty where there is none.
+
+    A whole listing, even to ask for one name: on NFS a listing is fresh, while a name that was once missing may stay so
+    for a minute.
+    """
+    try:
+        return sorted(p.name for p in directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def entry(path: Path, deep: bool = False) -> Entry:
+    """Look at one checkpoint: marker, manifest and sizes, or with `deep` every byte."""
+    found = STEP_DIR.match(path.name) or OLD_DIR.match(path.name)
+    step = int(found.group(1)) if found else 0
+    try:
+        manifest = format_.verify(path) if deep else format_.read(path)
+        format_.check_sizes(path, manifest)
+    except Damaged as error:
+        return Entry(path, step, None, str(error))
+    if found and manifest.step != step:
+        return Entry(path, step, None, f"it is the checkpoint of step {manifest.step} under another name")
+    return Entry(path, manifest.step, manifest)
+
+
+def entries(directory: Path, deep: bool = False) -> list[Entry]:
+    """Every committed checkpoint, the newest commit first, damaged ones among them by their step.
+
+    Those that a save of the same step was just replacing when it was killed count too.
+    """
+    paths = [directory / n for n in names(directory) if STEP_DIR.match(n) or OLD_DIR.match(n)]
+    found = [entry(p, deep) for p in paths if format_.committed(p)]
+    return sorted(found, key=_newest_first)
+
+
+def _newest_first(one: Entry) -> tuple[float, int]:
+    return (-one.serial if one.manifest else -float("inf"), -one.step)
+
+
+def index_of(found: Iterable[Entry], policy: Policy) -> tuple[dict[str, Any], list[Entry]]:
+    """The index of what is to be kept, and the checkpoints that may go. Damaged ones are in neither."""
+    good = [e for e in found if e.manifest is not None and STEP_DIR.match(e.path.name)]
+    why = retain([e.kept for e in good], policy)
+    stay = sorted((e for e in good if why[e.serial]), key=lambda e: e.serial)
+    lowest = best(e.kept for e in stay)
+    tree = {
+        "version": INDEX_VERSION,
+        "latest": stay[-1].step if stay else None,
+        "best": lowest.step if lowest else None,
+        "checkpoints": [_row(e, why[e.serial]) for e in stay],
+    }
+    return tree, [e for e in good if not why[e.serial]]
+
+
+def _row(one: Entry, why: list[str]) -> dict[str, Any]:
+    assert one.manifest is not None
+    return {
+        "step": one.step, "path": one.path.name, "serial": one.serial, "time": one.manifest.time,
+        "bytes": one.manifest.bytes, "world": one.manifest.world, "loss": one.loss, "reason": one.kept.reason, "kept": why,
+    }  # fmt: skip
+
+
+def publish(directory: Path, policy: Policy, files: Files) -> list[Path]:
+    """Write the index of what stays, then delete what may go; returns what was deleted.
+
+    The order matters: the newest checkpoint is committed before this begins, and the index stops naming a checkpoint
+    before it goes.
+    """
+    tree, leaving = index_of(entries(directory), policy)
+    files.replace_json(directory / INDEX, tree)
+    for one in leaving:
+        discard(one.path, files)
+    return [one.path for one in leaving]
+
+
+def discard(path: Path, files: Files) -> None:
+    """Delete a directory so that a kill on the way leaves nothing that looks like a checkpoint."""
+    if not path.exists():
+        return
+    trash = path.with_name(f".trash-{path.name.lstrip('.')}")
+    with contextlib.suppress(FileNotFoundError):
+        if trash.exists():
+            files.remove_tree(trash)
+        files.rename(path, trash)
+        files.remove_tree(trash)
+
+
+def recover(directory: Path, policy: Policy, files: Files) -> list[str]:
+    """Make a run's directory tidy after a kill, before anything else is done in it; says what was done.
+
+    By one process only, while no other one saves. Leftovers of saves go. A checkpoint that was being replaced comes back
+    where its successor was not committed; one that lacks nothing but its marker is committed.
+    """
+    done: list[str] = []
+    for name in names(directory):
+        path = directory / name
+        if LEFT_OVER.match(name):
+            if path.is_dir() and not path.is_symlink():
+                files.remove_tree(path)
+            else:
+                files.unlink(path)
+            if name.startswith(".saving-"):
+                done.append(f"removed what an interrupted save of step {int(name.split('-')[1])} had left")
+    for name in names(directory):
+        if STEP_DIR.match(name) and not format_.committed(directory / name):
+            done.append(_finish(directory / name, files))
+    for name in names(directory):
+        if old := OLD_DIR.match(name):
+            place = step_dir(directory, int(old.group(1)))
+            if format_.committed(place) and not entry(place).problem:
+                discard(directory / name, files)
+            else:
+                discard(place, files)
+                files.rename(directory / name, place)
+                files.sync_dir(directory)
+                done.append(f"{place.name} is back: the save that was to replace it was interrupted")
+    if directory.is_dir():
+        publish(directory, policy, files)
+    return done
+
+
+def _finish(path: Path, files: Files) -> str:
+    """Commit a checkpoint that was cut off just before its marker, if every byte is there, else remove it."""
+    data = path / format_.MANIFEST
+    try:
+        manifest = format_.verify(path, format_.parse(data.read_bytes()))
+        if step_dir(path.parent, manifest.step) != path:
+            raise Damaged("it is of another step")
+    except (OSError, Damaged) as error:
+        discard(path, files)
+        return f"removed {path.name}, which was never committed ({error})"
+    write_marker(path, files)
+    return f"{path.name} was whole but for its marker, and is committed now"
+
+
+def write_marker(path: Path, files: Files) -> None:
+    """Make a whole directory a checkpoint: the last write of a commit."""
+    digest = hashlib.sha256((path / format_.MANIFEST).read_bytes()).hexdigest()
+    files.write_bytes(path / MARKER, f"{digest}\n".encode())
+    files.sync_dir(path)
+
+
+def set_aside(path: Path, files: Files) -> Path:
+    """Give a damaged checkpoint a name under which it is neither loaded nor counted, nor in the way of a save."""
+    number = 0
+    while (aside := path.with_name(f"bad-{path.name.lstrip('.')}" + (f".{number}" if number else ""))).exists():
+        number += 1
+    files.rename(path, aside)
+    files.sync_dir(path.parent)
+    return aside

@@ -1,0 +1,141 @@
+"""Every change that a checkpoint makes to the disk, one operation at a time.
+
+All writing goes through one object, so that a test can stop, fail or kill the process at any operation (and does, at each
+of them: docs/reliability.md), and so that what is durable when is decided in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+PIECE_BYTES = 16 * 2**20
+"""Bytes in one write: large, so that a writer in the background asks for the interpreter seldom."""
+
+
+class Output:
+    """A new file that is being written; closed at the end of its `with` block."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int):
+        self.files, self.path, self.descriptor = files, path, descriptor
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Write all of `data`, also where the system takes it in parts."""
+        view = memoryview(data)
+        while view:
+            self.files.about_to("write", self.path, self, view)
+            view = view[os.write(self.descriptor, view) :]
+
+    def sync(self) -> None:
+        """Return when the file's bytes are on the disk."""
+        self.files.about_to("fsync", self.path)
+        os.fsync(self.descriptor)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.descriptor)
+
+
+class Files:
+    """The file operations that a save is made of. Each raises OSError as the system does."""
+
+    def about_to(
+        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
+    ) -> None:
+        """Called before every operation; here for tests to fail or kill at any of them."""
+
+    def make_dir(self, path: Path) -> None:
+        """Make a directory; one that is there already will do."""
+        self.about_to("mkdir", path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+
+    def create(self, path: Path) -> Output:
+        """A new, empty file for writing; what had the name is cut off."""
+        self.about_to("create", path)
+        return Output(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or directory another name in one step, in place of a file or an empty directory of that name."""
+        self.about_to("rename", target)
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is gone already will do."""
+        self.about_to("unlink", path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_dir(self, path: Path) -> None:
+        """Remove an empty directory; one that is gone already will do."""
+        self.about_to("rmdir", path)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(path)
+
+    def sync_dir(self, path: Path) -> None:
+        """Return when the directory's entries (new files, new names) are on the disk."""
+        self.about_to("fsync_dir", path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_json(self, path: Path, value: Any) -> bytes:
+        """Write a new durable file of JSON, and return its bytes. A kill may leave it torn."""
+        data = to_json(value)
+        self.write_bytes(path, data)
+        return data
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        """Write a new durable file. A kill may leave it torn."""
+        with self.create(path) as output:
+            output.write(data)
+            output.sync()
+
+    def replace_json(self, path: Path, value: Any, durable: bool = True) -> None:
+        """Put a file of JSON in place of another one: a reader sees the old or the new one, whole."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            with self.create(fresh) as output:
+                output.write(to_json(value))
+                if durable:
+                    output.sync()
+            self.rename(fresh, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.unlink(fresh)
+            raise
+        if durable:
+            self.sync_dir(path.parent)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all in it. Symbolic links are removed, never followed."""
+        for entry in _entries(path):
+            if entry.is_dir(follow_symlinks=False):
+                self.remove_tree(Path(entry.path))
+            else:
+                self.unlink(Path(entry.path))
+        self.remove_dir(path)
+
+
+def to_json(value: Any) -> bytes:
+    """JSON as the checkpoint's files hold it; raises ValueError for a NaN or an infinity."""
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _entries(path: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as found:
+            yield from list(found)
+    except FileNotFoundError:
+        return

@@ -1,0 +1,348 @@
+"""The state of a training as named tensors, cut so that each rank writes its share and any other world can read it.
+
+Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and `optim/<parameter>/<key>`, where a key
+with `#int`, `#float` or `#bool` at its end was a Python number. Weights that are tied have one name, the others are aliases.
+
+A tensor that is whole on every rank (one process, DDP, scalars, buffers) is written by all of them together: its rows are
+dealt out so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a mesh
+holds them several times, by its replicas together.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.errors import UserError
+
+if TYPE_CHECKING:
+    from windlass.checkpoint.load import Checkpoint
+
+MODEL, OPTIM = "model/", "optim/"
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""Parts of a parameter's name that come from torch.compile and activation checkpointing."""
+NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+    "bool": (bool, torch.bool),
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows `start`, `start + 1`, ... (along the first dimension) of a tensor of `global_shape`, for one rank to write."""
+
+    tensor: Tensor
+    """The rows, as they lie on the device; a scalar is one row."""
+    global_shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows in this slice."""
+        return self.tensor.shape[0] if self.global_shape else 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank holds of a tensor: rows `start` to `stop`, held alike by `replicas` ranks, of which it is number `replica`."""
+
+    start: int
+    stop: int
+    replica: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class State:
+    """This rank's share of the state, and what all ranks together have."""
+
+    slices: dict[str, Slice]
+    aliases: dict[str, str]
+    """Names of tied weights, and the name under which they are written."""
+    total_bytes: int
+    """Bytes of the whole state, over all ranks, each tensor once."""
+
+
+def share(tensors: Iterable[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
+    """Deal the rows of (name, rows, bytes of a row) to `count` ranks: the rows [first, last) of rank `index`, by name.
+
+    The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in which
+    it begins: every rank writes about as much, and few tensors are cut.
+    """
+    tensors = list(tensors)
+    total = sum(rows * row_bytes for _, rows, row_bytes in tensors)
+    low, high, at = total * index // count, total * (index + 1) // count, 0
+    found: dict[str, tuple[int, int]] = {}
+    for name, rows, row_bytes in tensors:
+        if rows and row_bytes:
+            first, last = (min(max(-(-(edge - at) // row_bytes), 0), rows) for edge in (low, high))
+            if last > first:
+                found[name] = (first, last)
+            at += rows * row_bytes
+    return found
+
+
+def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
+    """The share of model and optimizer that this rank writes. No communication; the tensors are views, not copies.
+
+    Every rank must call it with the same model and optimizer, and replicas must be equal. Under FSDP2 parameters that are
+    gathered are resharded first.
+    """
+    tensors, aliases = named_state(model, optimizer)
+    places = {name: _place(tensor, rank, world) for name, tensor in tensors.items()}
+    slices: dict[str, Slice] = {}
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, place in places.items():
+        groups.setdefault((place.replica, place.replicas), []).append(name)
+    for (replica, replicas), names in groups.items():
+        sizes = [(n, places[n].stop - places[n].start, _row_bytes(tensors[n])) for n in names]
+        for name, (first, last) in share(sizes, replica, replicas).items():
+            local = _local(tensors[name])
+            rows = local[first:last] if local.dim() else local
+            slices[name] = Slice(rows, tuple(tensors[name].shape), places[name].start + first)
+    total = sum(math.prod(t.shape) * t.element_size() for t in tensors.values())
+    return State(slices, aliases, total)
+
+
+def slices(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> dict[str, Slice]:
+    """The rows that this rank writes, by name; see `gather_state`."""
+    return gather_state(model, optimizer, rank, world).slices
+
+
+def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of model and optimizer by its name (DTensors where they are sharded), and the aliases of tied weights.
+
+    Python numbers in the optimizer's state become tensors of their own.
+    """
+    parameters, buffers, aliases = _model_tensors(model)
+    tensors = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
+    for name, parameter, state in _optimizer_states(parameters, optimizer):
+        for key in sorted(state, key=str):
+            value = state[key]
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
+            elif isinstance(value, bool | int | float):
+                kind = type(value).__name__
+                tensors[f"{OPTIM}{name}/{key}#{kind}"] = torch.tensor(value, dtype=NUMBERS[kind][1])
+            elif value is not None:
+                raise TypeError(f"the optimizer's {key} of {name} is a {type(value).__name__}, which cannot be saved")
+    return tensors, {MODEL + alias: MODEL + name for alias, name in aliases.items()}
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
+    """Fill model and optimizer from a checkpoint of any world size and strategy, bit for bit.
+
+    The model has its final shape, device and wrapping; its tensors are filled in place. The optimizer's state is created
+    where the optimizer has not made a step yet, and dropped where the checkpoint has none. Each rank reads only its rows.
+
+    Raises:
+        UserError: tensors are missing, left over, or of another shape or type; all of them are named.
+        Damaged: a file cannot be read.
+    """
+    parameters, buffers, aliases = _model_tensors(model)
+    wanted = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
+    _check(checkpoint, wanted, {MODEL + alias for alias in aliases})
+    for name, tensor in wanted.items():
+        _fill(checkpoint, name, tensor)
+    if optimizer is None:
+        return
+    saved: dict[str, list[str]] = {}
+    for full in checkpoint.names(OPTIM):
+        name, _, key = full.removeprefix(OPTIM).rpartition("/")
+        saved.setdefault(name, []).append(key)
+    states = list(_optimizer_states(parameters, optimizer, create=True))
+    unknown = sorted(set(saved) - {name for name, _, _ in states})
+    if unknown:
+        raise UserError(
+            f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}, which the optimizer here does "
+            "not train: the recipe freezes other weights or names another optimizer"
+        )
+    for name, parameter, state in states:
+        old = dict(state)
+        state.clear()
+        for key in saved.get(name, ()):
+            plain, _, number = key.partition("#")
+            if number:
+                state[plain] = NUMBERS[number][0](checkpoint.tensor(f"{OPTIM}{name}/{key}").item())
+            else:
+                state[plain] = _restored(checkpoint, f"{OPTIM}{name}/{key}", parameter, old.get(plain), optimizer)
+
+
+def _restored(checkpoint: Checkpoint, name: str, parameter: Tensor, old: Any, optimizer: Any) -> Tensor:
+    """One tensor of an optimizer's state: the present one filled, or a new one where there is none that fits."""
+    shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+    fits = isinstance(old, Tensor) and old.dtype == dtype and tuple(_as_sharded(old, parameter).shape) == shape
+    if not fits:
+        if shape == tuple(parameter.shape) and shape:
+            old = torch.zeros_like(parameter.detach(), dtype=dtype)
+        else:
+            # Torch keeps the count of steps on the host, but for fused and capturable optimizers.
+            on_device = not name.endswith("/step") or any(
+                group.get("fused") or group.get("capturable")
+                for one in _optimizers(optimizer)
+                for group in one.param_groups
+                if any(p is parameter for p in group["params"])
+            )
+            old = torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    assert isinstance(old, Tensor)
+    _fill(checkpoint, name, _as_sharded(old.detach(), parameter))
+    return old
+
+
+def _check(checkpoint: Checkpoint, wanted: dict[str, Tensor], aliases: set[str]) -> None:
+    there = set(checkpoint.names(MODEL))
+    problems = [f"{n.removeprefix(MODEL)} is missing" for n in wanted if not checkpoint.has(n)]
+    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(there - set(wanted) - aliases)]
+    for name, tensor in wanted.items():
+        if checkpoint.has(name):
+            shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+            if shape != tuple(tensor.shape):
+                problems.append(f"{name.removeprefix(MODEL)} is {list(shape)} there and {list(tensor.shape)} here")
+            elif dtype != tensor.dtype:
+                problems.append(f"{name.removeprefix(MODEL)} is {dtype} there and {tensor.dtype} here")
+    if problems:
+        raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")
+
+
+def _fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    place = _place(tensor, 0, 1)
+    local = _local(tensor)
+    if not tensor.dim():
+        checkpoint.read_into(name, 0, local)
+    elif place.stop > place.start:
+        checkpoint.read_into(name, place.start, local)
+
+
+def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by clean name, each once, and the other names of those that are tied."""
+    model = _unwrapped(model)
+    _reshard(model)
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for found, own in ((parameters, module._parameters), (buffers, persistent)):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                clean = _clean(f"{prefix}.{name}" if prefix else name)
+                known = first.setdefault(id(tensor), clean)
+                if known == clean:
+                    found[clean] = tensor
+                else:
+                    aliases[clean] = known
+    return parameters, buffers, aliases
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give the parameters that FSDP2 has gathered back to their shards (after an evaluation under `shard_grad_op`)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """The torch optimizers in an optimizer: itself, or the members of its `optimizers`."""
+    if optimizer is None:
+        return []
+    members = getattr(optimizer, "optimizers", optimizer if isinstance(optimizer, list | tuple) else None)
+    return [o for member in members for o in _optimizers(member)] if members is not None else [optimizer]
+
+
+def _optimizer_states(
+    parameters: dict[str, Tensor], optimizer: Any, create: bool = False
+) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    """(name, parameter, state) of each trained parameter, in the order of the model's names."""
+    found: dict[int, tuple[Any, Tensor]] = {}
+    for one in _optimizers(optimizer):
+        for group in one.param_groups:
+            found |= {id(p): (one, p) for p in group["params"]}
+    strangers = found.keys() - {id(p) for p in parameters.values()}
+    assert not strangers, (
+        f"{len(strangers)} of the optimizer's parameters are not the model's (was it wrapped afterwards?)"
+    )
+    for name, parameter in parameters.items():
+        if id(parameter) in found:
+            states = found[id(parameter)][0].state
+            if create or parameter in states:
+                yield name, parameter, states[parameter]
+
+
+def _dtensor() -> Any:
+    """The DTensor class, or None where nothing can be one as nobody has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    cls = _dtensor()
+    return cls is not None and isinstance(tensor, cls)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The rows on this rank."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[operator]
+
+
+def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
+    """A state that an optimizer keeps as the plain rows of a sharded parameter, seen as sharded like it."""
+    if not _is_sharded(parameter) or _is_sharded(state) or not state.dim():
+        return state
+    if state.shape != _local(parameter).shape:
+        return state
+    return _dtensor().from_local(
+        state, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # type: ignore[attr-defined, no-any-return]  # fmt: skip
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
+def _place(tensor: Tensor, rank: int, world: int) -> Place:
+    """Where this rank's rows lie in a tensor, and with how many ranks it shares them."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not _is_sharded(tensor):
+        return Place(0, rows, rank, world)
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    start, stop, replica, replicas, cut = 0, rows, 0, 1, False
+    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        index, size = coordinate[dim], mesh.size(dim)
+        if placement.is_replicate():
+            replica, replicas = replica * size + index, replicas * size
+        elif type(placement).__name__ == "Shard" and placement.dim == 0 and not cut:
+            each = -(-rows // size)  # FSDP2 cuts as torch.chunk does: the last ranks may get fewer rows, or none
+            start, stop, cut = min(index * each, rows), min((index + 1) * each, rows), True
+        else:
+            raise NotImplementedError(f"a checkpoint of tensors with the placement {tensor.placements}")  # type: ignore[attr-defined]
+    local = _local(tensor)
+    assert local.shape[:1] == (stop - start,), f"{tuple(local.shape)} is not rows {start} to {stop}"
+    return Place(start, stop, replica, replicas)
+
+
+def _some(items: list[str], most: int = 6) -> str:
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")

@@ -1,0 +1,244 @@
+"""Saving: staged while the step waits, written while it does not.
+
+`Saver.save` copies this rank's rows into a buffer on the host and returns; a thread then writes them, hashing on the way,
+and meets the other ranks in the file system (see commit.py). It never touches a process group: its calls would cross the
+training's own collectives, and an agreement that needs all ranks alive could not be given up when one is not.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint import catalog
+from windlass.checkpoint.commit import Commit, Request, explain
+from windlass.checkpoint.files import PIECE_BYTES, Files, to_json
+from windlass.checkpoint.priority import lower_this_thread
+from windlass.checkpoint.retention import PERIODIC, Policy
+from windlass.checkpoint.slices import Slice, State
+from windlass.checkpoint.stage import Stage, Staged
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended. Where `error` is empty the checkpoint at `path` is committed."""
+
+    step: int
+    path: Path
+    error: str
+    bytes: int
+    """This rank's bytes."""
+    staged_s: float
+    """How long the step waited for the copy."""
+    waited_s: float
+    """How long the step waited for the save before this one."""
+    write_s: float
+    """From the copy to the end, hashing, syncing and agreement included."""
+    removed: tuple[str, ...] = ()
+    """Checkpoints that were deleted as the rules of retention say (rank 0)."""
+    warning: str = ""
+    """What went wrong after the commit, in the index or in deleting old checkpoints (rank 0)."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    request: Request
+    staged: Staged
+    staged_s: float
+    waited_s: float
+
+
+class Saver:
+    """Saves the state of one rank. Every rank has one, with the same `attempt`, and makes the same saves in the same order.
+
+    Args:
+        directory: the run's `checkpoints`, on a file system that all ranks share.
+        rank: this rank, of
+        world: so many.
+        attempt: the same text on all ranks, and another one at every start of the run.
+        policy: what is kept.
+        files: the layer through which the disk is changed.
+        deadline: seconds that rank 0 waits for the parts of the others once its own is written.
+        background: False to write before `save` returns.
+        piece_bytes: bytes in one write.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        attempt: str = "0",
+        policy: Policy | None = None,
+        files: Files | None = None,
+        deadline: float = 600.0,
+        background: bool = True,
+        piece_bytes: int = PIECE_BYTES,
+    ):
+        if not re.fullmatch(r"[A-Za-z0-9_]+", attempt):
+            raise ValueError(f"an attempt is named by letters, digits and underscores, not {attempt!r}")
+        self.directory, self.rank, self.world, self.attempt = Path(directory), rank, world, attempt
+        self.policy, self.files = policy or Policy(), files or Files()
+        self.deadline, self.background, self.piece_bytes = deadline, background, piece_bytes
+        self.last_seconds: float | None = None
+        """How long the last committed save took, copy included: what a grace budget is held against."""
+        self._saves = 0
+        self._stage = Stage()
+        self._changed = threading.Condition()
+        self._job: _Job | None = None
+        self._outcomes: list[Outcome] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def recover(self) -> list[str]:
+        """Tidy up after a kill, on rank 0 at the start, before any rank saves or loads; says what was done."""
+        return catalog.recover(self.directory, self.policy, self.files) if self.rank == 0 else []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        with self._changed:
+            return self._job is not None
+
+    def save(
+        self,
+        step: int,
+        state: State | Mapping[str, Slice],
+        counters: Mapping[str, Any],
+        meta: Mapping[str, Any] | None = None,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
+        """Take the state of a step; it may change as soon as this returns. The outcome comes by `poll` or `wait`.
+
+        Waits for the save before this one, where that is still being written.
+
+        Args:
+            step: optimizer steps done.
+            state: this rank's share (see `slices.gather_state`).
+            counters: JSON; what a resume needs beside tensors. Rank 0's are written.
+            meta: JSON; `loss` (validation loss at this step), `reason` (see retention), digests, anything else to list.
+            while_waiting: called ten times a second while an earlier save is still being written.
+        """
+        if not isinstance(state, State):
+            state = State(dict(state), {}, sum(s.tensor.numel() * s.tensor.element_size() for s in state.values()))
+        self._saves += 1
+        began = time.perf_counter()
+        self._until_idle(None, while_waiting)
+        waited = time.perf_counter()
+        staged = self._stage.fill(state.slices, self.rank)
+        request = Request(
+            step=step,
+            save_id=f"{step:08d}-{self.attempt}-{self._saves}",
+            image=staged.image,
+            tensors=staged.tensors,
+            aliases=state.aliases,
+            counters=to_json(dict(counters)),
+            meta={"reason": PERIODIC, **_finite(meta or {})},
+            total_bytes=state.total_bytes,
+        )
+        self._start(_Job(request, staged, staged_s=time.perf_counter() - waited, waited_s=waited - began))
+
+    def poll(self) -> list[Outcome]:
+        """The outcomes since the last call; never waits."""
+        with self._changed:
+            found, self._outcomes = self._outcomes, []
+        return found
+
+    def wait(self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None) -> list[Outcome]:
+        """Wait until nothing is being written, or `timeout` seconds; the outcomes since the last `poll` or `wait`."""
+        self._until_idle(timeout, while_waiting)
+        return self.poll()
+
+    def close(self) -> None:
+        """End the thread, at once where it is idle, else when it has done its work. Does not wait for that: `wait` first."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            idle, thread = self._job is None, self._thread
+        if thread is not None and idle:
+            thread.join()
+
+    def _until_idle(self, timeout: float | None, while_waiting: Callable[[], None] | None) -> None:
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if self._job is None or time.monotonic() >= end:
+                    return
+                self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
+            if while_waiting is not None:
+                while_waiting()
+
+    def _start(self, job: _Job) -> None:
+        if not self.background:
+            self._outcomes.append(self._run(job))
+            return
+        with self._changed:
+            assert not self._closed, "save() after close()"
+            self._job = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        lower_this_thread()
+        while True:
+            with self._changed:
+                while self._job is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                job = self._job
+            outcome = self._run(job)
+            with self._changed:
+                self._outcomes.append(outcome)
+                self._job = None
+                self._changed.notify_all()
+
+    def _run(self, job: _Job) -> Outcome:
+        """Write and commit; whatever goes wrong is an outcome, and the training goes on."""
+        began = time.perf_counter()
+        request, error, warning = job.request, "", ""
+        removed: tuple[str, ...] = ()
+        try:
+            job.staged.ready()
+            Commit(
+                request, self.directory, self.rank, self.world,
+                files=self.files, deadline=self.deadline, piece_bytes=self.piece_bytes,
+            ).run()  # fmt: skip
+        except Exception as problem:
+            error = explain(problem)
+        else:
+            removed, warning = self._tidy() if self.rank == 0 else ((), "")
+            self.last_seconds = time.perf_counter() - began + job.staged_s
+        return Outcome(
+            step=request.step, path=catalog.step_dir(self.directory, request.step), error=error, bytes=len(request.image),
+            staged_s=job.staged_s, waited_s=job.waited_s, write_s=time.perf_counter() - began, removed=removed,
+            warning=warning,
+        )  # fmt: skip
+
+    def _tidy(self) -> tuple[tuple[str, ...], str]:
+        """After a commit: the index, retention, and the tombstones of saves that failed."""
+        try:
+            for name in catalog.names(self.directory):
+                if name.startswith(".failed-"):
+                    self.files.remove_tree(self.directory / name)
+            return tuple(p.name for p in catalog.publish(self.directory, self.policy, self.files)), ""
+        except OSError as problem:
+            return (
+                (),
+                f"the checkpoint is committed, but the index or old checkpoints could not be changed: {explain(problem)}",
+            )
+
+
+def _finite(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: a loss that is one is no loss."""
+    return {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in meta.items()}
