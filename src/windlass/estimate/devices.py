@@ -1,0 +1,79 @@
+"""Memory of devices, by name: what a plan may count on where the device is not at hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GIB = 2**30
+
+USABLE = 0.9
+"""Share of a GPU's memory that a plan fills; the rest is for the driver's context, libraries and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device."""
+
+    name: str
+    """As torch or NVML give it, so that the table of peaks knows it."""
+    kind: str
+    """`cuda` or `cpu`."""
+    memory_bytes: int | None
+    """None where it is not known."""
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What a rank may take of it."""
+        return None if self.memory_bytes is None else int(self.memory_bytes * USABLE)
+
+
+_TABLE: tuple[tuple[str, str, int], ...] = (
+    # what one writes, the name that the driver reports, GiB by the maker's datasheet
+    ("B200", "NVIDIA B200", 180),
+    ("GH200-96GB", "NVIDIA GH200 480GB", 96),
+    ("H200", "NVIDIA H200", 141),
+    ("H100", "NVIDIA H100 80GB HBM3", 80),
+    ("H100-PCIe", "NVIDIA H100 PCIe", 80),
+    ("H100-NVL", "NVIDIA H100 NVL", 94),
+    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80),
+    ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
+    ("A40", "NVIDIA A40", 48),
+    ("A30", "NVIDIA A30", 24),
+    ("A10", "NVIDIA A10", 24),
+    ("A6000", "NVIDIA RTX A6000", 48),
+    ("L40S", "NVIDIA L40S", 48),
+    ("L40", "NVIDIA L40", 48),
+    ("L4", "NVIDIA L4", 24),
+    ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
+    ("V100-16GB", "Tesla V100-SXM2-16GB", 16),
+    ("T4", "Tesla T4", 16),
+    ("P100", "Tesla P100-SXM2-16GB", 16),
+    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32),
+    ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
+    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24),
+    ("MI300X", "AMD Instinct MI300X", 192),
+)
+
+
+def device_names() -> list[str]:
+    """What `--device` knows."""
+    return [short for short, _, _ in _TABLE]
+
+
+def find_device(name: str, memory_bytes: int | None = None) -> Device:
+    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`.
+
+    A name that is not in the table is taken as it is, with unknown memory unless it is given; nothing is guessed.
+    """
+    if name.lower() == "cpu":
+        return Device("cpu", "cpu", memory_bytes)
+    wanted = _plain(name)
+    for short, full, gib in _TABLE:
+        if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
+            return Device(full, "cuda", memory_bytes or gib * GIB)
+    return Device(name, "cuda", memory_bytes)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
