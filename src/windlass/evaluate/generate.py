@@ -13,6 +13,7 @@ from torch import Tensor
 from windlass.errors import UserError
 from windlass.evaluate.lockstep import evaluating, in_lockstep
 from windlass.evaluate.sampling import Sampling, choose, uniform
+from windlass.parallel.wrap import unwrap
 
 if TYPE_CHECKING:
     from windlass.parallel.mesh import Ranks
@@ -78,11 +79,12 @@ def generate(
     Raises:
         UserError: A prompt is empty.
     """
+    model = unwrap(model)
     indices = range(len(prompts)) if indices is None else indices
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
     texts = [_Text(index, [int(t) for t in prompt]) for index, prompt in zip(indices, prompts, strict=True)]
-    groups = batches([len(text.tokens) for text in texts], batch, model.context, sampling.max_tokens)
+    groups = batches([text.prompt_length for text in texts], batch, model.context, sampling.max_tokens)
     device = ranks.device if ranks else next(model.parameters()).device
 
     def forward(work: Pass | None) -> Tensor:

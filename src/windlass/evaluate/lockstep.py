@@ -36,13 +36,6 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def any_rank(flag: bool, ranks: Ranks | None) -> bool:
-    """Whether the flag is up on any rank; every rank calls it."""
-    if ranks is None or ranks.world == 1:
-        return flag
-    return bool(reduce.sum_async([int(flag)], ranks).wait()[0])
-
-
 class StopAgreement:
     """Asks a `poll` function between passes, and lets all ranks act on it after the same pass.
 
@@ -50,27 +43,25 @@ class StopAgreement:
     """
 
     def __init__(self, ranks: Ranks, poll: Callable[[], bool] | None):
-        self._ranks, self._poll = ranks, poll
-        self._pending: Any = None
+        self._poll, self._alone = poll, ranks.world == 1
+        self._agreement = reduce.Agreement(ranks)
 
     def stop(self) -> bool:
         """Whether all ranks are to stop now; every rank calls it after each pass."""
         if self._poll is None:
             return False
-        if self._ranks.world == 1:
+        if self._alone:
             return self._poll()
-        previous, self._pending = self._pending, reduce.sum_async([int(self._poll())], self._ranks)
-        if previous is None or not previous.wait()[0]:
+        said = self._agreement.result()
+        self._agreement.post([int(self._poll())])
+        if said is None or not said[0]:
             return False
-        self._pending.wait()
-        self._pending = None
+        self.finish()
         return True
 
     def finish(self) -> None:
         """Wait for the last exchange; to be called once after the last pass, when there is nothing left to cut short."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self._agreement.result()
 
 
 def in_lockstep(

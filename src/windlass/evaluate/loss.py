@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
 from windlass.data.loader import eval_batches
 from windlass.errors import UserError
 from windlass.evaluate.lockstep import StopAgreement, evaluating
 from windlass.parallel import reduce
+from windlass.parallel.wrap import unwrap
 
 if TYPE_CHECKING:
     from windlass.data.dataset import Samples
@@ -26,7 +27,7 @@ IGNORED = -100
 
 
 def evaluate_loss(
-    model: Callable[[Tensor, Tensor], Tensor],
+    model: nn.Module,
     samples: Samples,
     ranks: Ranks,
     batch: int,
@@ -64,6 +65,7 @@ def evaluate_loss(
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     tokens = text_bytes = 0
     agreement = StopAgreement(ranks, poll)
+    model = unwrap(model)
     with evaluating(model), torch.no_grad():
         for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=count):
             valid = micro.labels[micro.labels != IGNORED]

@@ -75,7 +75,7 @@ def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         edge = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < edge, -torch.inf)
     if top_p < 1:
-        ordered, order = logits.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities  # the likeliest token has 0 before it: it always stays
         left_out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)

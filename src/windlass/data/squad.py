@@ -1,0 +1,225 @@
+"""SQuAD v1.1 as training rows: question, context and answer in one sequence, the loss on the answer alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass import hub
+from windlass.data.rows import Rows, choose
+from windlass.errors import UserError
+
+if TYPE_CHECKING:
+    from windlass.data.tokenizer import Tokenizer
+    from windlass.recipe import Recipe
+
+HUB_NAME = "rajpurkar/squad"
+PROMPT = "Question: {question} Context: {context} Answer:"
+"""What the model reads; the answer follows after a space, then the end-of-text token."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a paragraph."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[str, ...]
+    """The reference answers; the first is the one to learn."""
+    start: int
+    """Where the first answer begins in the context, in characters."""
+    group: str = ""
+    """The article: questions of one article are never on both sides of a split."""
+
+    @property
+    def end(self) -> int:
+        """Where the first answer ends in the context."""
+        return self.start + len(self.answers[0])
+
+
+def read_file(path: str | Path) -> list[Question]:
+    """The questions of a SQuAD v1.1 JSON file; raises UserError where it is not one."""
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = [
+            _question(str(qa["id"]), qa["question"], part["context"], qa["answers"], str(article.get("title", "")))
+            for article in tree["data"]
+            for part in article["paragraphs"]
+            for qa in part["qas"]
+        ]
+    except OSError as error:
+        raise UserError(f"data.source: {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"data.source: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
+    return _checked(found, str(path))
+
+
+def read_hub(split: str) -> list[Question]:
+    """The questions of `train` or `validation` through `datasets`."""
+    hub.prepare()
+    with hub.explained(f'data.source = "squad" (the data set {HUB_NAME})'):
+        from datasets import load_dataset
+
+        rows = load_dataset(HUB_NAME, split=split)
+    found = []
+    for row in rows:
+        texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
+        answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+        found.append(_question(row["id"], row["question"], row["context"], answers, row["title"]))
+    return _checked(found, HUB_NAME)
+
+
+def _question(key: str, question: str, context: str, answers: list[dict[str, Any]], group: str) -> Question:
+    texts, start = tuple(str(a["text"]) for a in answers), int(answers[0]["answer_start"])
+    if not texts[0] or context[start : start + len(texts[0])] != texts[0]:
+        raise UserError(f"question {key}: its answer {texts[0]!r} does not stand at character {start} of its context")
+    return Question(key, question.strip(), context, texts, start, group)
+
+
+def _checked(questions: list[Question], where: str) -> list[Question]:
+    if not questions:
+        raise UserError(f"data.source: {where} has no questions")
+    if len({q.id for q in questions}) < len(questions):
+        raise UserError(f"data.source: {where} has two questions with one id")
+    return questions
+
+
+def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
+    """The training and evaluation questions of a recipe, `train_size` and `eval_size` of them as `run.seed` chooses.
+
+    Without `data.eval_source`: the Hub's validation split for `squad`; of a file the last `data.val_fraction` of the
+    articles.
+    """
+    data = recipe.data
+    train, held_out = _source(data.source), []
+    if data.eval_source:
+        held_out = _source(data.eval_source, "validation")
+    elif data.source == "squad":
+        held_out = read_hub("validation")
+    elif data.val_fraction:
+        articles = list(dict.fromkeys(q.group for q in train))
+        kept = set(articles[: min(len(articles) - 1, round(len(articles) * (1 - data.val_fraction)))])
+        held_out = [q for q in train if q.group not in kept]
+        train = [q for q in train if q.group in kept]
+        if not train:
+            raise UserError(
+                f"data.val_fraction: {data.source} has one article, which cannot be split; give data.eval_source"
+            )
+    seed = recipe.run.seed
+    return (
+        [train[i] for i in choose([q.id for q in train], data.train_size, seed, "train")],
+        [held_out[i] for i in choose([q.id for q in held_out], data.eval_size, seed, "eval")],
+    )
+
+
+def _source(source: str, split: str = "train") -> list[Question]:
+    name, _, path = source.partition(":")
+    if name != "squad":
+        raise UserError(
+            f'data.source: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
+        )
+    return read_file(path) if path else read_hub(split)
+
+
+def rows(items: Iterable[Question], tokenizer: Tokenizer, context: int) -> Rows:
+    """Training rows of at most `context` positions, one a question; the answer and the end-of-text count.
+
+    A context that is too long is cut around the answer. A question that leaves no room even for that is left out.
+    Raises UserError where none is left.
+    """
+    eot = end_of_text(tokenizer)
+    made = (row(item, tokenizer, context, eot) for item in items)
+    found = Rows((r for r in made if r is not None), pad=eot)
+    if not len(found):
+        raise UserError(f"model.context = {context} tokens is too short for every question and its answer")
+    return found
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The token that ends an answer; raises UserError where the tokenizer has none."""
+    if tokenizer.eot is None:
+        raise UserError(
+            "data.tokenizer has no end-of-text token, with which an answer could end; use byte, bpe, gpt2 or hf:"
+        )
+    return tokenizer.eot
+
+
+def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[list[int], list[bool]] | None:
+    """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit."""
+
+    def whole(text: str) -> tuple[list[int], int]:
+        return joined(tokenizer, PROMPT.format(question=item.question, context=text), " " + item.answers[0])
+
+    # n tokens make n - 1 positions, and the end-of-text is one more token.
+    window = longest(item, lambda text: len(whole(text)[0]) <= context)
+    if window is None:
+        return None
+    ids, prompt_length = whole(window)
+    return [*ids, eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
+
+
+def joined(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
+
+    Tokenized as one text where the prompt's own tokens stay what they are in generation, else piece by piece.
+    """
+    alone, both = tokenizer.encode(prompt).tolist(), tokenizer.encode(prompt + answer).tolist()
+    if both[: len(alone)] != alone:
+        both = alone + tokenizer.encode(answer).tolist()
+    return both, len(alone)
+
+
+def longest(item: Question, fits: Callable[[str], bool]) -> str | None:
+    """The longest part of the context, in whole words around the answer, that fits; None where none does.
+
+    What is cut is taken from both sides in proportion, so that the answer keeps its relative place.
+    """
+    if fits(item.context):
+        return item.context
+    low, high = 0, len(item.context) - (item.end - item.start)  # characters kept outside the answer
+    if not fits(around(item, low)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(around(item, middle)) else (low, middle)
+    return around(item, low)
+
+
+def around(item: Question, keep: int) -> str:
+    """The answer with about `keep` characters of the context around it, cut between words."""
+    left, right = item.context[: item.start], item.context[item.end :]
+    before = round(keep * len(left) / max(1, len(left) + len(right)))
+    after = keep - before
+    if before < len(left) and not left[len(left) - before - 1 : len(left) - before].isspace():
+        space = next((i for i in range(len(left) - before, len(left)) if left[i].isspace()), len(left))
+        before = len(left) - space
+    if after < len(right) and not right[after : after + 1].isspace():
+        after = next((i for i in range(after, 0, -1) if right[i - 1].isspace()), 0)
+    return (left[len(left) - before :] + item.answers[0] + right[:after]).strip()
+
+
+def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
+    """The tokens of a question's prompt for generation, at most `room`; a long context loses its end.
+
+    Where the answer stands is not looked at: a model that is measured does not know it either.
+    """
+
+    def tokens(characters: int) -> list[int]:
+        text = item.context[:characters].rstrip()
+        return tokenizer.encode(PROMPT.format(question=item.question, context=text)).tolist()
+
+    ids = tokens(len(item.context))
+    low, high = 0, len(item.context)
+    if len(ids) <= room:
+        return ids
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if len(tokens(middle)) <= room else (low, middle)
+    cut = max((i for i in range(low + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0)
+    return tokens(cut)[-room:]

@@ -1,0 +1,178 @@
+"""Generation: which token is chosen, the same text in any batch, the sliding window, streaming, stopping."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from windlass.errors import UserError
+from windlass.evaluate.generate import batches, generate
+from windlass.evaluate.sampling import Sampling, choose, keep, uniform
+
+
+class Toy(nn.Module):
+    """A decoder whose logits depend on every token of its window and its place in it, in float64."""
+
+    def __init__(self, vocab: int = 13, context: int = 16):
+        super().__init__()
+        self.vocab, self.context, self.passes = vocab, context, 0
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(vocab, 8, generator=generator, dtype=torch.float64))
+        self.head = nn.Parameter(torch.randn(8, vocab, generator=generator, dtype=torch.float64))
+
+    def new_cache(self, batch: int, length: int) -> dict[str, Tensor]:
+        return {"seen": torch.zeros(batch, 0, dtype=torch.int64), "length": torch.tensor(length)}
+
+    def forward(self, tokens: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        self.passes += 1
+        seen = tokens
+        if cache is not None:
+            seen = cache["seen"] = torch.cat([cache["seen"], tokens], 1)
+            assert seen.shape[1] <= cache["length"] <= self.context
+        place = torch.cos(torch.arange(seen.shape[1], dtype=torch.float64) + 1)
+        hidden = torch.tanh((self.weight[seen] * place[:, None]).cumsum(1))
+        return (hidden @ self.head)[:, -tokens.shape[1] :]
+
+
+def plain(model: Toy, prompt: list[int], index: int, sampling: Sampling) -> list[int]:
+    """One text, without cache or batch: the definition."""
+    row, start = list(prompt), max(0, len(prompt) - model.context)
+    while len(row) - len(prompt) < sampling.max_tokens:
+        if len(row) - start > model.context:
+            start = len(row) - 1 - model.context // 2
+        logits = model(torch.tensor([row[start:]]))[0, -1:]
+        token = int(choose(logits, sampling, [uniform(sampling.seed, index, len(row) - len(prompt))]))
+        if token in sampling.stop:
+            break
+        row.append(token)
+    return row[len(prompt) :]
+
+
+def prompts(count: int, longest: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, 13, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("longest", [5, 16, 40])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_each_text_is_that_of_the_definition(batch: int, temperature: float, longest: int) -> None:
+    model, given = Toy(), prompts(11, longest)
+    sampling = Sampling(max_tokens=30, temperature=temperature, seed=5, stop=frozenset([3]))
+    made = generate(model, given, sampling, batch=batch)
+    assert made == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
+    assert any(len(text) < 30 for text in made) and (temperature == 0 or len({len(text) for text in made}) > 3)
+
+
+def test_the_index_and_the_seed_determine_a_text_not_its_company() -> None:
+    model, sampling = Toy(), Sampling(max_tokens=12, seed=7)
+    all_of_them = generate(model, [[1, 2]] * 6, sampling)
+    assert len({tuple(text) for text in all_of_them}) == 6
+    assert generate(model, [[1, 2]] * 2, sampling, indices=[4, 1]) == [all_of_them[4], all_of_them[1]]
+    assert generate(model, [[1, 2]], Sampling(max_tokens=12, seed=8)) != all_of_them[:1]
+
+
+def test_the_window_is_read_once_and_then_a_column_a_pass() -> None:
+    model = Toy(context=64)
+    generate(model, [[1] * 20, [2] * 22], Sampling(max_tokens=10, temperature=0))
+    assert model.passes == 1 + (22 - 20) + 9
+
+
+def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides() -> None:
+    assert batches([5, 9, 5, 7], batch=4, context=64, max_tokens=10) == [[0, 2, 3, 1]]
+    assert batches([5, 9, 5, 7], batch=2, context=64, max_tokens=10) == [[0, 2], [3, 1]]
+    assert batches([5, 60, 5, 61, 60], batch=4, context=64, max_tokens=10) == [[0, 2], [1, 4], [3]]
+
+
+def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
+    model, told = Toy(), {0: [], 1: [], 2: []}
+    sampling = Sampling(max_tokens=20, seed=3, stop=frozenset([2]))
+    made = generate(model, [[1], [5, 6], [7]], sampling, on_token=lambda index, token: told[index].append(token))
+    assert made is not None and [told[i] for i in range(3)] == [[*text, None] for text in made]
+
+
+def test_a_padded_vocabulary_is_never_chosen_from() -> None:
+    made = generate(Toy(), [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)
+    assert made is not None and max(max(text) for text in made) < 4
+
+
+def test_modules_are_as_they_were_and_no_gradient_is_kept() -> None:
+    model = Toy()
+    model.inner = nn.Dropout(0.5).eval()
+    generate(model, [[1]], Sampling(max_tokens=2))
+    assert model.training and not model.inner.training and model.weight.grad is None
+
+
+def test_a_poll_cuts_it_short() -> None:
+    model, asked = Toy(), Counter()
+
+    def poll() -> bool:
+        asked["times"] += 1
+        return asked["times"] == 4
+
+    assert generate(model, [[1]], Sampling(max_tokens=50), poll=poll) is None
+    assert model.passes == 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+    ],
+)
+def test_impossible_settings_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(UserError):
+        Sampling(**setting)  # type: ignore[arg-type]
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(UserError, match="empty"):
+        generate(Toy(), [[1], []], Sampling())
+
+
+def test_draws_are_uniform_and_fixed_for_ever() -> None:
+    assert (uniform(0, 0, 0), uniform(1337, 4, 17)) == (0.2392922395374626, 0.7414650227874517)
+    draws = torch.tensor([uniform(1, i % 100, i // 100) for i in range(20_000)], dtype=torch.float64)
+    assert draws.min() >= 0 and draws.max() < 1
+    assert abs(draws.mean() - 0.5) < 0.01 and abs(draws.var() - 1 / 12) < 0.002
+    histogram = torch.histc(draws, 20, 0, 1)
+    assert ((histogram - 1000).square() / 1000).sum() < 43.8  # chi-squared, 19 degrees of freedom, p = 0.001
+
+
+def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
+    logits = torch.tensor([[1.0, 0.0, -2.0, 3.0]]).repeat(20_000, 1)
+    sampling = Sampling(temperature=1.5)
+    chosen = choose(logits, sampling, [uniform(9, i, 0) for i in range(len(logits))])
+    expected = torch.softmax(logits[0] / 1.5, -1) * len(logits)
+    counts = torch.bincount(chosen, minlength=4)
+    assert ((counts - expected).square() / expected).sum() < 16.3  # chi-squared, 3 degrees of freedom, p = 0.001
+
+
+def test_the_edges_of_a_draw() -> None:
+    logits = torch.log(torch.tensor([[0.25, 0.0, 0.5, 0.25]], dtype=torch.float64))
+    picked = [int(choose(logits, Sampling(), [draw])) for draw in (0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-32)]
+    assert picked == [0, 0, 2, 2, 3, 3]
+    assert int(choose(torch.log(torch.tensor([[0.5, 0.5, 0.0]])), Sampling(), [1 - 2**-32])) == 1
+
+
+def test_top_k_and_top_p_keep_what_they_say() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
+
+    def kept(top_k: int, top_p: float) -> list[int]:
+        return keep(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist()
+
+    assert kept(2, 1.0) == [1, 3]
+    assert kept(9, 1.0) == kept(0, 1.0) == [0, 1, 2, 3]
+    assert kept(0, 0.01) == [1]
+    assert kept(0, 0.6) == [1, 3]
+    assert kept(0, 0.75) == [1, 2, 3]
+    assert kept(2, 0.5) == [1]  # after top-k the likeliest has 4/7
