@@ -1,0 +1,363 @@
+"""The ranks as one group: start, meshes and time limits, small exchanges over the store, stop, and failure without a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from windlass import processes
+from windlass.errors import RunFailed, UserError
+from windlass.parallel.env import World
+from windlass.parallel.watch import Watch
+from windlass.recipe import Recipe
+
+SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
+EXIT_SECONDS = 10.0
+"""A rank that failed is gone after this long, whatever its communicators wait for."""
+LAST_WORD_SECONDS = 30.0
+"""How long rank 0, which holds the store, waits for the others to say that they are done."""
+
+
+class Ranks:
+    """This rank among all, between `start` and `stop`. A context manager: leaving it by an exception never waits for anyone.
+
+    Attributes:
+        place: rank, world, host and launcher.
+        device: this rank's device.
+        strategy: `single`, `ddp`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
+        mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
+        store: the key-value store of this attempt; None for a process of its own.
+        control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
+        hosts: the host name of each rank.
+        position: where this rank is (`mark`).
+    """
+
+    def __init__(self, place: World, device: torch.device, strategy: str):
+        self.place, self.device, self.strategy = place, device, strategy
+        self.mesh: DeviceMesh | None = None
+        self.store: dist.Store | None = None
+        self.control: dist.ProcessGroup | None = None
+        self.hosts: list[str] = [socket.gethostname()]
+        self.position = processes.Place(place.rank, os.environ.get(processes.WATCH_DIR))
+        self._watch: Watch | None = None
+        self._steady_seconds = 0.0
+        self._counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return self.place.world
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, which speaks and writes for all."""
+        return self.place.rank == 0
+
+    def mark(self, step: int, phase: str) -> None:
+        """Note where this rank is, for messages about it; costs microseconds."""
+        self.position.mark(step, phase)
+
+    def limit(self, seconds: float) -> None:
+        """From now on a collective or a wait on the store may take so long."""
+        if self.store is not None:
+            self.store.set_timeout(timedelta(seconds=seconds))
+        for group in self._groups():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def steady(self) -> None:
+        """Step 1 is done: from now on `parallel.timeout_seconds` holds instead of the limit for the start."""
+        self.limit(self._steady_seconds)
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Every rank's value (anything that JSON holds), in order of the ranks; waits for all. Not for the hot path."""
+        if self.store is None or self.world == 1:
+            return [json.loads(json.dumps(value))]
+        key = f"gather/{name}/{next(self._counters[name])}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(raw) for raw in self.store.multi_get([f"{key}/{rank}" for rank in range(self.world)])]
+
+    def share(self, name: str, value: Any = None) -> Any:
+        """Rank 0's value, on every rank; the others' values are ignored."""
+        if self.store is None or self.world == 1:
+            return json.loads(json.dumps(value))
+        key = f"share/{name}/{next(self._counters[name])}"
+        if self.rank == 0:
+            self.store.set(key, json.dumps(value))
+        return json.loads(self.store.get(key))
+
+    def stop(self) -> None:
+        """A clean end. Rank 0 leaves last, because the store lives in it."""
+        if self.store is not None and self.world > 1:
+            self.store.set(f"done/{self.rank}", "1")
+        if self._watch:
+            self._watch.stop()
+        if self.store is not None and self.world > 1 and self.rank == 0:
+            with contextlib.suppress(dist.DistError):  # a rank that failed after its last collective says so itself
+                self.store.set_timeout(timedelta(seconds=LAST_WORD_SECONDS))
+                self.store.wait([f"done/{rank}" for rank in range(self.world)])
+        self._leave()
+
+    def fail(self, error: BaseException) -> processes.Failure:
+        """This rank cannot go on: leave word for the others and the launcher, and join no collective any more.
+
+        The process is ended by force after EXIT_SECONDS if it does not end by itself. Returns what happened first: another
+        rank's failure where this error is only its consequence.
+        """
+        mine = processes.Failure(
+            rank=self.rank,
+            host=self.hosts[self.rank] if len(self.hosts) == self.world else socket.gethostname(),
+            step=self.position.step,
+            phase=self.position.phase,
+            error=_headline(error),
+            time=time.time(),
+            first=not lost_contact(error),
+            collective=last_collective(),
+        )
+        cause = mine
+        if self._watch:
+            cause = self._watch.report(mine, wait=not mine.first) or mine
+            self._watch.stop()
+        if directory := os.environ.get(processes.WATCH_DIR):
+            with contextlib.suppress(OSError):
+                mine.write(directory)
+        if self.world > 1:
+            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+        return cause
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or self.world == 1 or _orderly(error):
+            self.stop()
+            return
+        cause = self.fail(error)
+        if lost_contact(error):
+            where = f"rank {self.rank} at step {self.position.step}, phase {self.position.phase}"
+            if cause.rank != self.rank:
+                raise RunFailed(f"{where} lost the others; first there was {cause}") from None
+            raise RunFailed(
+                f"{where} lost the others: {_headline(error)}; last collective: {cause.collective}"
+            ) from error
+
+    def _groups(self) -> Iterator[dist.ProcessGroup]:
+        if not dist.is_initialized() or self.store is None:
+            return
+        yield dist.distributed_c10d._get_default_group()
+        if self.control is not None:
+            yield self.control
+        if self.mesh is not None and self.mesh.ndim > 1:
+            yield from self.mesh.get_all_groups()
+
+    def _leave(self) -> None:
+        if self.store is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self.store = self.control = self.mesh = None
+
+
+def start(place: World, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
+    """Join the other ranks: device, process group (NCCL on CUDA, gloo on CPU), meshes, control group, heartbeat.
+
+    A process of its own with the strategy `single` gets no process group at all. `store`: one that the ranks share already,
+    instead of one on the place's address.
+
+    Raises:
+        UserError: strategy, device and world do not go together.
+        RunFailed: the other ranks could not be reached in `parallel.startup_timeout_seconds`.
+    """
+    strategy = recipe.strategy(place.world)
+    if strategy == "single" and place.world > 1:
+        raise UserError(
+            f'parallel.strategy = "single" is for one rank, and there are {place.world}; use "ddp" or "auto"'
+        )
+    device = choose_device(recipe.parallel.device, place)
+    if place.launcher not in ("none", "environment"):
+        processes.die_with_parent(os.getppid())
+        processes.dump_stacks_on_request(place.rank, os.environ.get(processes.WATCH_DIR))
+    _set_threads(recipe.train.threads, place, device)
+    ranks = Ranks(place, device, strategy)
+    ranks._steady_seconds = recipe.parallel.timeout_seconds
+    if strategy == "single":
+        return ranks
+    try:
+        _join(ranks, recipe, store)
+    except (dist.DistError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        ranks.fail(error)
+        meeting = f"{place.addr}:{place.port}"
+        raise RunFailed(
+            f"rank {place.rank} of {place.world} could not meet the others at {meeting}: {error}"
+        ) from error
+    return ranks
+
+
+def _join(ranks: Ranks, recipe: Recipe, store: dist.Store | None) -> None:
+    place, device, settings = ranks.place, ranks.device, recipe.parallel
+    timeout = timedelta(seconds=settings.startup_timeout_seconds)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # the flight recorder names the last collective
+    if place.nodes == 1 and (loopback := _loopback()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may lead nowhere
+    store = store or (dist.HashStore() if place.world == 1 else _tcp_store(place, timeout))
+    ranks.store = dist.PrefixStore(f"attempt{place.attempt}", store)
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore("group", ranks.store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timeout,
+    )
+    if place.world > 1:
+        ranks.control = dist.new_group(backend="gloo", timeout=timeout)
+        ranks.hosts = ranks.gather("host", socket.gethostname())
+        ranks._watch = Watch(ranks.position, place, ranks.hosts, ranks.store, settings.heartbeat_seconds)
+        ranks._watch.start()
+    if ranks.strategy == "hybrid_shard":
+        size = shard_size(settings.shard_size, place)
+        shape, names = (place.world // size, size), ("replicate", "shard")
+        ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    elif ranks.strategy in SHARDED:
+        ranks.mesh = init_device_mesh(device.type, (place.world,), mesh_dim_names=("shard",))
+    ranks.limit(settings.startup_timeout_seconds)
+
+
+def _tcp_store(place: World, timeout: timedelta) -> dist.Store:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds a store already
+    hosts_it = place.rank == 0 and not agent
+    listening = os.environ.get(processes.STORE_FD) if place.launcher == "windlass" else None
+    return dist.TCPStore(
+        place.addr,
+        place.port,
+        place.world,
+        is_master=hosts_it,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=int(listening) if hosts_it and listening else None,
+    )
+
+
+def shard_size(wanted: int, place: World) -> int:
+    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest share up to a half.
+
+    Raises:
+        UserError: the wanted size does not divide the world.
+    """
+    if wanted:
+        if place.world % wanted:
+            near = min((d for d in range(1, place.world + 1) if place.world % d == 0), key=lambda d: abs(d - wanted))
+            raise UserError(
+                f"parallel.shard_size = {wanted} does not divide the {place.world} ranks; the nearest that does is {near}"
+            )
+        return wanted
+    if place.nodes > 1 and place.world % place.local_world == 0:
+        return place.local_world
+    return max(d for d in range(1, max(1, place.world // 2) + 1) if place.world % d == 0)
+
+
+def choose_device(wanted: str, place: World) -> torch.device:
+    """This rank's device: its own GPU where there are GPUs (or `cuda` is asked for), else the CPU.
+
+    Raises:
+        UserError: CUDA is asked for and is not there, or a host has more ranks than devices.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
+    visible = torch.cuda.device_count()
+    if place.local_world > visible > 1 or (visible == 1 < place.local_world and not _one_each()):
+        raise UserError(
+            f"{place.local_world} ranks on this host and {visible} CUDA device(s): start as many ranks as devices, "
+            'or set parallel.device = "cpu"'
+        )
+    index = place.local_rank if visible > 1 else 0
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _one_each() -> bool:
+    """Whether the scheduler lets each rank see one device of its own."""
+    return any(name in os.environ for name in ("SLURM_STEP_GPUS", "SLURM_GPUS_PER_TASK", "PALS_LOCAL_RANKID"))
+
+
+def _set_threads(wanted: int, place: World, device: torch.device) -> None:
+    if wanted:
+        torch.set_num_threads(wanted)
+    elif place.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world))
+
+
+def _loopback() -> str | None:
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def _orderly(error: BaseException) -> bool:
+    """Whether all ranks leave by this exception together: a stop that they agreed on."""
+    from windlass.errors import Stopped
+
+    return isinstance(error, Stopped)
+
+
+LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "timed out",
+    "timeout",
+    "broken pipe",
+    "socket",
+    "nccl",
+)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone or late."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return type(error) is RuntimeError and any(word in text for word in LOST)
+
+
+def _headline(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:400]}" if text else type(error).__name__
+
+
+def last_collective() -> str:
+    """The last collective this rank entered, from the flight recorder; empty where it recorded none."""
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+    except Exception:  # the recorder is a help, never a reason to fail
+        return ""
+    if not entries:
+        return ""
+    entry = entries[-1]
+    return f"{entry.get('profiling_name', '?')} of {entry.get('input_sizes', '?')}, {entry.get('state', '?')}"
+
+
+def say(text: str) -> None:
+    """To stderr at once, in one write, so that ranks do not interleave."""
+    sys.stderr.write(text.rstrip() + "\n")
+    sys.stderr.flush()

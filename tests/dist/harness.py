@@ -1,0 +1,132 @@
+"""Real ranks for tests: forked processes that meet over gloo, and whose results or first traceback come back to pytest."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP imports it: once here, before the forks, instead of 4 s in each of them
+import torch.distributed as dist
+
+from windlass.parallel.env import World
+from windlass.parallel.mesh import Ranks, start
+from windlass.recipe import Recipe
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Join:
+    """What a test's function gets: its rank, and `join(recipe)`, which starts the ranks (as often as one likes in turn)."""
+
+    def __init__(self, place: World, store: dist.Store | None):
+        self.place, self.store, self.rank, self.world = place, store, place.rank, place.world
+
+    def __call__(self, recipe: Recipe) -> Ranks:
+        """Join the others as `train` would; call `.stop()` on the result, or use it in a `with`."""
+        ranks = start(self.place, recipe, self.store)
+        self.place = dataclasses.replace(self.place, attempt=self.place.attempt + 1)
+        return ranks
+
+
+def recipe(**overrides: Any) -> Recipe:
+    """A recipe for tests, quick to give up; dotted keys as `parallel__strategy="ddp"`."""
+    quick = {"parallel__timeout_seconds": 30, "parallel__startup_timeout_seconds": 30, "parallel__device": "cpu"}
+    tree: dict[str, Any] = {}
+    for key, value in (quick | overrides).items():
+        *path, last = key.split("__")
+        inner = tree
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return Recipe.model_validate(tree)
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """`fn(join, *args)` on `world` forked ranks; the results in order of the ranks.
+
+    The first rank to fail fails the test with its traceback, and takes the others with it; so does the time limit.
+    """
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    os.set_inheritable(listening.fileno(), True)
+    pipes = [FORK.Pipe(duplex=False) for _ in range(world)]
+    ranks = [
+        FORK.Process(target=_rank, args=(fn, rank, world, listening, pipes[rank][1], args), daemon=True)
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    listening.close()
+    for _, sender in pipes:
+        sender.close()
+    try:
+        return _collect([receiver for receiver, _ in pipes], ranks, time.monotonic() + timeout)
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+            rank.join()
+
+
+def _rank(  # noqa: PLR0917
+    fn: Callable[..., Any], rank: int, world: int, listening: socket.socket, sender: Connection, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        host, port = listening.getsockname()
+        place = World(rank, world, rank, world, launcher="none", addr=host, port=port)
+        store = None
+        if world > 1:
+            fd = listening.detach() if rank == 0 else None
+            store = dist.TCPStore(host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
+        sender.send((True, fn(Join(place, store), *args)))
+        code = 0
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()
+        time.sleep(
+            0.5 if code and world > 1 else 0
+        )  # the first traceback is the cause: let it arrive before its echoes
+        _linger(store, rank, world) if code == 0 and world > 1 else None
+        os._exit(code)  # no tear-down of what the parent owns
+
+
+def _linger(store: dist.Store | None, rank: int, world: int) -> None:
+    """The store lives in rank 0, which therefore leaves last."""
+    try:
+        assert store is not None
+        store.set(f"left/{rank}", "1")
+        if rank == 0:
+            store.wait([f"left/{other}" for other in range(world)])
+    except Exception:
+        pass
+
+
+def _collect(receivers: list[Connection], ranks: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        waiting = [r for i, r in enumerate(receivers) if i not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            silent = [i for i in range(len(ranks)) if i not in results]
+            raise TimeoutError(f"ranks {silent} gave no result in time")
+        for receiver in ready:
+            rank = receivers.index(receiver)  # type: ignore[arg-type]
+            try:
+                good, value = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ranks[rank].join(5)
+                raise AssertionError(f"rank {rank} ended without a result, exit code {ranks[rank].exitcode}") from None
+            if not good:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(ranks))]
