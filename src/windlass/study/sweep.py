@@ -123,7 +123,7 @@ class Sweep:
     def _ended(self, process: CellProcess, code: int) -> None:
         if self.study.verdicts().get(process.cell.recipe.digest):
             return
-        if code == DONE or code == STOPPED:
+        if code in (DONE, STOPPED):
             reason = progress(process.run).diverged
             if code == DONE and reason and self.study.state_of(process.cell)[0] != "finished":
                 self.study.judge(process.cell, "diverged", reason)

@@ -56,7 +56,9 @@ def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_fro
     exists = run.recipe_path.is_file() and not fresh
     if not exists:
         if not fresh and run.path.is_dir() and any(p.name != "log.txt" for p in run.path.iterdir()):
-            raise UserError(f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside")
+            raise UserError(
+                f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside"
+            )
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
         source = _branch_source(recipe, branch_from) if branch_from else None
@@ -98,7 +100,9 @@ def _branch_source(recipe: Recipe, branch_from: str) -> Path:
     folder = origin.checkpoints_dir / f"step-{int(step):08d}"
     if not folder.is_dir():
         there = sorted(int(p.name[5:]) for p in origin.checkpoints_dir.glob("step-????????"))
-        raise UserError(f"{place} has no checkpoint of step {int(step)}; there are {', '.join(map(str, there)) or 'none'}")
+        raise UserError(
+            f"{place} has no checkpoint of step {int(step)}; there are {', '.join(map(str, there)) or 'none'}"
+        )
     changed = [c for c in differences(origin.recipe, recipe) if not c.startswith(BRANCH_MAY_CHANGE)]
     if changed:
         raise UserError("\n".join(["a branch keeps model, data, seed and batch of the run it comes from:", *changed]))

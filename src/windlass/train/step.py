@@ -7,18 +7,20 @@ accumulation and padding change nothing but rounding.
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from windlass.optim.build import set_lr
 from windlass.parallel import reduce
-from windlass.parallel.wrap import Wrapped
+from windlass.parallel.wrap import autocast, precision_on, sync_gradients
 
 if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
+    from windlass.parallel.mesh import Ranks
+    from windlass.recipe import Recipe
     from windlass.telemetry.speed import StepTimer
     from windlass.train.state import TrainState
 
@@ -55,50 +57,52 @@ class Step:
     """
 
     def __init__(
-        self, wrapped: Wrapped, optimizer: torch.optim.Optimizer, *, seed: int, grad_clip: float, timer: StepTimer,
-        latch: bool = True, deferred: bool | None = None,
-    ):  # fmt: skip
-        self.wrapped, self.optimizer, self.seed, self.grad_clip, self.timer = wrapped, optimizer, seed, grad_clip, timer
-        self.device = wrapped.ranks.device
-        self.parameters = [p for p in wrapped.model.parameters() if p.requires_grad]
-        self.reseeds = any(_drops(module) for module in wrapped.model.modules())
-        self.fp16 = wrapped.precision == "fp16"
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self.deferred = self.device.type == "cuda" and fused if deferred is None else deferred
-        self.latch = latch
-        """Whether updates stay off after a bad step until someone looks (the policy `stop`)."""
-        self.bad = torch.zeros((), dtype=torch.float32, device=self.device)
-        """1 from a bad step on (latched), or for the last step (not latched)."""
-        self.bad_steps = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.scale = torch.ones((), dtype=torch.float32, device=self.device)
-        self.good = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.loss_bad = torch.zeros((), dtype=torch.float32, device=self.device)
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        recipe: Recipe,
+        timer: StepTimer,
+        deferred: bool | None = None,
+    ):
+        self.model, self.optimizer, self.ranks, self.recipe, self.timer = model, optimizer, ranks, recipe, timer
+        self.device = ranks.device
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.reseeds = any(_drops(module) for module in model.modules())
+        self.fp16 = precision_on(recipe.train.precision, self.device) == "fp16"
+        conditional = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.deferred = (self.device.type == "cuda" and conditional) if deferred is None else deferred
+        self.latch = recipe.train.on_nonfinite == "stop" and not self.fp16
+        """Whether updates stay off after a bad step until someone looks."""
+        zero = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.bad, self.bad_steps, self.loss_bad = zero.clone(), zero.clone(), zero.clone()
+        self.scale, self.good = torch.ones_like(zero), zero.clone()
+        self.loss_kind = torch.float64 if recipe.train.precision == "fp64" else torch.float32
 
     def __call__(self, batch: StepBatch, lr_factor: float) -> StepResult:
         """One step on this rank's micro-batches of `batch`; every rank calls it with the same factor."""
-        valid = reduce.sum_async([batch.valid_tokens], self.wrapped.ranks)  # on its way during the first forward pass
-        loss = torch.zeros((), dtype=self.wrapped.loss_dtype, device=self.device)
+        valid = reduce.sum_async([batch.valid_tokens], self.ranks)  # on its way during the first forward pass
+        loss = torch.zeros((), dtype=self.loss_kind, device=self.device)
         for micro in batch.micro:
             if self.reseeds:
-                torch.manual_seed(step_seed(self.seed, batch.step, micro.k))
-            with self.wrapped.synchronised(micro is batch.micro[-1]):
-                with self.timer.phase("forward"), self.wrapped.autocast():
-                    loss_sum = self.wrapped.module(micro.tokens, micro.labels)
+                torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
+            with sync_gradients(self.model, micro is batch.micro[-1]):
+                with self.timer.phase("forward"), autocast(self.recipe, self.device):
+                    loss_sum = self.model(micro.tokens, micro.labels)
                 share = loss_sum / max(1, valid.wait()[0])
                 with self.timer.phase("backward"):
-                    self.wrapped.backward(share * self.scale if self.fp16 else share)
+                    (share * self.scale if self.fp16 else share).backward()
             loss += share.detach()
         with self.timer.phase("optimizer"):
             grad_norm = self._update(loss, lr_factor)
-        return StepResult(loss, grad_norm, valid.wait()[0])
+        return StepResult(loss, grad_norm, int(valid.wait()[0]))
 
     def _update(self, loss: Tensor, lr_factor: float) -> Tensor:
-        scaled = reduce.global_grad_norm(self.parameters)
+        scaled = reduce.global_grad_norm(self.parameters, self.ranks)
         grad_norm = scaled / self.scale if self.fp16 else scaled
         if self._judge(grad_norm, loss):
             self._rescale_and_clip(grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["base_lr"] * lr_factor
+            set_lr(self.optimizer, lr_factor)
             self.optimizer.step()
         if self.fp16:
             self._adjust_scale()
@@ -109,7 +113,7 @@ class Step:
         """Whether to go on to the update; in deferred mode the device decides, and this is always so."""
         now = (~torch.isfinite(grad_norm)).float()
         self.loss_bad = torch.maximum(self.loss_bad, (~torch.isfinite(loss)).float())
-        self.bad = torch.maximum(self.bad, now) if self.latch and not self.fp16 else now
+        self.bad = torch.maximum(self.bad, now) if self.latch else now
         self.bad_steps += self.bad
         if self.deferred:
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
@@ -119,14 +123,13 @@ class Step:
     def _rescale_and_clip(self, grad_norm: Tensor) -> None:
         """Multiply the gradients by 1 / scale and by the clipping factor, in one pass, or not at all."""
         factor = torch.ones_like(grad_norm)
-        if self.grad_clip > 0:
-            factor = torch.clamp(self.grad_clip / (grad_norm + 1e-6), max=1.0)
+        if (limit := self.recipe.train.grad_clip) > 0:
+            factor = torch.clamp(limit / (grad_norm + 1e-6), max=1.0)
         if self.fp16:
             factor = factor / self.scale
         if self.device.type == "cpu" and float(factor) == 1.0:
             return
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(grads, factor.to(grads[0].device) if grads else factor)
+        reduce.scale_gradients(self.parameters, factor)
 
     def _adjust_scale(self) -> None:
         """Halve after an overflow, double after 2,000 steps without one; without looking at the values."""
@@ -162,9 +165,3 @@ def _drops(module: nn.Module) -> bool:
     """Whether the module draws random numbers in training."""
     rates = [v for k, v in vars(module).items() if "dropout" in k or (k == "p" and "Dropout" in type(module).__name__)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
-def deterministic(on: bool) -> torch.nn.Module | nullcontext[None]:
-    """Deterministic kernels where asked for; a missing one is an error of torch that names it."""
-    torch.use_deterministic_algorithms(on)
-    return nullcontext()

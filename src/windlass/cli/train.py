@@ -1,0 +1,91 @@
+"""`windlass train`: one recipe, one process or many, from the start or from where it stopped."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("train")(train)
+
+
+def train(
+    recipe: str = typer.Argument(..., metavar="RECIPE", help="A preset's name, a .toml file or a run directory."),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4."),
+    world: str = typer.Option("", metavar="N|A..B", help="Start so many local processes; A..B: fewer after a loss."),
+    fresh: bool = typer.Option(False, "--fresh", help="Set an existing run directory aside and start anew."),
+    max_restarts: int = typer.Option(0, min=0, help="Restart so often from the last checkpoint when a rank is lost."),
+    stop_at: int = typer.Option(0, min=0, metavar="STEP", help="Save and stop after this step; train again goes on."),
+    extend_to: int = typer.Option(
+        0, min=0, metavar="STEPS", help="Go on to a longer horizon than the run was made for."
+    ),
+    branch_from: str = typer.Option(
+        "", metavar="RUN@STEP", help="A new run that starts from another run's checkpoint."
+    ),
+    profile: int = typer.Option(0, min=0, metavar="N", help="Write a torch profiler trace of N steps."),
+) -> int:
+    """Train a recipe; train again to resume.
+
+    Alone, as N local processes (--world N), or in its place under torchrun, srun or mpiexec. A run directory that already
+    holds a committed checkpoint is resumed; a finished run says so. The end shows the loss curve, a sample and the report.
+
+    Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
+    """
+    from windlass.parallel.env import detect
+    from windlass.recipe import Recipe
+    from windlass.train.claim import claim
+
+    loaded = Recipe.load(recipe, overrides or [])
+    options = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
+    here = detect(os.environ)
+    if here.launcher == "none":
+        claimed = claim(loaded, **options)
+        if claimed.finished:
+            typer.echo(f"{claimed.run_dir} is finished: all {claimed.run.summary.get('steps', '')} steps are done.")
+            show_end(claimed.run)
+            return 0
+        if world not in ("", "1") or max_restarts:
+            return _launch(loaded, world or "1", max_restarts, claimed.run)
+    from windlass.train import train as run_training
+
+    run = run_training(loaded, **options, stop_at=stop_at, profile=profile)
+    if here.launcher == "none" and run.state == "finished":
+        show_end(run)
+    return 0
+
+
+def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
+    """Start this very command line on N local processes, after what can be wrong was looked for."""
+    from windlass.data.dataset import prepare_if_missing
+    from windlass.launch.local import launch, parse_world
+
+    least, most = parse_world(world)
+    recipe.batch(most)
+    prepare_if_missing(recipe)
+    code = launch(sys.argv[1:], most, least=least, max_restarts=max_restarts)
+    if code == 0:
+        show_end(run)
+    return code
+
+
+def show_end(run: Run) -> None:
+    """The loss curve, the last sample and the report of a finished run."""
+    if os.environ.get("WINDLASS_QUIET_END"):
+        return
+    from windlass.report import write_report
+    from windlass.report.terminal import loss_curve
+
+    typer.echo(loss_curve(run))
+    samples = run.lines("sample")
+    if samples:
+        typer.echo(f"sample at step {samples[-1]['step']}:")
+        typer.echo("\n".join(f"  | {line}" for line in samples[-1]["text"].splitlines()))
+    report = write_report([run], run.report_dir)
+    typer.echo(f"report: {report.page}")

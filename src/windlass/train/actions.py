@@ -1,0 +1,458 @@
+"""What the loop does besides stepping: counting, logging, saving, evaluating, sampling, stopping, ending."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from windlass.checkpoint import load as checkpoints
+from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
+from windlass.checkpoint.slices import gather_state, restore
+from windlass.checkpoint.store import Outcome
+from windlass.data.loader import Loader
+from windlass.errors import RunFailed, Stopped
+from windlass.optim.schedule import factor
+from windlass.parallel import reduce
+from windlass.telemetry.speed import mfu
+from windlass.train.evaluations import evaluate_suites, generate_samples
+from windlass.train.guard import SPIKE_WINDOW, is_spike
+from windlass.train.session import Heartbeat, Session
+from windlass.train.state import TrainState
+from windlass.train.summary import write_summary
+
+if TYPE_CHECKING:
+    from windlass.data.loader import StepBatch
+    from windlass.train.step import StepResult
+
+
+@dataclass
+class Rewind(Exception):
+    """Go back to the last checkpoint and leave out the samples up to here."""
+
+    reason: str
+    stop_sample: int
+    """The first global sample after those to leave out."""
+
+
+class Actions:
+    """The loop's verbs. Each is called by every rank at the same step; rank 0 writes and speaks."""
+
+    def __init__(self, session: Session):
+        self.s = session
+        self.state: TrainState = session.state
+        self.recipe, self.horizon = session.recipe, session.horizon
+        self.heartbeat = Heartbeat(session.run.heartbeat_path)
+        self.saved_step = session.state.step if session.resumed_from else -1
+        self.evaluated_step = -1
+        self.logged_samples = self.logged_tokens = 0
+        self.batch_end = 0
+        self.last_loss: float | None = None
+        self.profiler: Any = None
+
+    # -- the beginning ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Say what is about to run; make the evaluation that is due at this very step, if a kill left it undone."""
+        s = self.s
+        self._restore_best()
+        s.console.header(s.header())
+        for note in s.resume_notes:
+            s.console.trouble(note)
+        name = "resumed" if s.claim.resuming and self.state.step else "branched" if s.claim.branch_from else "started"
+        self.event(
+            name, steps=self.horizon.steps, world=s.ranks.world, strategy=s.ranks.strategy, precision=s.precision,
+            micro_batch=s.batch.micro_batch, accumulation=s.batch.accumulation, parameters=s.parameters,
+            samples_per_epoch=self.horizon.samples_per_epoch, global_batch=s.batch.global_batch,
+            device=s.device_name, branched_from=str(s.claim.branch_from) if s.claim.branch_from else None,
+            extended_from=s.claim.extends_from or None,
+        )  # fmt: skip
+        if self.state.step:
+            s.console.event(f"resumed from {s.resumed_from}", self.state.step)
+        self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
+        if self.recipe.train.startup_checks:
+            from windlass.train.checks import startup_checks
+
+            startup_checks(s)
+        due = self.due_evaluation() or (self.state.step == 0 and self._evaluates())
+        if due and not s.agreed("evaluated", lambda: self._has_line("eval", self.state.step)):
+            self.evaluate()
+        s.goodput.enter("train")
+        s.timer.read()
+        if s.options.profile:
+            self._start_profiler()
+
+    def _restore_best(self) -> None:
+        """The lowest validation loss of the ledger up to here: a save comes before its step's evaluation."""
+
+        def lowest() -> float | None:
+            lines = [x for x in self.s.run.lines("eval", suite="loss") if x["step"] <= self.state.step]
+            found = [float(x["loss"]) for x in lines if math.isfinite(float(x["loss"]))]
+            return min(found, default=None)
+
+        self.state.best_loss = self.s.agreed("best", lowest)
+
+    def _has_line(self, kind: str, step: int) -> bool:
+        return any(x["step"] == step for x in self.s.run.lines(kind))
+
+    def batches(self) -> Loader:
+        """The batches from the present step on, read ahead in the background."""
+        s = self.s
+        return Loader(
+            s.data.train, s.batch, s.ranks.rank, seed=self.recipe.run.seed, kind=self.recipe.data.order, device=s.ranks.device,
+            prefetch=self.recipe.data.prefetch, first_step=self.state.step, skipped=tuple(self.state.skipped),
+        )  # fmt: skip
+
+    # -- after each step ----------------------------------------------------------------------------------------------
+
+    def count(self, batch: StepBatch, result: StepResult) -> None:
+        """Add the step to the counters, and look at what it made of the gradients."""
+        state = self.state
+        state.step += 1
+        state.samples += self.s.batch.global_batch
+        state.tokens += result.valid_tokens
+        self.batch_end = batch.first_sample + self.s.batch.global_batch
+        if state.step == 1 or state.step == self.saved_step + 1:
+            self.s.ranks.steady()
+        self.s.console.tick(state.step)
+        if not self.s.step.deferred:
+            self._examine(result)
+        if self.profiler is not None:
+            self._profile_step()
+
+    def _examine(self, result: StepResult) -> None:
+        """Act on non-finite steps since the last look. Every rank sees the same gradient norm, so all do the same."""
+        bad, loss_bad = self.s.step.trouble()
+        state, settings = self.state, self.recipe.train
+        if not bad:
+            state.skips_in_a_row = 0
+            return
+        ranks = self.s.ranks.gather("non-finite", loss_bad)
+        where = [str(rank) for rank, flag in enumerate(ranks) if flag]
+        first = state.step - bad + 1 if self.s.step.latch else state.step
+        what = (
+            f"loss not finite on rank {', '.join(where)}"
+            if where
+            else "gradient not finite (every rank's loss is finite)"
+        )
+        if settings.on_nonfinite == "rewind" and (where or not self.s.step.fp16):
+            raise Rewind(f"step {first}: {what}", self.batch_end)
+        if settings.on_nonfinite == "stop" and (where or not self.s.step.fp16):
+            raise RunFailed(
+                f"step {first}: {what} (gradient norm {float(result.grad_norm)}). The update was not made. Look at the samples "
+                "of this step, lower optim.lr, or set train.on_nonfinite to skip or rewind"
+            )
+        state.updates_skipped += bad
+        state.skips_in_a_row += bad
+        self.event(
+            "skipped", reason=what, count=bad, in_a_row=state.skips_in_a_row, loss_scale=float(self.s.step.scale)
+        )
+        if state.skips_in_a_row >= settings.max_skips:
+            raise RunFailed(
+                f"step {state.step}: {state.skips_in_a_row} updates in a row were skipped, the last because of: {what}; "
+                "lower optim.lr, use bf16 or fp32, or raise train.max_skips"
+            )
+
+    def due_log(self) -> bool:
+        """Whether the step is logged: every `telemetry.every` steps, the first and the last."""
+        step = self.state.step
+        return step % self.recipe.telemetry.every == 0 or step in (1, self.horizon.steps)
+
+    def log(self, result: StepResult) -> None:
+        """A `train` line: the step's own loss over all ranks; speeds since the last line. Waits for the device."""
+        s, state = self.s, self.state
+        if s.step.deferred:
+            self._examine(result)
+        loss = float(reduce.sum_over_ranks(result.loss, s.ranks))
+        speed = s.timer.read()
+        seconds = speed.get("step_ms", 0.0) / 1e3
+        steps = max(1, (state.samples - self.logged_samples) // s.batch.global_batch)
+        tokens_per_s = (state.tokens - self.logged_tokens) / steps / seconds if seconds else None
+        self.logged_samples, self.logged_tokens = state.samples, state.tokens
+        rate = factor(self.recipe.optim.schedule, self.horizon, state.step - 1)
+        flops = s.flops_per_token
+        line = s.ledger.write(
+            "train", state.step, loss=loss, lr=self.recipe.optim.lr * rate, grad_norm=float(result.grad_norm),
+            tokens=state.tokens, samples=state.samples, epoch=state.samples / self.horizon.samples_per_epoch, **speed,
+            tokens_per_s=tokens_per_s, samples_per_s=s.batch.global_batch / seconds if seconds else None,
+            tokens_per_s_per_device=tokens_per_s / s.ranks.world if tokens_per_s else None,
+            mfu=mfu(tokens_per_s, flops, s.peak, s.ranks.world) if tokens_per_s and flops else None,
+            loss_scale=float(s.step.scale) if s.step.fp16 else None,
+        )  # fmt: skip
+        self.last_loss = loss
+        s.console.step(line | {"mem_mb": _memory_mb(s.ranks.device)})
+        self._spike(loss)
+
+    def _spike(self, loss: float) -> None:
+        policy, window = self.recipe.train.on_spike, self.state.spike_window
+        if policy == "ignore":
+            return
+        if is_spike(window, loss, self.recipe.train.spike_sigmas):
+            reason = (
+                f"step {self.state.step}: loss {loss:.4f} is a spike ({self.recipe.train.spike_sigmas:g} deviations)"
+            )
+            if policy == "stop":
+                raise RunFailed(f"{reason}; the checkpoints before it are kept")
+            if policy == "rewind":
+                raise Rewind(reason, self.batch_end)
+            self.event("spike", reason=reason)
+            return
+        window.append(loss)
+        del window[:-SPIKE_WINDOW]
+
+    def look_around(self) -> None:
+        """What happened beside the steps: committed or failed saves, words of the trackers, a sampler that gave up."""
+        s = self.s
+        self._report_saves(s.saver.poll())
+        if s.ranks.main:
+            self.heartbeat.beat()
+            if s.trackers is not None:
+                for text in s.trackers.poll():
+                    s.console.trouble(text)
+        for source in (s.ledger, s.sampler):
+            if source is not None and source.trouble:
+                s.console.trouble(source.trouble)
+                source.trouble = None
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def due_save(self) -> bool:
+        """Whether the state is saved after this step."""
+        return self.horizon.due(self.recipe.checkpoint.every, self.state.step)
+
+    def save(self, reason: str = PERIODIC, loss: float | None = None) -> None:
+        """Stage the state; it is written in the background."""
+        s = self.s
+        if self.saved_step == self.state.step and reason == PERIODIC:
+            return
+        with s.timer.outside(), s.goodput.phase("save"):
+            s.ranks.mark(self.state.step, "save")
+            s.step.save(self.state)
+            meta = {
+                "reason": reason, "loss": loss, "recipe": self.recipe.digest, "data": s.data.fingerprint,
+                "strategy": s.ranks.strategy, "train_loss": self.last_loss, "samples": self.state.samples,
+                "tokens": self.state.tokens, "parameters": s.parameters,
+            }  # fmt: skip
+            s.saver.save(
+                self.state.step, gather_state(s.model, s.optimizer, s.ranks.rank, s.ranks.world), self.state.to_json(), meta,
+                while_waiting=self.heartbeat.beat,
+            )  # fmt: skip
+        self.saved_step = self.state.step
+
+    def _report_saves(self, outcomes: list[Outcome]) -> bool:
+        """Write down how saves ended; whether all of them were committed."""
+        for outcome in outcomes:
+            if outcome.error:
+                self.event("save_failed", step=outcome.step, reason=outcome.error)
+                self.s.console.trouble(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
+            elif self.s.ranks.main:
+                self.s.ledger.sync()
+                self.event(
+                    "checkpoint", step=outcome.step, path=f"checkpoints/{outcome.path.name}", write_s=round(outcome.write_s, 4),
+                    blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
+                )  # fmt: skip
+                self.s.console.event(f"saved {outcome.path} in {outcome.write_s:.2f} s", outcome.step)
+                if outcome.warning:
+                    self.s.console.trouble(outcome.warning)
+        return not any(outcome.error for outcome in outcomes)
+
+    def _await_saves(self, timeout: float | None = None) -> bool:
+        with self.s.timer.outside(), self.s.goodput.phase("save"):
+            good = self._report_saves(self.s.saver.wait(timeout, self.heartbeat.beat))
+        return good and not self.s.saver.busy
+
+    # -- evaluating ---------------------------------------------------------------------------------------------------
+
+    def _evaluates(self) -> bool:
+        return self.s.data.val is not None and self.recipe.eval.every not in (0, 0.0)
+
+    def due_evaluation(self) -> bool:
+        """Whether the validation loss is measured after this step."""
+        last = self.state.step == self.horizon.steps
+        return self._evaluates() and (last or self.horizon.due(self.recipe.eval.every, self.state.step))
+
+    def evaluate(self) -> None:
+        """Measure the suites; the lowest validation loss so far makes this step's checkpoint the best one."""
+        s, state = self.s, self.state
+        with s.timer.outside(), s.goodput.phase("eval"):
+            s.ranks.mark(state.step, "evaluation")
+            lines = evaluate_suites(s, poll=self._stop_asked)
+        if lines is None:  # cut short by a stop signal, which the loop will see
+            return
+        self.evaluated_step = state.step
+        epoch = state.samples / self.horizon.samples_per_epoch
+        for line in lines:
+            s.console.eval(s.ledger.write("eval", state.step, **line, epoch=epoch, samples_trained=state.samples))
+        loss = next((x["loss"] for x in lines if x["suite"] == "loss"), None)
+        if loss is not None and math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
+            state.best_loss = loss
+            if state.step and self.recipe.checkpoint.keep_best:
+                if self.saved_step != state.step:
+                    self.save("best", loss)
+                s.saver.note_loss(state.step, loss)
+        elif loss is not None:
+            s.saver.note_loss(state.step, loss)
+
+    def _stop_asked(self) -> bool:
+        self.heartbeat.beat() if self.s.ranks.main else None
+        return self.s.signals.asked
+
+    def due_sample(self) -> bool:
+        """Whether a text is generated after this step."""
+        return self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+
+    def sample(self) -> None:
+        """Generate text from the recipe's prompt, into the ledger, a file and the terminal."""
+        s = self.s
+        with s.timer.outside(), s.goodput.phase("sample"):
+            s.ranks.mark(self.state.step, "sample")
+            texts = generate_samples(s, poll=self._stop_asked)
+        for index, text in enumerate(texts or []):
+            if s.ranks.main:
+                s.ledger.write("sample", self.state.step, index=index, prompt=self.recipe.eval.prompt, text=text)
+                with contextlib.suppress(OSError):
+                    s.run.samples_dir.mkdir(exist_ok=True)
+                    (s.run.samples_dir / f"step-{self.state.step:08d}-{index}.txt").write_text(text, encoding="utf-8")
+            s.console.sample(text, self.state.step)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Save where the grace allows it, and raise Stopped: all ranks come here after the same step."""
+        s, state = self.s, self.state
+        early = not s.ranks.gather("signal", s.signals.asked) or not any(s.ranks.gather("signalled", s.signals.asked))
+        reason = f"--stop-at {state.step}" if early else s.signals.name
+        expected = s.saver.last_seconds or 0.0
+        left = self.recipe.checkpoint.grace_seconds - s.signals.seconds_since()
+        if not early and s.agreed("grace", lambda: expected > left):
+            lost = state.step - max(self._committed(), 0)
+            self.event("preempted", reason=reason, saved=False)
+            raise RunFailed(
+                f"stopped by {reason} at step {state.step}: a save takes about {expected:.0f} s and only {left:.0f} s are left, "
+                f"so the last checkpoint stands and {lost} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
+            )
+        if self.saved_step != state.step:
+            self.save(EMERGENCY)
+        if not self._await_saves():
+            raise RunFailed(f"stopped by {reason} at step {state.step}, and its checkpoint could not be saved")
+        self.event("preempted", reason=reason, saved=True)
+        s.ledger.sync()
+        self._finish_trackers()
+        raise Stopped(f"stopped by {reason} after step {state.step}, all saved; the same command goes on from there")
+
+    def _committed(self) -> int:
+        steps = [int(p.name[5:]) for p in self.s.run.checkpoints_dir.glob("step-????????")]
+        return max(steps, default=-1)
+
+    def finish(self) -> None:
+        """The last checkpoint, the summary, the end of the trackers."""
+        s = self.s
+        s.ranks.mark(self.state.step, "end")
+        if self.saved_step != self.state.step:
+            self.save(FINAL)
+        if not self._await_saves():
+            self.event("failed", reason="the last checkpoint could not be saved")
+            raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
+        self._stop_profiler()
+        write_summary(s, self.last_loss)
+        self.event("finished")
+        s.console.event(f"finished: {s.run.path}", self.state.step)
+        self._finish_trackers()
+
+    def _finish_trackers(self) -> None:
+        if self.s.trackers is not None:
+            for text in self.s.trackers.finish(self.recipe.telemetry.flush_seconds):
+                self.s.console.event(text)
+
+    def rewind(self, back: Rewind) -> None:
+        """Return to the last good checkpoint and leave out the samples since then."""
+        s = self.s
+        self._await_saves()
+
+        def choose() -> str:
+            choice = checkpoints.choose(s.run.path, "latest")
+            if choice is None:
+                raise RunFailed(f"{back.reason}; there is no checkpoint yet to go back to")
+            return str(choice.path)
+
+        checkpoint = checkpoints.open_checkpoint(Path(s.agreed("rewind", choose)), deep=False)
+        skipped = self.state.skipped
+        restore(checkpoint, s.model, s.optimizer)
+        old = TrainState.from_json(checkpoint.counters)
+        begin = _first_sample(s, old)
+        skipped = [*skipped, (begin, back.stop_sample)]
+        vars(self.state).update(vars(old))
+        self.state.skipped = skipped
+        s.step.load(self.state)
+        s.step.bad.zero_()
+        self.saved_step, self.logged_samples, self.logged_tokens = (
+            self.state.step,
+            self.state.samples,
+            self.state.tokens,
+        )
+        s.attempt = s.ledger.attempt = s.attempt + 1
+        self.event("rewound", reason=back.reason, left_out=[begin, back.stop_sample])
+        s.console.trouble(
+            f"{back.reason}: back to step {self.state.step}, samples {begin} to {back.stop_sample} left out"
+        )
+        s.timer.read()
+
+    def failed(self, error: BaseException) -> None:
+        """Write down that the run failed; joins nothing, waits for nothing."""
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        with contextlib.suppress(Exception):
+            self.event("failed", reason=text[:500], phase=self.s.ranks.position.phase)
+
+    def event(self, name: str, step: int | None = None, **fields: Any) -> None:
+        """An `event` line of the ledger."""
+        self.s.ledger.write("event", self.state.step if step is None else step, event=name, **fields)
+
+    # -- profiling ----------------------------------------------------------------------------------------------------
+
+    def _start_profiler(self) -> None:
+        if not self.s.ranks.main:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.s.ranks.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(
+            activities=activities, schedule=torch.profiler.schedule(wait=1, warmup=1, active=self.s.options.profile),
+            record_shapes=True,
+        )  # fmt: skip
+        self.profiler.start()
+        self._profiled = 0
+
+    def _profile_step(self) -> None:
+        self.profiler.step()
+        self._profiled += 1
+        if self._profiled >= self.s.options.profile + 2:
+            self._stop_profiler()
+
+    def _stop_profiler(self) -> None:
+        if self.profiler is None:
+            return
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        place = self.s.run.path / "profile" / f"trace-{self.s.attempt}.json"
+        place.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(place))
+        self.s.console.event(f"profile: {place}; open it at https://ui.perfetto.dev (drag the file into the page)")
+
+
+def _first_sample(session: Session, state: TrainState) -> int:
+    """The global number of the first sample of the step after `state`."""
+    from windlass.data.loader import first_sample
+
+    return first_sample(state.step, session.batch.global_batch, tuple(state.skipped))
+
+
+def _memory_mb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 1e6
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 1e6

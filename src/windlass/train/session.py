@@ -1,0 +1,325 @@
+"""Everything a training needs, put together once and in order: data, ranks, model, optimizer, state, ledger, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from windlass.checkpoint import load as checkpoints
+from windlass.checkpoint import space
+from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.slices import gather_state, restore
+from windlass.checkpoint.store import Saver
+from windlass.data.dataset import Data, open_data
+from windlass.errors import RunFailed, UserError
+from windlass.estimate.optimum import resolve_steps
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.model.size import flops_per_token
+from windlass.optim.build import build_optimizer
+from windlass.parallel import mesh
+from windlass.parallel.env import detect
+from windlass.parallel.mesh import Ranks
+from windlass.parallel.wrap import precision_on, unwrap, wrap
+from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.run import Run, read_lines
+from windlass.telemetry.console import Console, Header
+from windlass.telemetry.devices import DeviceSampler
+from windlass.telemetry.environment import describe, describe_rank, write_environment
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.peaks import measure_cpu_peak, peak_flops
+from windlass.telemetry.speed import Goodput, StepTimer
+from windlass.telemetry.trackers import Trackers, start_trackers
+from windlass.train.claim import Claim, set_aside
+from windlass.train.guard import Signals
+from windlass.train.state import TrainState
+from windlass.train.step import Step
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of one start of a run, besides the recipe."""
+
+    fresh: bool = False
+    stop_at: int = 0
+    """Save and stop after this step; 0: at the run's end."""
+    profile: int = 0
+    """Steps to write a profiler's trace of."""
+
+
+@dataclass
+class Session:
+    """One start of a run on one rank. A context manager: leaving it ends what it began, and waits for nobody on an error."""
+
+    claim: Claim
+    options: Options
+    signals: Signals
+    recipe: Recipe = field(init=False)
+    run: Run = field(init=False)
+    ranks: Ranks = field(init=False)
+    data: Data = field(init=False)
+    batch: BatchPlan = field(init=False)
+    horizon: Horizon = field(init=False)
+    model: nn.Module = field(init=False)
+    precision: str = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    state: TrainState = field(init=False)
+    step: Step = field(init=False)
+    saver: Saver = field(init=False)
+    ledger: Ledger = field(init=False)
+    console: Console = field(init=False)
+    timer: StepTimer = field(init=False)
+    goodput: Goodput = field(init=False)
+    attempt: int = 0
+    resumed_from: Path | None = None
+    device_name: str = ""
+    peak: float | None = None
+    trackers: Trackers | None = None
+    sampler: DeviceSampler | None = None
+    parameters: int = 0
+
+    def __post_init__(self) -> None:
+        self._stack = ExitStack()
+        self.recipe, self.run = self.claim.recipe, self.claim.run
+        self.goodput = Goodput()
+
+    def open(self, model: nn.Module | None, data: Data | None) -> Session:
+        """Put it all together; on an error everything that was begun is ended."""
+        try:
+            place = detect()
+            self.data = data if data is not None else open_data(self.recipe)
+            self.ranks = self._stack.enter_context(mesh.start(place, self.recipe))
+            self.ranks.mark(0, "start")
+            self._numbers()
+            self._open_directory()
+            self._build(model)
+            self._resume()
+            self._observe()
+        except BaseException as error:
+            self.close(error)
+            raise
+        return self
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None) -> None:
+        """End threads and sidecars, then the process group; with an error no other rank is waited for."""
+        self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def _numbers(self) -> None:
+        """Batch arithmetic and the length of the run."""
+        device, world = self.ranks.device.type, self.ranks.world
+        self.batch = self.recipe.batch(world, device)
+        samples = len(self.data.train)
+        if samples < 1:
+            raise UserError(
+                f"the training data has no sample of model.context = {self.recipe.model.context} tokens; use a larger corpus "
+                "or a shorter context"
+            )
+        steps = self.recipe.train.steps
+        if not isinstance(steps, int) and steps == "compute-optimal" and self.recipe.model.kind != "gpt":
+            raise UserError('train.steps = "compute-optimal" needs a model of our own kind; write steps or epochs')
+        steps = resolve_steps(self.recipe, self.data.vocab, self.data.train.sample_tokens(), samples)
+        self.horizon = Horizon(steps, samples, self.recipe.train.global_batch)
+
+    def _open_directory(self) -> None:
+        """Rank 0 makes or sets aside the run's directory; all agree on the number of this start."""
+
+        def prepare() -> int:
+            if self.options.fresh and self.ranks.place.attempt == 0:
+                set_aside(self.run.path)
+            self.run.path.mkdir(parents=True, exist_ok=True)
+            number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
+            if not self.claim.resuming or self.claim.extends_from:
+                _write(self.run.recipe_path, self.recipe.toml())
+            return number
+
+        self.attempt = self.agreed("attempt", prepare)
+
+    def agreed(self, name: str, decide: Callable[[], Value]) -> Value:
+        """What rank 0 decides, on every rank; its mistake of the user's is every rank's, and so is said once."""
+        answer: dict[str, Any] = {}
+        if self.ranks.main:
+            try:
+                answer = {"value": decide()}
+            except UserError as error:
+                answer = {"error": str(error)}
+            except RunFailed as error:
+                answer = {"failure": str(error)}
+            except OSError as error:
+                answer = {"error": f"{error.filename or self.run.path}: {error.strerror}; give another run.dir"}
+        answer = self.ranks.share(name, answer)
+        if "error" in answer:
+            raise UserError(answer["error"])
+        if "failure" in answer:
+            raise RunFailed(answer["failure"])
+        value: Value = answer["value"]
+        return value
+
+    def _build(self, model: nn.Module | None) -> None:
+        """The model on this rank, wrapped and filled, and its optimizer."""
+        recipe, ranks = self.recipe, self.ranks
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+        theirs = model is not None
+        if model is None:
+            model = build_model(recipe, self.data.vocab, device="meta")
+        if self.data.vocab > getattr(model, "vocab", self.data.vocab):
+            raise UserError(
+                f"the model has {model.vocab:,} token embeddings, and the tokenizer {self.data.vocab:,} tokens: set model.vocab "
+                "to 0 or to at least that"
+            )
+        self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.precision = precision_on(recipe.train.precision, ranks.device)
+        if self.precision == "fp64":
+            model = model.double()
+        self.model = wrap(model, ranks, recipe)
+        if not theirs:
+            initialise(unwrap(self.model), recipe.run.seed)
+        self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type)
+        self.timer = StepTimer(ranks.device, self.goodput)
+        self.step = Step(self.model, self.optimizer, ranks, recipe, self.timer)
+
+    def _resume(self) -> None:
+        """The newest good checkpoint, if there is one, into model, optimizer and counters."""
+        self.saver = Saver(
+            self.run.checkpoints_dir, self.ranks.rank, self.ranks.world, f"{self.attempt}", self._policy(),
+            background=self.recipe.checkpoint.background,
+        )  # fmt: skip
+        self._stack.callback(self.saver.close)
+
+        def choose() -> tuple[str, list[str]]:
+            notes = self.saver.recover()
+            if self.claim.branch_from is not None:
+                return str(self.claim.branch_from), notes
+            choice = checkpoints.choose(self.run.path, self._wanted())
+            if choice is None:
+                return "", notes
+            checkpoints.set_aside(choice)
+            return str(choice.path), [*notes, *choice.notes]
+
+        path, self.resume_notes = self.agreed("checkpoint", choose)
+        self.state = TrainState()
+        if path:
+            self._load(Path(path))
+        self.step.load(self.state)
+
+    def _policy(self) -> Policy:
+        wanted = self.recipe.checkpoint
+        return Policy(wanted.keep_last, wanted.keep_best, lambda step: self.horizon.due(wanted.keep_every, step))
+
+    def _wanted(self) -> str:
+        """`checkpoint.resume`; when a WSD run is extended, the newest checkpoint before its decay began."""
+        if not self.claim.extends_from or self.recipe.optim.schedule.kind != "wsd":
+            return self.recipe.checkpoint.resume
+        old = Horizon(self.claim.extends_from, self.horizon.samples_per_epoch, self.horizon.samples_per_step)
+        plateau_ends = old.steps - old.steps_in(self.recipe.optim.schedule.decay)
+        there = sorted(int(p.name[5:]) for p in self.run.checkpoints_dir.glob("step-????????"))
+        before = [step for step in there if step <= plateau_ends]
+        if not before:
+            raise UserError(
+                f"the decay of {self.run.path} began at step {plateau_ends}, and no checkpoint from before it is kept (there "
+                f"are {', '.join(map(str, there)) or 'none'}): a decayed run cannot be extended; set checkpoint.keep_every next time"
+            )
+        return str(before[-1])
+
+    def _load(self, path: Path) -> None:
+        checkpoint = checkpoints.open_checkpoint(path, deep=False)
+        fingerprint = checkpoint.meta.get("data")
+        if fingerprint != self.data.fingerprint:
+            raise UserError(
+                f"the data is not what {path} was trained on (fingerprint {self.data.fingerprint}, there {fingerprint}): bring "
+                "the old data back (data.dir), or start anew with --fresh"
+            )
+        self.ranks.mark(checkpoint.step, "load")
+        restore(checkpoint, self.model, self.optimizer)
+        self.state = TrainState.from_json(checkpoint.counters)
+        self.resumed_from = path
+
+    def _observe(self) -> None:
+        """Ledger, terminal, sampler, trackers: on rank 0, but for the sampler."""
+        recipe, ranks, run = self.recipe, self.ranks, self.run
+        self.ledger = Ledger(run.metrics_path, self.attempt, enabled=ranks.main, stamp=self.goodput.stamp)
+        self._stack.callback(self.ledger.close)
+        self.console = Console(self.horizon.steps, ranks.main, run.log_path, ranks.rank)
+        self._stack.callback(self.console.close)
+        cuda = ranks.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(ranks.device) if cuda else "CPU"
+        self.peak = peak_flops(self.device_name, self.precision) if cuda else None
+        if not cuda and recipe.telemetry.cpu_peak:
+            self.peak = measure_cpu_peak()
+        everywhere = ranks.gather("environment", describe_rank(ranks.rank, ranks.device))
+        if ranks.main:
+            write_environment(run.path, describe(everywhere))
+        self.sampler = DeviceSampler(
+            run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device,
+            every=recipe.telemetry.sample_seconds, attempt=self.attempt,
+        ).start()  # fmt: skip
+        self._stack.callback(self.sampler.stop)
+        self.goodput.listen(self.sampler.phase)
+        if ranks.main and recipe.telemetry.trackers:
+            self.trackers = start_trackers(run, recipe, self.attempt)
+        self._check_space()
+
+    def _check_space(self) -> None:
+        """Warn before step 1 where the disk will not hold what the run is going to save."""
+        if not self.ranks.main:
+            return
+        size = gather_state(self.model, self.optimizer, 0, 1).total_bytes if self.state.step else 12 * self.parameters
+        short = space.shortage(self.run.path, space.needed_bytes(size, self.recipe.checkpoint.keep_last + 2), "the run")
+        if short:
+            self.console.trouble(short)
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Model FLOPs of a token, forward and backward, by the 6N convention plus attention; None where not known."""
+        if self.recipe.model.kind == "gpt":
+            return flops_per_token(self.recipe.model, self.data.vocab)
+        return None
+
+    def header(self) -> Header:
+        """What the terminal shows first."""
+        return Header(
+            run=str(self.run.path), recipe=self.recipe.preset, digest=self.recipe.digest, device=self.device_name,
+            world=self.ranks.world, strategy=self.ranks.strategy, precision=self.precision,
+            parameters=self.parameters, steps=self.horizon.steps, tokens_per_step=self.batch.tokens_per_step,
+            first_step=self.state.step,
+        )  # fmt: skip
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+class Heartbeat:
+    """Touches a file every few seconds while the run lives, so that `windlass runs` can tell running from killed."""
+
+    def __init__(self, path: Path, every: float = 10.0):
+        self.path, self.every, self._next = path, every, 0.0
+
+    def beat(self) -> None:
+        """Touch the file where it is time; costs a clock reading otherwise."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self.every
+            try:
+                self.path.touch()
+            except OSError:
+                self._next = now + 10 * self.every

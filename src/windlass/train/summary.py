@@ -1,0 +1,52 @@
+"""The run's last line: what came of it, how fast, on what, and how that compares with what was predicted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from windlass.run import read_lines
+from windlass.telemetry.speed import device_hours, wall_time
+
+if TYPE_CHECKING:
+    from windlass.train.session import Session
+
+
+def write_summary(session: Session, last_loss: float | None) -> None:
+    """Write the `summary` line on rank 0, from the effective ledger: a resume inflates nothing."""
+    s, state = session, session.state
+    if s.sampler is not None:
+        s.sampler.stop()
+    s.ranks.gather("summary", s.ranks.rank)  # every rank's samples are written
+    if not s.ranks.main:
+        return
+    s.ledger.write("event", state.step, event="measured")  # a last stamp of the wall time
+    raw = list(read_lines(s.run.metrics_path))
+    evals = s.run.lines("eval", suite="loss")
+    spent = wall_time(raw)
+    s.ledger.write(
+        "summary", state.step, steps=s.horizon.steps, tokens=state.tokens, samples=state.samples,
+        epochs=state.samples / s.horizon.samples_per_epoch, final_loss=last_loss,
+        final_eval_loss=evals[-1]["loss"] if evals else None, best_eval_loss=state.best_loss,
+        best_step=next((x["step"] for x in evals if x["loss"] == state.best_loss), None),
+        runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
+        parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1, **_speeds(s), **_devices(s),
+    )  # fmt: skip
+
+
+def _speeds(session: Session) -> dict[str, Any]:
+    """Means over the effective `train` lines, the first one (which waits for caches and compilation) left out."""
+    lines = [x for x in session.run.lines("train") if x.get("step_ms")][1:]
+    if not lines:
+        return {}
+    steps_per_s = len(lines) / sum(x["step_ms"] / 1e3 for x in lines)
+    return {
+        "steps_per_s_mean": steps_per_s,
+        "samples_per_s_mean": steps_per_s * session.batch.global_batch,
+        "tokens_per_s_mean": sum(x["tokens_per_s"] for x in lines) / len(lines),
+    }
+
+
+def _devices(session: Session) -> dict[str, Any]:
+    from windlass.telemetry.summary import summarise_devices
+
+    return summarise_devices(session.run)
