@@ -1,0 +1,46 @@
+"""From a recipe to a network, our own or one of `transformers`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from windlass.errors import UserError
+from windlass.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+
+
+def build_model(
+    recipe: Recipe, vocab: int, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The network of a recipe, its weights not yet filled.
+
+    On the meta device it takes no memory: shard it, `to_empty` it, then fill it with `initialise` or from a checkpoint. On
+    any other device the storage is there, and what is in it is undefined.
+
+    Args:
+        recipe: Its section `[model]` is read.
+        vocab: The tokenizer's vocabulary; the embedding has `model.vocab` rows where that is set.
+        device: Where the parameters live.
+        dtype: Of the parameters: the master weights.
+
+    Raises:
+        UserError: `model.vocab` is smaller than the tokenizer's vocabulary.
+    """
+    if recipe.model.kind == "hf":
+        from windlass.model.hf import build_hf
+
+        return build_hf(recipe, vocab, device, dtype)
+    rows = recipe.model.vocab or vocab
+    if rows < vocab:
+        raise UserError(
+            f"model.vocab = {rows} rows are too few for the tokenizer's vocabulary of {vocab}: "
+            f"write {vocab}, or more for speed, or 0 for what the tokenizer has"
+        )
+    with torch.device("meta"):
+        model = GPT(recipe.model, rows).to(dtype)
+    return model if torch.device(device).type == "meta" else model.to_empty(device=device)

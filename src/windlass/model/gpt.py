@@ -1,0 +1,255 @@
+"""A GPT: token and position embeddings, blocks of attention and feed-forward layer, and a head.
+
+One network with the choices of `ModelSettings`: GPT-2 (learned positions, LayerNorm, GELU, biases, tied head) and LLaMA
+(RoPE, RMSNorm, SwiGLU, grouped queries, no biases) are two corners of it.
+
+Legend: B batch, T time (tokens of this pass), S time seen (T and what is in the cache), D model width, H heads, K key and
+value heads, E = D / H size of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.model.cache import Cache, LayerCache
+from windlass.model.loss import cross_entropy_sum, head_logits
+from windlass.recipe.settings import ModelSettings
+
+NORM_EPS = 1e-5
+"""Added to the variance in every normalisation (GPT-2's and LLaMA's value)."""
+
+
+class LayerNorm(nn.Module):
+    """Zero mean and unit variance, then a weight and perhaps a bias (arXiv 1607.06450)."""
+
+    def __init__(self, width: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
+
+
+class RMSNorm(nn.Module):
+    """Unit mean square, then a weight (arXiv 1910.07467)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS)
+
+
+def norm(settings: ModelSettings) -> nn.Module:
+    """The normalisation of a model."""
+    if settings.norm == "rmsnorm":
+        return RMSNorm(settings.width)
+    return LayerNorm(settings.width, settings.norm_bias)
+
+
+class Rotation:
+    """Rotary positions (arXiv 2104.09864): the i-th and (i + E/2)-th entry of a head turn by `place * theta ** (-2i / E)`.
+
+    Made once in a pass and shared by its blocks. A plain object, so that nobody casts its tables to half precision.
+    """
+
+    def __init__(self, theta: float, head_width: int, start: int, length: int, like: Tensor):
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        half = torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width
+        places = torch.arange(start, start + length, device=like.device, dtype=dtype)
+        angles = torch.outer(places, theta**-half)
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1)  # [T, 1, E]
+        self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn queries or keys [B, T, any, E]."""
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return (x * self.cos + swapped * self.sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; with fewer key and value heads than heads, neighbouring heads share theirs."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        m = settings
+        self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
+        self.qk_norm, self.dropout = m.qk_norm, m.dropout
+        self.qkv = nn.Linear(m.width, (m.heads + 2 * m.kv_heads_) * self.head_width, bias=m.attn_bias)
+        self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        H, K = self.heads, self.kv_heads
+        qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
+        if rotation or self.qk_norm:
+            qk, v = qkv.split([H + K, K], dim=2)  # queries and keys are treated alike, and in one go
+            if self.qk_norm:
+                qk = F.rms_norm(qk, (self.head_width,), eps=NORM_EPS)
+            if rotation:
+                qk = rotation(qk)
+            q, k = qk.to(v.dtype).split([H, K], dim=2)
+        else:
+            q, k, v = qkv.split([H, K, K], dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
+        mask = None
+        if cache:
+            k, v, mask = cache.extend(k, v)  # [B, K, S, E]
+        y = F.scaled_dot_product_attention(
+            q, k, v,
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[2] > 1,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=H != K,
+        )  # fmt: skip
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a non-linearity between them, or three with a gate."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        m = settings
+        self.activation = m.activation
+        if m.activation == "swiglu":
+            self.gate = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
+        self.up = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
+        self.down = nn.Linear(m.ff_width_, m.width, bias=m.ff_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        match self.activation:
+            case "swiglu":
+                h = F.silu(self.gate(x)) * self.up(x)
+            case "gelu":
+                h = F.gelu(self.up(x))
+            case "gelu_tanh":
+                h = F.gelu(self.up(x), approximate="tanh")
+            case "relu":
+                h = F.relu(self.up(x))
+            case "relu2":
+                h = F.relu(self.up(x)).square()
+        return self.down(h)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each on the normalised stream and added to it."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.attn_norm, self.attn = norm(settings), Attention(settings)
+        self.ff_norm, self.ff = norm(settings), FeedForward(settings)
+        self.dropout = settings.dropout
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        x = x + drop(self.attn(self.attn_norm(x), rotation, cache), self.dropout, self.training)
+        return x + drop(self.ff(self.ff_norm(x)), self.dropout, self.training)
+
+
+def drop(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Dropout that costs nothing when there is none."""
+    return F.dropout(x, rate) if rate and training else x
+
+
+class Head(nn.Module):
+    """The parameters of the head: its matrix [V, D] unless it is the embedding's, and its bias [V] if it has one."""
+
+    def __init__(self, settings: ModelSettings, vocab: int):
+        super().__init__()
+        self.weight = None if settings.tie_head else nn.Parameter(torch.empty(vocab, settings.width))
+        self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
+
+
+class Blocks(nn.ModuleList):
+    """The blocks; called, it lists them: the units of sharding, activation checkpointing and compilation."""
+
+    def forward(self) -> list[nn.Module]:
+        """The blocks in order."""
+        return list(self)
+
+
+class GPT(nn.Module):
+    """The whole network. Its weights mean nothing until `windlass.model.init.initialise` has been called.
+
+    Args:
+        settings: The section `[model]` of a recipe.
+        vocab: Rows of the embedding.
+    """
+
+    def __init__(self, settings: ModelSettings, vocab: int):
+        super().__init__()
+        self.settings, self.vocab, self.context = settings, vocab, settings.context
+        self.dropout = settings.dropout
+        self.embedding = nn.Embedding(vocab, settings.width)
+        if settings.position == "learned":
+            self.positions = nn.Embedding(settings.context, settings.width)
+        self.blocks = Blocks(Block(settings) for _ in range(settings.layers))
+        if settings.final_norm:
+            self.norm = norm(settings)
+        self.head = Head(settings, vocab)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits, or the loss.
+
+        Args:
+            tokens: [B, T], int64; T at most the context.
+            labels: The tokens that follow [B, T], -100 where none counts. With them the result is the sum of the
+                cross-entropy over those that count: a scalar in float32 (float64 when the model is).
+            cache: What came before, from `new_cache`; the tokens of this pass are added to it. With it the result is the
+                last token's logits [B, 1, V].
+
+        Returns:
+            Without labels and cache, logits [B, T, V].
+        """
+        m, start, length = self.settings, cache.length if cache else 0, tokens.shape[1]
+        assert start + length <= self.context, f"{start + length} tokens do not fit into a context of {self.context}"
+        x = self.embedding(tokens)
+        rotation = None
+        if m.position == "learned":
+            x = x + self.positions.weight[start : start + length]
+        elif m.position == "rope":
+            rotation = Rotation(m.rope_theta, m.width // m.heads, start, length, like=x)
+        x = drop(x, self.dropout, self.training)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotation, cache.layers[i]) if cache else block(x, rotation)
+        if cache:
+            x = x[:, -1:]
+        if m.final_norm:
+            x = self.norm(x)
+        weight = self.embedding.weight if m.tie_head else self.head.weight
+        if labels is None:
+            return head_logits(x, weight, self.head.bias, m.logit_cap)
+        return cross_entropy_sum(x, weight, labels, self.head.bias, cap=m.logit_cap)
+
+    def new_cache(self, batch: int, length: int) -> Cache:
+        """Room for the keys and values of `batch` rows of up to `length` tokens, for `forward`."""
+        assert length <= self.context, f"{length} tokens do not fit into a context of {self.context}"
+        return Cache(self.settings.layers, batch, length)
+
+    def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """What a parameter is before the first step, in float32 on the CPU: a function of its name and the generator.
+
+        As in GPT-2: matrices and tables are normal, the output projection of each sub-layer by 1 / sqrt(2 layers) narrower
+        (or zero), norms are 1 and biases 0.
+        """
+        m = self.settings
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if "norm" in name:
+            return torch.ones(shape)
+        if not name.endswith(("attn.out.weight", "ff.down.weight")):
+            return torch.empty(shape).normal_(0.0, m.init_std, generator=generator)
+        if m.zero_init_output:
+            return torch.zeros(shape)
+        return torch.empty(shape).normal_(0.0, m.init_std / math.sqrt(2 * m.layers), generator=generator)

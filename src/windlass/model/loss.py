@@ -1,0 +1,141 @@
+"""Cross-entropy from hidden states, without ever holding all logits where the vocabulary is large.
+
+Legend: N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+"""Logits that are held at a time, in fp32. Fewer tokens than fit into it take the plain path."""
+
+
+def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
+    """Logits [..., V] of hidden states [..., D], in the arithmetic of the pass; `cap` as in `model.logit_cap`."""
+    logits = F.linear(x.to(weight.dtype), weight, bias)
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def cross_entropy_sum(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cap: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Sum of the cross-entropy over the tokens that count.
+
+    Args:
+        x: Hidden states [..., D].
+        weight: The head's matrix [V, D].
+        labels: The tokens that follow [...], int64; -100 where none counts.
+        bias: The head's bias [V].
+        cap: Soft bound of the logits, 0 for none.
+        chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0: all, through autograd.
+
+    Returns:
+        A scalar, float32 (float64 for float64 hidden states).
+    """
+    x, labels = x.flatten(0, -2), labels.flatten()
+    if chunk is None:
+        chunk = _chunk(len(labels), len(weight), x.device.type)
+    if chunk:
+        return _ChunkedCrossEntropy.apply(x, weight, bias, labels, cap, chunk, torch.is_grad_enabled())
+    logits = head_logits(x, weight, bias, cap)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+def _chunk(tokens: int, vocab: int, device: str) -> int:
+    """Tokens in a chunk: as even as possible, each at most `CHUNK_BYTES` of logits; 0 where one chunk would do."""
+    fit = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))
+    chunks = -(-tokens // fit)
+    return 0 if chunks <= 1 else -(-tokens // chunks)
+
+
+def _arithmetic(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype in which the head's products are made: autocast's where it is on, else the weight's."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Logits, loss and gradients, a chunk of tokens at a time.
+
+    The gradient of a sum of cross-entropies is known up to the factor that arrives in the backward pass, so it is made
+    while the chunk's logits are there: three products with the head's matrix in all, none of them repeated.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float, chunk: int, grad: bool
+    ) -> Tensor:
+        dtype = _arithmetic(x, weight)
+        total = torch.float64 if dtype == torch.float64 else torch.float32
+        wants = [grad and need for need in ctx.needs_input_grad[:3]]
+        dx = torch.empty_like(x, dtype=dtype) if wants[0] else None
+        dw = torch.zeros_like(weight, dtype=total) if wants[1] else None
+        db = torch.zeros_like(bias, dtype=total) if wants[2] and bias is not None else None
+        loss = torch.zeros((), dtype=total, device=x.device)
+        with torch.autocast(x.device.type, enabled=False):
+            head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for start in range(0, len(labels), chunk):
+                part = slice(start, start + chunk)
+                rows = x[part].to(dtype)
+                logits = F.linear(rows, head, shift).to(total)
+                slope = _squash_(logits, cap) if cap else None
+                loss += _loss_(logits, labels[part])
+                if not any(wants):
+                    continue
+                d = (logits if slope is None else logits.mul_(slope)).to(dtype)
+                if dx is not None:
+                    torch.mm(d, head, out=dx[part])
+                if dw is not None:
+                    dw.addmm_(d.t(), rows) if dtype == total else dw.add_(d.t() @ rows)
+                if db is not None:
+                    db += d.sum(0)
+        ctx.grads = tuple(
+            None if g is None or t is None else g.to(t.dtype) for g, t in ((dx, x), (dw, weight), (db, bias))
+        )
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> Any:
+        assert ctx.grads is not None, "the gradients of a chunked loss are handed out once"
+        grads, ctx.grads = ctx.grads, None
+        return (*(None if g is None else g.mul_(factor) for g in grads), None, None, None, None)
+
+
+def _squash_(logits: Tensor, cap: float) -> Tensor:
+    """Cap logits in place; gives the slope of the cap at each of them."""
+    logits.div_(cap).tanh_()
+    slope = 1 - logits.square()
+    logits.mul_(cap)
+    return slope
+
+
+def _loss_(logits: Tensor, labels: Tensor) -> Tensor:
+    """The summed loss of logits [N, V], which become its gradient in place."""
+    counts = labels != IGNORED
+    target = labels.clamp(min=0).unsqueeze(1)
+    lse = logits.logsumexp(1, keepdim=True)
+    losses = (lse - logits.gather(1, target)).squeeze(1)
+    logits.sub_(lse).exp_()
+    logits.scatter_(1, target, logits.gather(1, target) - 1)
+    logits.mul_(counts.unsqueeze(1))
+    return losses.masked_fill(~counts, 0.0).sum()
