@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
-    pass
+    from windlass.recipe import Recipe
+    from windlass.run import Run
 
 
 def register(app: typer.Typer) -> None:

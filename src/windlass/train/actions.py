@@ -15,6 +15,7 @@ from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.slices import gather_state, restore
 from windlass.checkpoint.store import Outcome
 from windlass.data.loader import Loader
+from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped
 from windlass.optim.schedule import factor
 from windlass.parallel import reduce
@@ -445,9 +446,7 @@ class Actions:
 
 def _first_sample(session: Session, state: TrainState) -> int:
     """The global number of the first sample of the step after `state`."""
-    from windlass.data.loader import first_sample
-
-    return first_sample(state.step, session.batch.global_batch, tuple(state.skipped))
+    return int(step_samples(state.step, session.batch.global_batch, state.skipped)[0])
 
 
 def _memory_mb(device: torch.device) -> float:
