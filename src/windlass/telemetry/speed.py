@@ -8,13 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from windlass.telemetry.walltime import RUN_PHASES, device_hours, wall_time
+
 if TYPE_CHECKING:
     import torch
 
-STEP_PHASES = ("data", "forward", "backward", "optimizer")
+__all__ = [
+    "RUN_PHASES", "STEP_PHASES", "CudaClock", "Goodput", "HostClock", "StepTimer", "device_hours", "mfu", "process_age",
+    "wall_time",
+]  # fmt: skip
 
-RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
-"""What a run's wall time is told apart into, as it passes; `lost` is found afterwards, see `wall_time`."""
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class _Clock(Protocol):
@@ -226,48 +230,6 @@ def process_age() -> float:
     import psutil
 
     return max(time.time() - psutil.Process().create_time(), 0.0)
-
-
-def wall_time(lines: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with `lost`, and `total`.
-
-    Each line's `seconds` are those of its attempt so far. Where an attempt goes on from step *s*, whatever the attempts
-    before it did after their checkpoint of step *s* was done in vain and counts as `lost`. The parts sum to `total`. Time
-    between an attempt's last line and its death is not known and not in it.
-    """
-    attempts: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
-        if isinstance(line.get("seconds"), dict):
-            attempts.setdefault(int(line.get("attempt", 0)), []).append(line)
-    totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
-    for number, own in attempts.items():
-        resumed = [later[0]["step"] for other, later in attempts.items() if other > number]
-        last = own[-1]["seconds"]
-        kept = last if not resumed else _seconds_at(own, min(resumed))
-        for name in last:
-            totals[name] = totals.get(name, 0.0) + kept.get(name, 0.0)
-            totals["lost"] += last[name] - kept.get(name, 0.0)
-    found = {name: round(value, 3) for name, value in totals.items()}
-    return found | {"total": round(sum(found.values()), 3)}
-
-
-def _seconds_at(lines: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """What an attempt had spent when it had made step `step` and nothing beyond; nothing where it began beyond it."""
-    within = [line["seconds"] for line in lines if line["step"] <= step]
-    return within[-1] if within else {}
-
-
-def device_hours(lines: Iterable[dict[str, Any]]) -> float:
-    """Hours of wall time times ranks, over all starts of a run, from the raw ledger; `world` is in the events of starting."""
-    spent: dict[int, float] = {}
-    world: dict[int, int] = {}
-    for line in lines:
-        number = int(line.get("attempt", 0))
-        if isinstance(line.get("world"), int):
-            world[number] = line["world"]
-        if isinstance(line.get("seconds"), dict):
-            spent[number] = sum(line["seconds"].values())
-    return sum(seconds * world.get(number, 1) for number, seconds in spent.items()) / 3600
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:
