@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from windlass.recipe import Recipe
 from windlass.run import Run
+from windlass.telemetry.sidecar import remedy
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
@@ -37,6 +38,7 @@ class _Sidecar:
     complete: bool = False
     reported: bool = False
     rest: bytes = b""
+    hints: set[str] = field(default_factory=set)
 
     def poll(self) -> list[str]:
         """What it says of itself, new since the last call."""
@@ -51,7 +53,8 @@ class _Sidecar:
             self.complete = self.complete or message["kind"] == "complete"
             if message["kind"] == "trouble":
                 said += self.report(message["text"])
-            elif message.get("text"):
+            elif message.get("text") and message["text"] not in self.hints:
+                self.hints.add(message["text"])
                 said.append(f"{self.name}: {message['text']}")
         return said
 
@@ -118,7 +121,7 @@ class Trackers:
 
     def remedy(self, name: str) -> str:
         """What to do about a tracker that did not get everything."""
-        return f"nothing is lost: `windlass track {self.run} --to {name}` replays the ledger"
+        return remedy(self.run, name)
 
 
 def start_trackers(run: Run | Path, recipe: Recipe, attempt: int = 0) -> Trackers:
