@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from windlass.checkpoint.retention import Kept, Policy, best, retain
 INDEX, INDEX_VERSION = "index.json", 1
 STEP_DIR = re.compile(r"^step-(\d{8,})$")
 OLD_DIR = re.compile(r"^\.old-(\d{8,})-")
+SAVE_DIR = re.compile(r"^\.(?:saving|failed|trash-saving)-(\d+-\w+-\d+)$")
 LEFT_OVER = re.compile(r"^\.(saving|failed|trash)-|^\..*\.new$")
 
 
@@ -37,6 +39,7 @@ class Entry:
     step: int
     manifest: Manifest | None
     problem: str = ""
+    noted_loss: float | None = None
 
     @property
     def serial(self) -> int:
@@ -45,8 +48,8 @@ class Entry:
 
     @property
     def loss(self) -> float | None:
-        """Validation loss at its step, where it was measured."""
-        return self.manifest.loss if self.manifest else None
+        """Validation loss at its step, where it was measured, before the save or after it."""
+        return self.noted_loss if self.noted_loss is not None or self.manifest is None else self.manifest.loss
 
     @property
     def kept(self) -> Kept:
@@ -83,7 +86,23 @@ def entry(path: Path, deep: bool = False) -> Entry:
         return Entry(path, step, None, str(error))
     if found and manifest.step != step:
         return Entry(path, step, None, f"it is the checkpoint of step {manifest.step} under another name")
-    return Entry(path, manifest.step, manifest)
+    return Entry(path, manifest.step, manifest, noted_loss=_noted_loss(path, manifest.save_id))
+
+
+def note_loss(directory: Path, step: int, loss: float, files: Files) -> None:
+    """Give the checkpoint of a step, if there is one, the validation loss that was measured after its save."""
+    path = step_dir(directory, step)
+    one = entry(path)
+    if one.manifest is not None:
+        files.replace_json(path / format_.LOSS, {"save_id": one.manifest.save_id, "loss": loss})
+
+
+def _noted_loss(path: Path, save_id: str) -> float | None:
+    try:
+        found = json.loads((path / format_.LOSS).read_bytes())
+        return float(found["loss"]) if found["save_id"] == save_id else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def entries(directory: Path, deep: bool = False) -> list[Entry]:
@@ -178,8 +197,20 @@ def recover(directory: Path, policy: Policy, files: Files) -> list[str]:
                 files.sync_dir(directory)
                 done.append(f"{place.name} is back: the save that was to replace it was interrupted")
     if directory.is_dir():
-        publish(directory, policy, files)
+        try:
+            publish(directory, policy, files)
+        except OSError as problem:
+            done.append(f"the index of {directory} could not be written: {problem.strerror}")
     return done
+
+
+def sweep(directory: Path, attempt: str, number: int, files: Files) -> None:
+    """Remove what is left of saves that are over: of other attempts, and of this one up to save `number`."""
+    for name in names(directory):
+        if left := SAVE_DIR.match(name):
+            *_, of, count = left.group(1).split("-")
+            if of != attempt or int(count) <= number:
+                files.remove_tree(directory / name)
 
 
 def _finish(path: Path, files: Files) -> str:

@@ -48,6 +48,8 @@ class Request:
     meta: Mapping[str, Any]
     total_bytes: int
     """Of all ranks together."""
+    failed: str = ""
+    """Why this rank has nothing to bring: the save is given up by all."""
 
 
 class Commit:
@@ -103,6 +105,8 @@ class Commit:
                 raise GivenUp(f"no room on the disk: {missing}")
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
+        if request.failed:
+            raise GivenUp(request.failed)
         name = f"rank-{self.rank:05d}.safetensors"
         part: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname(), "files": {}, "tensors": {}}
         if request.tensors:
@@ -206,7 +210,8 @@ class Commit:
         if self.rank != 0:
             note = {"rank": self.rank, "host": socket.gethostname(), "error": explain(problem)}
             with contextlib.suppress(OSError):
-                if self.temporary.name in catalog.names(self.directory):
+                if self.tombstone.name not in catalog.names(self.directory):
+                    files.make_dir(self.temporary)
                     files.replace_json(self.temporary / self._part(self.rank), note, durable=False)
         elif self.world == 1:
             with contextlib.suppress(OSError):

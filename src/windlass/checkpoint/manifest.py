@@ -5,7 +5,8 @@ A checkpoint is a directory of
 - `rank-00000.safetensors` ...: rows of the weights and the optimizer's moments, in the safetensors layout;
 - `state.json`: the counters;
 - `manifest.json`: step, world, digests; where each tensor's rows lie; size and SHA-256 of each file above;
-- `COMMITTED`: the SHA-256 of manifest.json, written last: without it there is no checkpoint.
+- `COMMITTED`: the SHA-256 of manifest.json, written last: without it there is no checkpoint;
+- `loss.json`, perhaps: the validation loss, where it was measured only after the save.
 
 Nothing in it is code, and nothing that it names is opened unless it is a plain name inside the directory.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT, VERSION = "windlass-checkpoint", 1
-MANIFEST, MARKER, STATE = "manifest.json", "COMMITTED", "state.json"
+MANIFEST, MARKER, STATE, LOSS = "manifest.json", "COMMITTED", "state.json", "loss.json"
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,

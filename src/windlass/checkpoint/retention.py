@@ -11,6 +11,8 @@ FINAL = "final"
 """The reason of the checkpoint at the end of a run."""
 PERIODIC = "periodic"
 """The reason of one that was due."""
+BEST = "best"
+"""The reason of one that was written, though not due, because its validation loss was the lowest so far."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Kept:
     loss: float | None = None
     """Validation loss at this step; None where it was not measured."""
     reason: str = PERIODIC
-    """Why it was written: `periodic`, `signal` or `final`."""
+    """Why it was written: `periodic`, `best`, `signal` or `final`."""
 
 
 def _never(step: int) -> bool:
@@ -49,24 +51,19 @@ def best(checkpoints: Iterable[Kept]) -> Kept | None:
 def retain(checkpoints: Iterable[Kept], policy: Policy) -> dict[int, list[str]]:
     """Why each checkpoint is kept, by its serial number; those with an empty list may go.
 
-    The newest is always kept. The last N are counted over those that were due or final: a row of preemptions does not
-    push them out. Of those written on a signal the newest is kept until one that was due follows it, as a stop close to the
-    last save leaves two that are nearly alike. Final ones stay: a run may be extended, and its first end is a result.
+    The newest is always kept, and the last N of those that were due or final. One that was written for its loss, or because
+    the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more. Final ones
+    stay: a run may be extended, and its first end is a result.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     why: dict[int, list[str]] = {c.serial: [] for c in newest_first}
-    if not newest_first:
-        return why
-    regular = [c for c in newest_first if c.reason != EMERGENCY]
-    for kept in regular[: policy.last]:
+    regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
+    for kept in {c.serial: c for c in (*newest_first[:1], *regular[: policy.last])}.values():
         why[kept.serial].append("last")
-    newest = newest_first[0]
-    if newest.reason == EMERGENCY:
-        why[newest.serial].append("signal")
     lowest = best(newest_first) if policy.best else None
-    if lowest is not None:
-        why[lowest.serial].append("best")
     for kept in newest_first:
+        if kept is lowest:
+            why[kept.serial].append("best")
         if kept.reason == FINAL:
             why[kept.serial].append("final")
         if policy.for_good(kept.step):

@@ -49,6 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Job:
+    number: int
     request: Request
     staged: Staged
     staged_s: float
@@ -75,9 +76,9 @@ class Saver:
         directory: Path,
         rank: int = 0,
         world: int = 1,
-        *,
         attempt: str = "0",
         policy: Policy | None = None,
+        *,
         files: Files | None = None,
         deadline: float = 600.0,
         background: bool = True,
@@ -94,6 +95,9 @@ class Saver:
         self._stage = Stage()
         self._changed = threading.Condition()
         self._job: _Job | None = None
+        self._losses: dict[int, float] = {}
+        self._noting = False
+        self._trouble = ""
         self._outcomes: list[Outcome] = []
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -104,9 +108,9 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
+        """Whether a save, or the loss of one, is being written."""
         with self._changed:
-            return self._job is not None
+            return self._job is not None or self._noting
 
     def save(
         self,
@@ -133,7 +137,12 @@ class Saver:
         began = time.perf_counter()
         self._until_idle(None, while_waiting)
         waited = time.perf_counter()
-        staged = self._stage.fill(state.slices, self.rank)
+        failed = ""
+        try:
+            staged = self._stage.fill(state.slices, self.rank)
+        except (MemoryError, OSError, RuntimeError) as problem:  # no memory for the copy: the save fails, not the run
+            failed = f"the state could not be copied to the host: {explain(problem)}"
+            staged = Staged(memoryview(b""), {}, None)
         request = Request(
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._saves}",
@@ -143,8 +152,24 @@ class Saver:
             counters=to_json(dict(counters)),
             meta={"reason": PERIODIC, **_finite(meta or {})},
             total_bytes=state.total_bytes,
+            failed=failed,
         )
-        self._start(_Job(request, staged, staged_s=time.perf_counter() - waited, waited_s=waited - began))
+        self._start(_Job(self._saves, request, staged, staged_s=time.perf_counter() - waited, waited_s=waited - began))
+
+    def note_loss(self, step: int, loss: float) -> None:
+        """The validation loss at a step whose save was begun before it was measured; rank 0 writes it, in the background.
+
+        Saving first means that an evaluation that fails costs nothing.
+        """
+        if self.rank != 0 or not abs(loss) < float("inf"):
+            return
+        with self._changed:
+            self._losses[step] = loss
+            self._noting = True
+        if self.background:
+            self._wake()
+        else:
+            self._note_losses()
 
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call; never waits."""
@@ -162,7 +187,7 @@ class Saver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            idle, thread = self._job is None, self._thread
+            idle, thread = not (self._job or self._noting), self._thread
         if thread is not None and idle:
             thread.join()
 
@@ -170,8 +195,9 @@ class Saver:
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             with self._changed:
-                if self._job is None or time.monotonic() >= end:
+                if not (self._job or self._noting) or time.monotonic() >= end:
                     return
+                assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
                 self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
             if while_waiting is not None:
                 while_waiting()
@@ -181,8 +207,12 @@ class Saver:
             self._outcomes.append(self._run(job))
             return
         with self._changed:
-            assert not self._closed, "save() after close()"
             self._job = job
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            assert not self._closed, "a save after close()"
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
                 self._thread.start()
@@ -192,16 +222,33 @@ class Saver:
         lower_this_thread()
         while True:
             with self._changed:
-                while self._job is None:
+                while not (self._job or self._noting):
                     if self._closed:
                         return
                     self._changed.wait()
                 job = self._job
-            outcome = self._run(job)
+            outcome = self._run(job) if job is not None else None
+            self._note_losses()
             with self._changed:
-                self._outcomes.append(outcome)
-                self._job = None
+                if outcome is not None:
+                    self._outcomes.append(outcome)
+                    self._job = None
+                self._noting = bool(self._losses)
                 self._changed.notify_all()
+
+    def _note_losses(self) -> None:
+        """Write down the losses of checkpoints that are there now; they may change which one is the best."""
+        with self._changed:
+            losses, self._losses = self._losses, {}
+        try:
+            for step, loss in losses.items():
+                catalog.note_loss(self.directory, step, loss, self.files)
+            if losses:
+                catalog.publish(self.directory, self.policy, self.files)
+        except Exception as problem:
+            self._trouble = (
+                f"the validation loss of step {', '.join(map(str, losses))} was not noted: {explain(problem)}"
+            )
 
     def _run(self, job: _Job) -> Outcome:
         """Write and commit; whatever goes wrong is an outcome, and the training goes on."""
@@ -217,7 +264,8 @@ class Saver:
         except Exception as problem:
             error = explain(problem)
         else:
-            removed, warning = self._tidy() if self.rank == 0 else ((), "")
+            removed, warning = self._tidy(job.number) if self.rank == 0 else ((), "")
+            warning, self._trouble = warning or self._trouble, ""
             self.last_seconds = time.perf_counter() - began + job.staged_s
         return Outcome(
             step=request.step, path=catalog.step_dir(self.directory, request.step), error=error, bytes=len(request.image),
@@ -225,12 +273,10 @@ class Saver:
             warning=warning,
         )  # fmt: skip
 
-    def _tidy(self) -> tuple[tuple[str, ...], str]:
-        """After a commit: the index, retention, and the tombstones of saves that failed."""
+    def _tidy(self, number: int) -> tuple[tuple[str, ...], str]:
+        """After a commit: the index, retention, and what earlier saves that failed have left."""
         try:
-            for name in catalog.names(self.directory):
-                if name.startswith(".failed-"):
-                    self.files.remove_tree(self.directory / name)
+            catalog.sweep(self.directory, self.attempt, number, self.files)
             return tuple(p.name for p in catalog.publish(self.directory, self.policy, self.files)), ""
         except OSError as problem:
             return (

@@ -1,0 +1,169 @@
+"""A checkpoint of any world and strategy, loaded on any other: parameters and moments equal bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Join, run_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from windlass.checkpoint.load import choose, open_checkpoint
+from windlass.checkpoint.slices import gather_state, named_state, restore
+from windlass.checkpoint.store import Saver
+from windlass.optim.muon import Muon
+
+STRATEGIES = ("ddp", "full_shard", "hybrid_shard")
+WORLDS = (1, 2, 3, 4)
+HYBRID_MESH = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
+VARIANTS = ("untied", "tied", "frozen", "muon")
+STEPS = 2
+
+
+class Net(nn.Module):
+    """Rows of 7, 5, 3 and 1 over up to 4 ranks: uneven shards and empty ones. A buffer, a scalar parameter, an unused one."""
+
+    def __init__(self, variant: str):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5, bias=False), nn.Linear(5, 3), nn.Linear(3, 5)])
+        self.norm = nn.BatchNorm1d(5, affine=False)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(5, 7, bias=False)
+        if variant == "tied":
+            self.head.weight = self.embedding.weight
+        if variant == "frozen":
+            self.blocks[1].requires_grad_(False)
+            self.embedding.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.norm(x) * self.gain).square().sum()
+
+
+def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module = Net(variant)
+    if strategy == "ddp":
+        if world > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+    else:
+        if strategy == "hybrid_shard":
+            mesh = init_device_mesh("cpu", HYBRID_MESH[world], mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh("cpu", (world,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if variant == "muon":
+        groups = [
+            {
+                "params": [p for p in trained if (p.ndim == 2) is matrices],
+                "muon": matrices,
+                "lr": 1e-2,
+                "weight_decay": 0.1,
+            }
+            for matrices in (True, False)
+        ]
+        return model, Muon(groups)
+    return model, torch.optim.AdamW(trained, lr=1e-2, fused=strategy != "ddp")
+
+
+def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Every tensor of the state, gathered by torch itself."""
+    tensors, _ = named_state(model, optimizer)
+    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
+
+
+def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> None:
+    model, optimizer = build(variant, strategy, world)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model((torch.arange(6) + step + rank) % 7).backward()
+        optimizer.step()
+    for buffer in model.buffers():
+        if world > 1 and buffer.is_floating_point():
+            dist.broadcast(buffer, 0)
+    saver = Saver(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
+    saver.save(STEPS, gather_state(model, optimizer, rank, world), {"step": STEPS})
+    [outcome] = saver.wait()
+    assert not outcome.error, outcome
+    saver.close()
+    gathered = whole(model, optimizer)
+    if rank == 0:
+        save_file(gathered, Path(folder) / "whole.safetensors")
+
+
+def read(rank: int, world: int, folders: list[str], variant: str, strategy: str) -> None:
+    for folder in folders:
+        expected = load_file(Path(folder) / "whole.safetensors")
+        choice = choose(folder)
+        assert choice is not None
+        checkpoint = open_checkpoint(choice.path)
+        model, optimizer = build(variant, strategy, world)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))
+        restore(checkpoint, model, optimizer)
+        found = whole(model, optimizer)
+        assert found.keys() == expected.keys(), (folder, found.keys() ^ expected.keys())
+        for name, tensor in expected.items():
+            assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), (folder, name)
+            assert torch.equal(tensor, checkpoint.tensor(name)), (folder, name)
+        before = whole(model, optimizer)
+        restore(checkpoint, model, optimizer)  # once more, in place, with the state that is there now
+        assert all(torch.equal(before[n], t) for n, t in whole(model, optimizer).items())
+        model(torch.arange(6) % 7).backward()  # and the optimizer goes on with it
+        optimizer.step()
+
+
+def in_group(join: Join, fn: Callable[..., None], *args: Any) -> None:
+    """Run `fn(rank, world, *args)` in a process group, also in a world of 1, which FSDP2 needs."""
+    store = join.store or dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=join.rank, world_size=join.world, timeout=timedelta(seconds=60))
+    fn(join.rank, join.world, *args)
+    dist.barrier()
+
+
+def matrix(folder: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> None:
+    folders = []
+    for strategy, world in saved:
+        place = folder / f"{strategy}-{world}"
+        place.mkdir()
+        run_ranks(in_group, world, write, str(place), variant, strategy, timeout=120)
+        folders.append(str(place))
+    for strategy, world in loaded:
+        run_ranks(in_group, world, read, folders, variant, strategy, timeout=120)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sample(tmp_path: Path, variant: str) -> None:
+    saved = {
+        "untied": [("full_shard", 4), ("hybrid_shard", 4)],
+        "tied": [("ddp", 2), ("full_shard", 3)],
+        "frozen": [("full_shard", 2)],
+        "muon": [("hybrid_shard", 4)],
+    }[variant]
+    matrix(tmp_path, variant, saved, [("ddp", 1), ("full_shard", 4)] if variant != "tied" else [("hybrid_shard", 4)])
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_world_and_strategy_to_every_other(tmp_path: Path, variant: str) -> None:
+    cells = list(itertools.product(STRATEGIES, WORLDS))
+    matrix(tmp_path, variant, cells, cells)
