@@ -1,0 +1,197 @@
+import sys
+
+import pytest
+
+from windlass.errors import UserError
+from windlass.parallel.env import World, detect, expand_hosts, tasks_per_node
+
+
+def unread(path: str) -> str:
+    raise AssertionError(f"{path} is not to be read")
+
+
+def test_nothing_set_is_a_plain_process():
+    assert detect({}, unread) == World()
+    assert detect({"MASTER_PORT": "29500", "PATH": "/bin"}, unread) == World()
+
+
+def test_importing_it_loads_no_torch():
+    import subprocess
+
+    code = (
+        "import sys, windlass.parallel.env, windlass.processes, windlass.launch.local; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host-a", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+
+
+def test_torchrun_counts_attempts_and_nodes():
+    assert detect(TORCHRUN, unread) == World(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
+
+
+def test_torchrun_inside_an_srun_step_wins_over_slurm():
+    inside = TORCHRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
+    assert detect(inside, unread).launcher == "torchrun"
+
+
+def test_our_own_workers_count_restarts():
+    ours = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4711", "WINDLASS_LAUNCHED": "1", "WINDLASS_ATTEMPT": "3", "SLURM_PROCID": "0", "PMI_RANK": "0",
+    }  # fmt: skip
+    assert detect(ours, unread) == World(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)
+
+
+def test_variables_set_by_hand():
+    found = detect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, unread)
+    assert (found.launcher, found.local_rank, found.local_world, found.nodes) == ("environment", 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT missing"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, "rank 2 of 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, "RANK='x'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "70000"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({"WINDLASS_LAUNCHED": "1"}, "missing"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE"),
+        ({"PALS_RANKID": "1"}, "PMI_SIZE"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "MASTER_ADDR"),
+    ],
+)
+def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
+    with pytest.raises(UserError, match=says):
+        detect(environ, unread)
+
+
+def slurm(rank: int, **more: str) -> dict[str, str]:
+    """As `srun` of SLURM 22.05 sets it: 3 hosts with 2, 2 and 1 tasks."""
+    place = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)][rank]
+    return {
+        "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(place[1]),
+        "SLURM_NODEID": str(place[0]), "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_NNODES": "3",
+        "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[07-08,12]",
+        "SLURM_JOB_NODELIST": "gpu[05-12]",
+    } | more  # fmt: skip
+
+
+def test_srun_with_unequal_hosts():
+    found = [detect(slurm(rank), unread) for rank in range(5)]
+    assert [(w.rank, w.local_rank, w.local_world, w.node) for w in found] == [
+        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 2, 1), (3, 1, 2, 1), (4, 0, 1, 2),
+    ]  # fmt: skip
+    assert {(w.world, w.nodes, w.launcher, w.addr) for w in found} == {(5, 3, "slurm", "gpu07")}
+    assert len({w.port for w in found}) == 1
+    assert 15_000 <= found[0].port < 30_000
+
+
+def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
+    ports = {detect(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step), unread).port for job in "123" for step in "01"}
+    assert len(ports) == 6
+    chosen = detect(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login"), unread)
+    assert (chosen.addr, chosen.port) == ("login", 31000)
+    assert detect(slurm(0, SLURM_RESTART_COUNT="2"), unread).attempt == 2
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        # the shell of `sbatch -n 4`, started without srun
+        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"},
+        # a shell of `salloc -n 4`
+        {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]"},
+        # a shell of `salloc` with an interactive step
+        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290"},
+        # `srun -n 1`, and `srun --pty bash` in an allocation of more
+        {
+            "SLURM_JOB_ID": "9",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },
+        {
+            "SLURM_JOB_ID": "9",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },
+    ],
+)
+def test_a_process_that_srun_did_not_start_as_one_of_many_is_no_rank(shell: dict[str, str]):
+    assert detect(shell, unread) == World()
+
+
+def test_open_mpi_on_one_host_and_on_many_under_pbs():
+    place = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    local = place | {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "ns-1"}
+    found = detect(local, unread)
+    assert (found.launcher, found.rank, found.local_rank, found.nodes, found.addr) == ("openmpi", 3, 3, 1, "127.0.0.1")
+    assert found.port != detect(local | {"PMIX_NAMESPACE": "ns-2"}, unread).port
+    many = place | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PBS_JOBID": "77.pbs"}
+    found = detect(many | {"PBS_NODEFILE": "/nodes"}, {"/nodes": "x1003\nx1003\nx1004\nx1004\n"}.__getitem__)
+    assert (found.addr, found.node, found.nodes, found.local_world) == ("x1003", 1, 2, 2)
+
+
+def test_mpich_and_pals():
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    found = detect(hydra, unread)
+    assert (found.launcher, found.rank, found.world, found.local_rank, found.addr) == ("mpi", 1, 2, 1, "127.0.0.1")
+    pals = {
+        "PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_NODEID": "1",
+        "PALS_APID": "aa-1", "PBS_NODEFILE": "/n",
+    }  # fmt: skip
+    found = detect(pals, lambda path: "polaris-1\npolaris-2\n")
+    assert (found.rank, found.node, found.nodes, found.local_world, found.addr) == (5, 1, 2, 4, "polaris-1")
+
+
+def test_a_host_file_that_is_gone_is_the_users_to_mend():
+    environ = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1", "PBS_NODEFILE": "/no/such/file"}
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        detect(environ)
+
+
+def test_the_only_task_of_mpiexec_is_a_plain_process():
+    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}, unread) == World()
+
+
+def test_sruns_own_pmi_is_slurm():
+    assert detect(slurm(3, PMI_RANK="3", PMI_SIZE="5"), unread).launcher == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("short", "hosts"),
+    [
+        ("a", ["a"]),
+        ("a,b-1,c", ["a", "b-1", "c"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[1,3-4],gpu07", ["n1", "n3", "n4", "gpu07"]),
+        ("r[1-2]n[01-02]x", ["r1n01x", "r1n02x", "r2n01x", "r2n02x"]),
+        ("host-[9-10].site.org", ["host-9.site.org", "host-10.site.org"]),
+    ],
+)
+def test_slurms_short_host_lists(short: str, hosts: list[str]):
+    assert list(expand_hosts(short)) == hosts
+
+
+def test_an_unreadable_host_list_is_refused():
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        list(expand_hosts("n[a-b]"))
+
+
+def test_tasks_per_node():
+    assert tasks_per_node("4(x2),1") == [4, 4, 1]
+    assert tasks_per_node("2") == [2]
+    assert tasks_per_node("") == []
+    assert tasks_per_node("?") == []
