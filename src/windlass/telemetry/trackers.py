@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,19 @@ TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 UP_SECONDS = 60.0
 """A tracker that has not said within this time that it is there is reported; it goes on trying."""
+
+
+class Note(str):
+    """A line to show of a tracker."""
+
+    trouble: bool
+    """Whether it is a warning, and not merely where to look."""
+
+    def __new__(cls, text: str, trouble: bool = False) -> Note:
+        """A line, and which of the two it is."""
+        note = super().__new__(cls, text)
+        note.trouble = trouble
+        return note
 
 
 @dataclass
@@ -40,9 +53,9 @@ class _Sidecar:
     rest: bytes = b""
     hints: set[str] = field(default_factory=set)
 
-    def poll(self) -> list[str]:
+    def poll(self) -> list[Note]:
         """What it says of itself, new since the last call."""
-        said = []
+        said: list[Note] = []
         with contextlib.suppress(OSError):
             while chunk := os.read(self.messages, 65536):
                 self.rest += chunk
@@ -55,15 +68,15 @@ class _Sidecar:
                 said += self.report(message["text"])
             elif message.get("text") and message["text"] not in self.hints:
                 self.hints.add(message["text"])
-                said.append(f"{self.name}: {message['text']}")
+                said.append(Note(f"{self.name}: {message['text']}"))
         return said
 
-    def report(self, text: str) -> list[str]:
+    def report(self, text: str) -> list[Note]:
         """A trouble, said once in a run."""
         if self.reported:
             return []
         self.reported = True
-        return [f"{self.name}: {text}"]
+        return [Note(f"{self.name}: {text}", trouble=True)]
 
     def send(self, text: str) -> None:
         """Tell it to come to an end; a process that is gone does not matter."""
@@ -86,9 +99,9 @@ class Trackers:
 
     run: Path
     sidecars: list[_Sidecar] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    said: list[Note] = field(default_factory=list)
 
-    def poll(self) -> list[str]:
+    def poll(self) -> list[Note]:
         """What the trackers have to say since the last call: where they show the run, or what is wrong. Never waits."""
         said, self.said = self.said, []
         for sidecar in self.sidecars:
@@ -100,17 +113,16 @@ class Trackers:
                 said += sidecar.report(f"not there after {UP_SECONDS:.0f} s; {self.remedy(sidecar.name)}")
         return said
 
-    def finish(self, timeout: float) -> list[str]:
+    def finish(self, timeout: float) -> list[Note]:
         """Let the trackers take the rest of the ledger, for at most `timeout` seconds in all, then end them."""
         deadline = time.monotonic() + timeout
         for sidecar in self.sidecars:
             sidecar.send(f"{timeout}\n")
-        said = []
         for sidecar in self.sidecars:
             while (left := deadline - time.monotonic()) > 0 and sidecar.process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     sidecar.process.wait(min(left, 0.5))
-        said += self.poll()
+        said = self.poll()
         for sidecar in self.sidecars:
             if sidecar.process.poll() is None:
                 said += sidecar.report(f"not done {timeout:.0f} s after the end; {self.remedy(sidecar.name)}")
@@ -134,16 +146,18 @@ def start_trackers(run: Run | Path, recipe: Recipe, attempt: int = 0) -> Tracker
     handle = Trackers(path)
     for name in recipe.telemetry.trackers:
         if find_spec(name) is None:
-            handle.said.append(f"{name}: not installed (pip install 'windlass[{name}]'); {handle.remedy(name)}")
+            text = f"{name}: not installed (pip install 'windlass[{name}]'); {handle.remedy(name)}"
+            handle.said.append(Note(text, trouble=True))
             continue
         try:
             handle.sidecars.append(_spawn(path, name, attempt, recipe.telemetry.flush_seconds))
         except OSError as error:
-            handle.said.append(f"{name}: could not be started ({error}); {handle.remedy(name)}")
+            text = f"{name}: could not be started ({error}); {handle.remedy(name)}"
+            handle.said.append(Note(text, trouble=True))
     return handle
 
 
-def replay(run: Run, name: str, timeout: float | None = None) -> Iterable[str]:
+def replay(run: Run, name: str, timeout: float | None = None) -> Iterator[Note]:
     """Send a run's ledger to a tracker, as far as the tracker does not have it, and yield what there is to say.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
@@ -74,6 +75,10 @@ _NEVER = 2**63
 
 
 def _seconds_at(lines: list[tuple[int, Seconds]], step: int) -> Seconds:
-    """What an attempt had spent when it had made step `step` and nothing beyond; nothing where it began beyond it."""
-    within = [seconds for at, seconds in lines if at <= step]
+    """What an attempt had spent when it had made step `step` and nothing beyond; nothing where it began beyond it.
+
+    The event of a checkpoint comes when it is written, which in the background may be steps later: what it shows then is
+    not taken for the time of its own step once there was a line beyond it.
+    """
+    within = [seconds for _, seconds in takewhile(lambda line: line[0] <= step, lines)]
     return within[-1] if within else {}

@@ -20,6 +20,7 @@ from windlass.errors import RunFailed, Stopped
 from windlass.optim.schedule import factor
 from windlass.parallel import reduce
 from windlass.telemetry.speed import mfu
+from windlass.telemetry.trackers import Note
 from windlass.train.evaluations import evaluate_suites, generate_samples
 from windlass.train.guard import SPIKE_WINDOW, is_spike
 from windlass.train.session import Heartbeat, Session
@@ -212,8 +213,7 @@ class Actions:
         if s.ranks.main:
             self.heartbeat.beat()
             if s.trackers is not None:
-                for text in s.trackers.poll():
-                    s.console.trouble(text)
+                self._show_notes(s.trackers.poll())
         for source in (s.ledger, s.sampler):
             if source is not None and source.trouble:
                 s.console.trouble(source.trouble)
@@ -342,7 +342,7 @@ class Actions:
             raise RunFailed(f"stopped by {reason} at step {state.step}, and its checkpoint could not be saved")
         self.event("preempted", reason=reason, saved=True)
         s.ledger.sync()
-        self._finish_trackers()
+        self._finish_trackers(None if early else self.recipe.checkpoint.grace_seconds - s.signals.seconds_since() - 2.0)
         raise Stopped(f"stopped by {reason} after step {state.step}, all saved; the same command goes on from there")
 
     def _committed(self) -> int:
@@ -364,10 +364,15 @@ class Actions:
         s.console.event(f"finished: {s.run.path}", self.state.step)
         self._finish_trackers()
 
-    def _finish_trackers(self) -> None:
+    def _finish_trackers(self, limit: float | None = None) -> None:
+        """Let the trackers take the rest, for `telemetry.flush_seconds`, or `limit` where that is less."""
         if self.s.trackers is not None:
-            for text in self.s.trackers.finish(self.recipe.telemetry.flush_seconds):
-                self.s.console.event(text)
+            flush = self.recipe.telemetry.flush_seconds
+            self._show_notes(self.s.trackers.finish(flush if limit is None else max(0.0, min(flush, limit))))
+
+    def _show_notes(self, notes: list[Note]) -> None:
+        for note in notes:
+            (self.s.console.trouble if note.trouble else self.s.console.event)(note)
 
     def rewind(self, back: Rewind) -> None:
         """Return to the last good checkpoint and leave out the samples since then."""
