@@ -28,14 +28,15 @@ def encode(line: Mapping[str, Any]) -> str:
     strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which Python's, JavaScript's and C's number parsers all take.
     Scalars of numpy and torch become plain numbers; a value that is no JSON raises TypeError.
     """
-    return json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+    return json.dumps(plain(line), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as strict JSON can say it, see `encode`."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
     if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
