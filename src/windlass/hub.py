@@ -58,7 +58,7 @@ def explained(what: str) -> Iterator[None]:
         if offline():
             raise UserError(
                 f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
-                f"download it where there is a network, or give a local directory ({first[:200]})"
+                "download it where there is a network, or give a local directory"
             ) from None
         raise UserError(f"{what} cannot be had: {first[:300]}") from None
 

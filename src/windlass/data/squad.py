@@ -96,26 +96,39 @@ def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     Without `data.eval_source`: the Hub's validation split for `squad`; of a file the last `data.val_fraction` of the
     articles.
     """
-    data = recipe.data
+    data, seed = recipe.data, recipe.run.seed
     train, held_out = _source(data.source), []
-    if data.eval_source:
-        held_out = _source(data.eval_source, "validation")
-    elif data.source == "squad":
-        held_out = read_hub("validation")
+    if data.eval_source or data.source == "squad":
+        held_out = _source(data.eval_source or data.source, "validation")
     elif data.val_fraction:
-        articles = list(dict.fromkeys(q.group for q in train))
-        kept = set(articles[: min(len(articles) - 1, round(len(articles) * (1 - data.val_fraction)))])
-        held_out = [q for q in train if q.group not in kept]
-        train = [q for q in train if q.group in kept]
-        if not train:
-            raise UserError(
-                f"data.val_fraction: {data.source} has one article, which cannot be split; give data.eval_source"
-            )
-    seed = recipe.run.seed
+        train, held_out = split(train, data.val_fraction)
     return (
         [train[i] for i in choose([q.id for q in train], data.train_size, seed, "train")],
         [held_out[i] for i in choose([q.id for q in held_out], data.eval_size, seed, "eval")],
     )
+
+
+def split(items: list[Question], share: float) -> tuple[list[Question], list[Question]]:
+    """The questions without and with those of the last `share` of the articles; raises UserError where there is only one."""
+    articles = list(dict.fromkeys(item.group for item in items))
+    if len(articles) < 2:
+        raise UserError(
+            "data.val_fraction: the questions are of one article, which is not split; give data.eval_source"
+        )
+    kept = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
+    return [item for item in items if item.group in kept], [item for item in items if item.group not in kept]
+
+
+def eval_questions(recipe: Recipe) -> list[Question]:
+    """The evaluation questions of a recipe; for a recipe on other data those of `data.eval_source`, or SQuAD's own."""
+    if recipe.data.format == "squad":
+        held_out = questions(recipe)[1]
+        if not held_out:
+            raise UserError("there are no questions to evaluate: set data.eval_source or data.val_fraction")
+        return held_out
+    source = recipe.data.eval_source
+    found = _source(source if source.startswith("squad") else "squad", "validation")
+    return [found[i] for i in choose([q.id for q in found], recipe.data.eval_size, recipe.run.seed, "eval")]
 
 
 def _source(source: str, split: str = "train") -> list[Question]:

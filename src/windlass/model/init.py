@@ -33,10 +33,13 @@ def initialise(model: nn.Module, seed: int) -> None:
 
     Args:
         model: Has `initial_value(name, shape, generator) -> Tensor`, as `GPT` has; and, where it has buffers that are not
-            saved, `fill_buffers()`.
+            saved, `fill_buffers()`. Or has `fill_weights(seed)`, which does all of this in its own way.
         seed: `run.seed`.
     """
     owner: Any = unwrapped(model)
+    if hasattr(owner, "fill_weights"):
+        owner.fill_weights(seed)
+        return
     for wrapped_name, parameter in owner.named_parameters():
         name = plain_name(wrapped_name)
         assert not parameter.is_meta, f"{name} is on the meta device: to_empty first"
@@ -47,7 +50,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself under DDP or `torch.compile`."""
-    while not hasattr(model, "initial_value"):
+    while not (hasattr(model, "initial_value") or hasattr(model, "fill_weights")):
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         assert isinstance(inner, nn.Module), f"{type(model).__name__} does not say what its initial values are"
         model = inner

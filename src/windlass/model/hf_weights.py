@@ -1,0 +1,174 @@
+"""Values for a model of `transformers`: from safetensors files, a slice at a time, or fresh ones from a seed.
+
+Works on whole parameters and on shards alike. Each rank reads only the rows that it holds, so that nobody holds the model
+twice; no communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from windlass.errors import UserError
+from windlass.model.hf import HfModel, find_blocks, from_directory, is_adapter
+from windlass.model.init import assign, plain_name
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@torch.no_grad()
+def fill(model: HfModel, seed: int) -> None:
+    """Give every parameter its value, in place: from the files, or from the seed; adapters always from the seed.
+
+    Raises:
+        UserError: The files lack a parameter, or have it in another shape; there are none but pickled ones.
+    """
+    parameters = dict(named_parameters(model))
+    adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
+    for name, parameter in adapters.items():
+        _fill_adapter(name, parameter, seed)
+    rest = {name.replace(".base_layer.", "."): p for name, p in parameters.items() if name not in adapters}
+    if model.settings.from_scratch:
+        _fill_from_seed(rest, model, seed)
+    else:
+        _fill_from_files(rest, model)
+
+
+def named_parameters(model: HfModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its name in `transformers` (an adapted layer's own weights keep `.base_layer.`)."""
+    for name, parameter in model.model.named_parameters():
+        yield plain_name(name), parameter
+
+
+class Files:
+    """The tensors of a directory's safetensors files, by name."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._open: dict[str, Any] = {}
+        index = directory / INDEX
+        if index.is_file():
+            try:
+                self.places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{index} is no index of safetensors files: {error}") from None
+        elif (directory / SINGLE).is_file():
+            self.places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise UserError(
+                f"{directory} has no {SINGLE}: pickled weights are not opened, because they can run code; convert them "
+                "with AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+            )
+
+    def _file(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.directory / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.directory / name} cannot be read: {error}") from None
+        return self._open[name]
+
+    def find(self, name: str, prefix: str) -> str | None:
+        """The name that a parameter has in the files: its own, or without or with the network's prefix; None: it is not there."""
+        names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        return next((n for n in names if n in self.places), None)
+
+    def slice(self, key: str) -> Any:
+        """A tensor that is read when it is indexed."""
+        return self._file(self.places[key]).get_slice(key)
+
+
+def _fill_from_files(parameters: dict[str, nn.Parameter], model: HfModel) -> None:
+    files, prefix = Files(model.directory), model.model.base_model_prefix
+    found = {name: files.find(name, str(prefix)) for name in parameters}
+    if missing := [name for name, key in found.items() if key is None]:
+        _fill_through_transformers(parameters, model, missing)
+        return
+    for name, parameter in parameters.items():
+        stored = files.slice(found[name])  # type: ignore[arg-type]
+        if tuple(stored.get_shape()) != tuple(parameter.shape):
+            raise UserError(
+                f"{model.directory}: {found[name]} has the shape {list(stored.get_shape())}, and the configuration says "
+                f"{list(parameter.shape)}"
+            )
+        local, offsets = _local(parameter)
+        local.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))])
+
+
+def _fill_through_transformers(parameters: dict[str, nn.Parameter], model: HfModel, missing: list[str]) -> None:
+    """For files in an older layout, which `transformers` converts as it reads them; here each rank holds all for a while."""
+    from transformers import AutoModelForCausalLM
+
+    whole, report = AutoModelForCausalLM.from_pretrained(
+        model.directory, dtype="auto", trust_remote_code=model.settings.trust_remote_code, output_loading_info=True
+    )
+    if lacking := sorted(set(report["missing_keys"]) & set(parameters)):
+        raise UserError(f"{model.directory} lacks {len(lacking)} weights of its model, {lacking[0]} among them")
+    values = dict(whole.named_parameters())
+    if unknown := [name for name in missing if name not in values]:
+        raise UserError(f"{model.directory} lacks the weight {unknown[0]}")
+    for name, parameter in parameters.items():
+        assign(parameter, values[name])
+
+
+def _fill_from_seed(parameters: dict[str, nn.Parameter], model: HfModel, seed: int) -> None:
+    """The architecture's own initialisation, a block at a time on the CPU, each a pure function of the seed and its name."""
+    template = from_directory(model.directory, model.settings, torch.float32)
+    done: set[str] = set()
+    for prefix, unit in _units(template):
+        for module in unit.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    module._parameters[key] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed(seed, prefix))
+            for module in reversed(list(unit.modules())):  # children before what holds them, as `transformers` does
+                template._init_weights(module)  # type: ignore[operator]
+        for key, value in unit.named_parameters(prefix):
+            if key in parameters and key not in done:
+                assign(parameters[key], value)
+                done.add(key)
+        unit.to("meta")
+    if left := sorted(set(parameters) - done):
+        raise UserError(f"model.from_scratch: {model.directory} does not say how {left[0]} begins")
+
+
+def _units(template: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks, and each module outside them that has parameters of its own."""
+    blocks = find_blocks(template)
+    inside = {id(m) for block in blocks for m in block.modules()}
+    for name, module in template.named_modules():
+        if any(module is block for block in blocks) or (id(module) not in inside and module._parameters):
+            yield name, module
+
+
+def _fill_adapter(name: str, parameter: nn.Parameter, seed: int) -> None:
+    """LoRA's own start: the first matrix as in a linear layer, the second zero, so that nothing changes at first."""
+    whole = torch.zeros(parameter.shape)
+    if ".lora_A." in name or ".lora_embedding_B." in name:
+        generator = torch.Generator().manual_seed(_seed(seed, name))
+        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
+    assign(parameter, whole)
+
+
+def _seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"windlass/hf/{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and where it begins in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, (0,) * parameter.dim()
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(offsets)

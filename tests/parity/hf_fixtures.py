@@ -1,0 +1,53 @@
+"""Tiny models of `transformers` with random weights, and a tokenizer trained here, as directories: nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 512
+
+
+def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
+    """The configuration of a tiny model: `bloom`, `gpt2`, `llama`, `gemma2` (with capped logits)."""
+    import transformers
+
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    if kind == "bloom":
+        fields: dict[str, Any] = {"hidden_size": 32, "n_layer": 3, "n_head": 4}
+    elif kind == "gpt2":
+        fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    else:
+        fields = {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
+        }  # fmt: skip
+    kinds = {"bloom": "BloomConfig", "gpt2": "GPT2Config", "llama": "LlamaConfig", "gemma2": "Gemma2Config"}
+    return getattr(transformers, kinds[kind])(vocab_size=vocab, **fields, **special, **changes)
+
+
+def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A tiny model with random weights, saved as `transformers` saves it."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config(kind, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and norms too, so that none can be forgotten
+    model.to(dtype).save_pretrained(directory, max_shard_size="40KB")
+    return directory
+
+
+def save_tokenizer(texts: list[str], directory: Path, vocab: int = VOCAB) -> Path:
+    """Byte pairs trained on the texts, as a `tokenizer.json` whose end of text is id 0."""
+    from windlass.data.bpe import train_bpe
+
+    train_bpe(texts, vocab).save(directory)
+    (directory / "tokenizer.json").write_bytes((directory / "tokenizer" / "tokenizer.json").read_bytes())
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}'
+    )
+    return directory

@@ -1,0 +1,214 @@
+"""Models of `transformers` through our protocol: the same logits, loss and greedy text as `transformers` gives by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hf_fixtures
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.errors import UserError
+from windlass.evaluate.generate import generate
+from windlass.evaluate.sampling import Sampling
+from windlass.model.build import build_model
+from windlass.model.hf import HfModel, find_blocks, has_plain_head, open_hf
+from windlass.model.init import initialise
+from windlass.recipe import Recipe
+
+KINDS = ("bloom", "gpt2", "llama", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hf")
+    return {kind: hf_fixtures.save(kind, root / kind) for kind in KINDS}
+
+
+def recipe(directory: Path, **model: Any) -> Recipe:
+    return Recipe.model_validate({"model": {"kind": "hf", "name": str(directory), "context": 64, **model}})
+
+
+def built(directory: Path, seed: int = 1, **model: Any) -> HfModel:
+    made = build_model(recipe(directory, **model), vocab=100, device="cpu")
+    initialise(made, seed)
+    assert isinstance(made, HfModel)
+    return made.eval()
+
+
+def theirs(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, hf_fixtures.VOCAB, (3, 20), generator=generator)
+    labels = torch.randint(1, hf_fixtures.VOCAB, (3, 20), generator=generator)
+    labels[torch.rand(3, 20, generator=generator) < 0.3] = -100
+    return tokens, labels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_and_loss_are_those_of_transformers(kind: str, directories: dict[str, Path]) -> None:
+    ours, reference, (tokens, labels) = built(directories[kind]), theirs(directories[kind]), batch()
+    expected = reference(input_ids=tokens).logits
+    assert (ours(tokens) - expected).abs().max() < 1e-5
+    loss = F.cross_entropy(expected.double().flatten(0, 1), labels.flatten(), reduction="sum")
+    assert float(ours(tokens, labels)) == pytest.approx(float(loss), rel=1e-6)
+    assert len(ours.blocks()) == 3 and ours.vocab == hf_fixtures.VOCAB
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_bytes", [None, 4 * hf_fixtures.VOCAB * 7])
+def test_gradients_are_those_of_transformers(
+    kind: str, chunk_bytes: int | None, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunk_bytes:
+        monkeypatch.setitem(__import__("windlass.model.loss", fromlist=["x"]).CHUNK_BYTES, "cpu", chunk_bytes)
+    ours, reference, (tokens, labels) = built(directories[kind]), theirs(directories[kind]), batch()
+    ours(tokens, labels).backward()
+    logits = reference(input_ids=tokens).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    expected = dict(reference.named_parameters())
+    assert {name for name, _ in ours.model.named_parameters()} == set(expected)
+    for name, parameter in ours.model.named_parameters():
+        scale = expected[name].grad.abs().max().clamp(min=1e-3)
+        assert (parameter.grad - expected[name].grad).abs().max() / scale < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_that_of_transformers(kind: str, directories: dict[str, Path]) -> None:
+    ours, reference = built(directories[kind]), theirs(directories[kind])
+    prompts = [[5, 6, 7], [9] * 9, [17, 4]]
+    made = generate(ours, prompts, Sampling(max_tokens=12, temperature=0))
+    for prompt, text in zip(prompts, made, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert [*prompt, *text] == expected[0].tolist()
+
+
+def test_a_cache_gives_the_logits_of_one_pass(directories: dict[str, Path]) -> None:
+    for kind in KINDS:
+        ours, (tokens, _) = built(directories[kind]), batch()
+        with torch.no_grad():
+            whole, cache = ours(tokens), ours.new_cache(3, 20)
+            parts = [ours(tokens[:, :5], cache=cache), *(ours(tokens[:, i : i + 1], cache=cache) for i in range(5, 20))]
+        assert (torch.cat(parts, 1) - whole[:, 4:]).abs().max() < 1e-5
+
+
+def test_masters_are_fp32_and_ties_are_kept_whatever_the_file_says(tmp_path: Path) -> None:
+    directory = hf_fixtures.save("bloom", tmp_path, dtype=torch.bfloat16)
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    ours, (tokens, _) = built(directory), batch()
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert ours.model.lm_head.weight is ours.model.transformer.word_embeddings.weight
+    with torch.no_grad():
+        assert (ours(tokens) - theirs(directory)(input_ids=tokens).logits).abs().max() < 1e-5
+
+
+def test_a_head_that_scales_or_caps_is_noticed(directories: dict[str, Path]) -> None:
+    plain = {kind: has_plain_head(open_hf(directories[kind]).model) for kind in KINDS}
+    assert plain == {"bloom": True, "gpt2": True, "llama": True, "gemma2": False}
+    model = open_hf(directories["llama"]).model
+    head = model.get_output_embeddings()
+    assert has_plain_head(model) and model.get_output_embeddings() is head and "forward" not in vars(model.base_model)
+
+
+def test_weights_saved_without_the_networks_prefix_are_found(directories: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    for kind in ("bloom", "gpt2"):
+        AutoModel.from_pretrained(directories[kind], dtype=torch.float32).save_pretrained(tmp_path / kind)
+        tokens, _ = batch()
+        with torch.no_grad():
+            assert torch.equal(built(tmp_path / kind)(tokens), built(directories[kind])(tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_from_scratch_is_a_function_of_the_seed_with_the_architectures_own_spread(
+    kind: str, directories: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    first, again, other = (built(directories[kind], seed, from_scratch=True) for seed in (1, 1, 2))
+    reference = dict(AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).named_parameters())
+    for (name, a), b, c in zip(first.model.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        expected = reference[name]
+        assert torch.equal(a, b), name
+        if expected.std() == 0:
+            assert torch.equal(a, expected), name
+        else:
+            assert not torch.equal(a, c), name
+            assert float(a.std()) == pytest.approx(float(expected.std()), rel=0.15), name
+    tensors = [p for p in first.parameters() if p.dim() > 1 and p.std() > 0]
+    assert len({float(p.flatten()[0]) for p in tensors}) == len(tensors)  # no two blocks alike
+
+
+def test_lora_changes_nothing_at_first_and_only_adapters_learn(directories: dict[str, Path]) -> None:
+    tokens, labels = batch()
+    for kind in ("bloom", "gpt2", "llama"):
+        plain, adapted = built(directories[kind]), built(directories[kind], lora={"rank": 4})
+        with torch.no_grad():
+            assert torch.equal(plain(tokens), adapted(tokens))
+        trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+        assert trained and all(".lora_" in name for name in trained)
+        adapted(tokens, labels).backward()
+        grads = {name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        assert grads == {
+            name for name in trained if ".lora_B." in name
+        }  # the first gradient of A is zero, B being zero
+        again = built(directories[kind], lora={"rank": 4})
+        assert all(torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True))
+
+
+def test_what_cannot_be_had_is_said_in_one_sentence(directories: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.name: there is no directory \./nowhere"):
+        built(Path("./nowhere"), name="./nowhere")
+    with pytest.raises(UserError, match=r"some/model@abc is not on this machine.*give a local directory"):
+        built(Path("."), name="some/model", revision="abc")
+    with pytest.raises(UserError, match="no causal language model"):
+        built(tmp_path)
+    with pytest.raises(UserError, match=r"model\.context = 300 is longer than the 128 tokens"):
+        built(directories["llama"], context=300)
+    with pytest.raises(UserError, match=r"model\.lora\.targets.*self_attention|query_key_value"):
+        built(directories["bloom"], lora={"rank": 2, "targets": ["wrong"]})
+    with pytest.raises(UserError, match=r"512 token embeddings, and data\.tokenizer 600 tokens"):
+        build_model(recipe(directories["bloom"]), vocab=600)
+
+
+def test_pickled_and_incomplete_weights_are_refused(directories: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((directories["llama"] / "config.json").read_bytes())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights are not opened"):
+        built(tmp_path)
+    from safetensors.torch import save_file
+
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="lacks"):
+        built(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(UserError, match="cannot be read"):
+        built(tmp_path)
+
+
+def test_blocks_are_found_in_any_architecture() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(hf_fixtures.config("llama"))
+    assert find_blocks(model) == list(model.model.layers)
+    model._no_split_modules = None
+    assert find_blocks(model) == list(model.model.layers)
