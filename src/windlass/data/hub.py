@@ -1,0 +1,85 @@
+"""Data sets of Hugging Face's `datasets`: by name, streamed or downloaded, or from a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from windlass.data.corpus import Corpus
+from windlass.data.readers import as_text
+from windlass.errors import UserError
+
+BATCH_ROWS = 1000
+
+
+def open_dataset(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
+    """The documents of a split.
+
+    Args:
+        place: `NAME`, `NAME:CONFIG` or a directory (written by `save_to_disk`, or holding files that `datasets` reads).
+        split: `train`, `validation`, also with `datasets`' slices such as `train[:1%]` (not when streaming).
+        text_key: The column that holds the text.
+        streaming: Read the documents as they come instead of downloading all of them first.
+
+    Raises:
+        UserError: There is no such data set, configuration, split or column; it cannot be reached.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("data.source: hf:... needs `datasets`: pip install 'windlass[hf]'") from None
+    try:
+        found = _load(datasets, place, split, streaming)
+    except UserError:
+        raise
+    except Exception as error:  # the libraries behind it raise all sorts
+        said = str(error).strip().split("\n")[0][:300]
+        raise UserError(
+            f"data.source: hf:{place}, split {split!r}, cannot be loaded: {type(error).__name__}: {said}"
+        ) from None
+    columns = found.column_names
+    if columns is not None and text_key not in columns:
+        raise UserError(f"hf:{place} has no column {text_key!r}; it has {', '.join(columns)}: set data.text_key")
+    where = f"hf:{place}, {split}"
+    rows = None if streaming or not hasattr(found, "__len__") else len(found)
+
+    def read(start: int, corpus: Corpus) -> Iterator[str]:
+        return _texts(found, start, rows, text_key, where, corpus)
+
+    return Corpus(where, read, {"kind": "hf", "split": split, "rows": rows}, bytes_total=rows or 0)
+
+
+def _load(datasets: Any, place: str, split: str, streaming: bool) -> Any:
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        name, _, config = place.partition(":")
+        return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+    if (folder / "state.json").is_file():
+        whole = datasets.load_from_disk(str(folder))
+    elif (folder / "dataset_dict.json").is_file():
+        splits = datasets.load_from_disk(str(folder))
+        if split not in splits:
+            raise UserError(
+                f"hf:{place} has no split {split!r}; it has {', '.join(splits)}: set data.split or eval_split"
+            )
+        whole = splits[split]
+    else:
+        return datasets.load_dataset(str(folder), split=split, streaming=streaming)
+    return whole.to_iterable_dataset() if streaming else whole
+
+
+def _texts(found: Any, start: int, rows: int | None, text_key: str, where: str, corpus: Corpus) -> Iterator[str]:
+    """The texts from row `start` on; where the number of rows is known, rows stand for bytes in the progress."""
+    if rows is None:
+        chosen = found.skip(start) if start else found
+        for number, row in enumerate(chosen, start):
+            if text_key not in row:
+                raise UserError(f"{where}, row {number:,}, has no {text_key!r}: set data.text_key")
+            yield as_text(row[text_key], text_key, f"{where}, row {number:,}")
+        return
+    column = found.select_columns([text_key]).with_format(None)
+    for first in range(start, rows, BATCH_ROWS):
+        corpus.bytes_read = first
+        for value in column[first : first + BATCH_ROWS][text_key]:
+            yield as_text(value, text_key, where)

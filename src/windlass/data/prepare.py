@@ -1,0 +1,417 @@
+"""Corpus -> tokenizer -> token shards: in parallel, committed shard by shard, going on where a kill left it.
+
+The result is a pure function of the corpus and the settings: the number of workers, and any number of kills, change no
+byte of it. Workers are threads, because the tokenizers release Python's lock: nothing is forked, nothing outlives us.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from windlass.data import foreign, verify
+from windlass.data.corpus import Corpus, find_files, open_corpus, slug
+from windlass.data.lock import only_one
+from windlass.data.progress import Progress, console
+from windlass.data.shards import EVAL, MAIN, PROGRESS, Index, Shard, ShardWriter, Split, Stream, dtype_for, write_json
+from windlass.data.tokenizer import CharTokenizer, Tokenizer, kind_of, load_tokenizer, named_tokenizer
+from windlass.errors import RunFailed, UserError
+from windlass.recipe import DataSettings, Recipe
+
+SHAPING = (
+    "source", "eval_source", "sha256", "tokenizer", "tokenizer_vocab", "text_key", "split", "eval_split",
+    "max_documents", "max_tokens", "val_fraction", "val_shards", "shard_tokens",
+)  # fmt: skip
+"""The settings that determine the shards; the rest (order, packing, workers ...) only says how they are read."""
+BATCH_CHARACTERS = 1 << 18
+"""Text that a worker gets at once: enough that the hand-over costs nothing."""
+BPE_CHARACTERS = 200_000_000
+"""Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
+
+
+def shaping(data: DataSettings) -> dict[str, Any]:
+    """The settings that determine the prepared data."""
+    values = {key: getattr(data, key) for key in SHAPING}
+    if data.tokenizer != "bpe":
+        del values["tokenizer_vocab"]
+    if data.source == "stdlib":
+        import platform
+
+        values["python"] = platform.python_version()
+    return values
+
+
+def data_dir(recipe: Recipe) -> Path:
+    """Where the prepared data of a recipe lie: `data.dir`, or `data/<source>-<digest of what shapes them>`."""
+    if recipe.data.dir:
+        return Path(recipe.data.dir).expanduser()
+    digest = hashlib.sha256(json.dumps(shaping(recipe.data), sort_keys=True).encode()).hexdigest()
+    return Path("data") / f"{slug(recipe.data.source)}-{digest[:8]}"
+
+
+def ready(recipe: Recipe, directory: Path) -> Index | None:
+    """The index of prepared data that belong to a recipe; None where they are not (wholly) there.
+
+    Raises UserError where the directory holds data that were prepared with other settings, which are shown.
+    """
+    index = Index.load(directory)
+    if index is None:
+        return None
+    wanted, there = shaping(recipe.data), index.settings
+    changed = [k for k in sorted({*wanted, *there}) if wanted.get(k) != there.get(k)]
+    if changed:
+        lines = [f"  data.{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}" for k in changed]
+        raise UserError(
+            "\n".join([f"{directory} holds data that were prepared otherwise; give another data.dir:", *lines])
+        )
+    return index
+
+
+def prepare(recipe: Recipe, progress: Progress | None = None) -> Path:
+    """Prepare the data of a recipe where they are not there yet; returns their directory.
+
+    Exactly one process of a file system works; the others wait, without a time-out, until it is done, or take over where
+    it was killed.
+
+    Args:
+        recipe: Its `data` section is what counts.
+        progress: Shows how far it is; None: on stderr, where it takes longer than a moment.
+
+    Raises:
+        UserError: The source, the tokenizer or the directory is not what it should be.
+        RunFailed: The disk is full or fails.
+    """
+    directory = data_dir(recipe)
+    if ready(recipe, directory) is not None:
+        return directory
+    shown = progress or console()
+    try:
+        with only_one(directory, lambda: ready(recipe, directory) is not None, shown.note, "prepares") as left:
+            if left:
+                _Preparation(recipe, directory, shown).run()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            raise RunFailed(f"{directory}: {error.strerror}; what is committed stays, start again to go on") from None
+        raise
+    finally:
+        shown.close()
+    return directory
+
+
+@dataclass
+class _Part:
+    """One stream of documents on its way into shards."""
+
+    stem: str
+    corpus: Corpus
+    enough: Callable[[int], bool]
+    """Whether so many tokens are enough."""
+    cut: int = 0
+    """With a single text: keep so many tokens; 0: all."""
+
+
+class _Preparation:
+    """One go at a data directory, by the process that holds its lock."""
+
+    def __init__(self, recipe: Recipe, directory: Path, shown: Progress):
+        self.recipe, self.data, self.directory, self.shown = recipe, recipe.data, directory, shown
+        self.workers = self.data.workers or len(os.sched_getaffinity(0))
+        self.state: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Do what is left to do, and write the index."""
+        for leftover in self.directory.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)  # of a process that was killed: we hold the lock
+        index = self._foreign() if self.data.source.startswith("shards:") else self._own()
+        index = index.save(self.directory)
+        seen = {file: verify.state_of(self.directory / file, sha256) for file, _, sha256 in verify.parts(index.shards)}
+        verify.remember(self.directory, seen)
+        (self.directory / PROGRESS).unlink(missing_ok=True)
+
+    def _own(self) -> Index:
+        parts = self._parts()
+        source = {part.stem: {"name": part.corpus.name, **part.corpus.description} for part in parts}
+        self._go_on(source)
+        tokenizer = self._tokenizer(parts)
+        if self.state.setdefault("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
+            self._forget(source)
+            self.state["tokenizer"] = tokenizer.fingerprint
+        for part in parts:
+            if not part.corpus.single_text and tokenizer.eot is None:
+                raise UserError(
+                    f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
+                    "another, or a source that is one text"
+                )
+        streams = {part.stem: self._write(part, tokenizer) for part in parts}
+        splits = make_splits(self.data, self.directory, streams)
+        return Index(shaping(self.data), source, _describe(self.data, tokenizer), streams, splits)
+
+    def _parts(self) -> list[_Part]:
+        """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
+        d, note = self.data, self.shown.note
+        main = open_corpus(d, d.source, sha256=d.sha256, split=d.split, notify=note)
+        main.limit = d.max_documents
+        separate = d.eval_source or (d.eval_split and d.source)
+        if not separate:
+            if main.single_text and d.val_fraction and not d.val_shards:
+                return _halves(main, d)
+            return [_Part(MAIN, main, _budget(d, held_out=True), d.max_tokens if main.single_text else 0)]
+        held = open_corpus(d, separate, split=d.eval_split or d.split, notify=note)
+        share = Fraction(str(d.val_fraction))
+        held.limit = max(1, int(d.max_documents * share)) if d.max_documents and share else 0
+        few = max(1, int(d.max_tokens * share)) if d.max_tokens and share else 0
+        return [
+            _Part(MAIN, main, _budget(d, held_out=False), d.max_tokens if main.single_text else 0),
+            _Part(EVAL, held, lambda tokens: bool(few) and tokens >= few, few if held.single_text else 0),
+        ]
+
+    def _tokenizer(self, parts: list[_Part]) -> Tokenizer:
+        """The tokenizer: saved by an earlier go, named, or made from the corpus; saved beside the shards."""
+        kind = kind_of(self.data.tokenizer)
+        if kind not in ("char", "bpe"):
+            tokenizer = named_tokenizer(self.data.tokenizer)
+        elif "tokenizer" in self.state:
+            return load_tokenizer(self.data, self.directory)
+        elif kind == "char":
+            tokenizer = self._characters(parts)
+        else:
+            from windlass.data import bpe
+
+            self.shown.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {parts[0].corpus.name}")
+            texts = _first(parts[0].corpus.documents(), BPE_CHARACTERS)
+            tokenizer = bpe.train_bpe(texts, self.data.tokenizer_vocab)
+        tokenizer.save(self.directory)
+        return tokenizer
+
+    def _characters(self, parts: list[_Part]) -> Tokenizer:
+        found: set[str] = set()
+        for part in parts:
+            tokens = 0
+            for text in part.corpus.documents():
+                found |= set(text)
+                tokens += len(text) + 1
+                if part.enough(tokens):
+                    break
+        if not found:
+            raise UserError(f"data.source: there is no text in {parts[0].corpus.name}")
+        return CharTokenizer("".join(found), with_eot=not all(part.corpus.single_text for part in parts))
+
+    def _write(self, part: _Part, tokenizer: Tokenizer) -> list[Shard]:
+        before = self.state["streams"].get(part.stem, {"shards": [], "resume": [0, 0], "done": False})
+        shards = [Shard(**s) for s in before["shards"]]
+        if before["done"]:
+            return shards
+        if shards:
+            self.shown.note(f"going on after {len(shards)} committed shards, {sum(s.tokens for s in shards):,} tokens")
+        writer = ShardWriter(
+            self.directory, part.stem, dtype_for(tokenizer.vocab), self.data.shard_tokens, shards,
+            tuple(before["resume"]), lambda w: self._commit(part.stem, w, done=False),
+        )  # fmt: skip
+        try:
+            documents = self._pour(part, tokenizer, writer)
+            shards = writer.finish(documents)
+        finally:
+            writer.close()
+        if not shards:
+            raise UserError(f"data: there is no text in {part.corpus.name}")
+        self._commit(part.stem, writer, done=True)
+        return shards
+
+    def _pour(self, part: _Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
+        """Tokenize the documents in order on all workers; returns the number of documents of the source that were used."""
+        start = [tokenizer.eot] if not part.corpus.single_text else []
+        number = writer.resume[0]
+        what = "validation data" if part.stem == EVAL else "training data"
+
+        def encode(texts: list[str]) -> list[np.ndarray]:
+            return [np.concatenate([np.array(start, np.int64), tokenizer.encode(t)]) if t else _NONE for t in texts]
+
+        if part.enough(writer.tokens):
+            return number
+        with ThreadPoolExecutor(self.workers) as pool:
+            waiting: deque[Future[list[np.ndarray]]] = deque()
+            batches = _batches(part.corpus.documents(number))
+            try:
+                while True:
+                    while len(waiting) < 2 * self.workers and (batch := next(batches, None)) is not None:
+                        waiting.append(pool.submit(encode, batch))
+                    if not waiting:
+                        return number
+                    for tokens in waiting.popleft().result():
+                        writer.add(tokens[: part.cut] if part.cut else tokens, number)
+                        number += 1
+                        if part.enough(writer.tokens):
+                            return number
+                    self.shown.update(what, self._fraction(part, writer.tokens), writer.tokens)
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _fraction(self, part: _Part, tokens: int) -> float | None:
+        shares = [part.corpus.fraction]
+        if part.corpus.limit:
+            shares.append(None)
+        if self.data.max_tokens and part.stem == MAIN:
+            shares.append(min(1.0, tokens / self.data.max_tokens))
+        return max((s for s in shares if s is not None), default=None)
+
+    def _commit(self, stem: str, writer: ShardWriter, *, done: bool) -> None:
+        self.state["streams"][stem] = {
+            "shards": [asdict(s) for s in writer.shards], "resume": list(writer.resume), "done": done
+        }  # fmt: skip
+        write_json(self.directory / PROGRESS, self.state)
+
+    def _go_on(self, source: dict[str, Any]) -> None:
+        """Take up what an earlier go committed, if it was the same work and its files are there; else begin anew."""
+        try:
+            self.state = json.loads((self.directory / PROGRESS).read_text(encoding="utf-8"))
+            same = self.state["settings"] == shaping(self.data) and self.state["source"] == source
+            shards = [Shard(**s) for stream in self.state["streams"].values() for s in stream["shards"]]
+            whole = all((self.directory / f).stat().st_size == size for f, size, _ in verify.parts(shards))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            same = whole = False
+        if not (same and whole):
+            self._forget(source)
+
+    def _forget(self, source: dict[str, Any]) -> None:
+        self.state = {"settings": shaping(self.data), "source": source, "streams": {}}
+
+    def _foreign(self) -> Index:
+        """The index of shards that others wrote: they are read once, and stay where they are."""
+        d = self.data
+        tokenizer = load_tokenizer(d)
+        main = find_files(d.source.removeprefix("shards:"))
+        held: list[Path] = []
+        if d.eval_source:
+            if not d.eval_source.startswith("shards:"):
+                raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
+            held = find_files(d.eval_source.removeprefix("shards:"), "data.eval_source")
+        elif not d.val_shards:
+            held = [path for path in main if foreign.is_validation(path)]
+            held = held if len(held) < len(main) else []
+        taken = {path.resolve() for path in held}
+        main = [path for path in main if path.resolve() not in taken]
+        if not main:
+            raise UserError("data.source: no shard is left for training: data.eval_source names them all")
+        tokenizer.save(self.directory)
+        scanned = foreign.scan_all(
+            main + held,
+            tokenizer.vocab,
+            self.workers,
+            lambda n, total: self.shown.update("reading shards", n / total, n),
+        )
+        streams = {MAIN: scanned[: len(main)], **({EVAL: scanned[len(main) :]} if held else {})}
+        splits = make_splits(d, self.directory, streams)
+        source = {MAIN: {"kind": "shards", "name": d.source}}
+        return Index(shaping(d), source, _describe(d, tokenizer), streams, splits)
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _describe(data: DataSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "name": data.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab, "eot": tokenizer.eot
+    }  # fmt: skip
+
+
+def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text) + 64
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _budget(data: DataSettings, *, held_out: bool) -> Callable[[int], bool]:
+    """Whether so many tokens hold enough for `data.max_tokens` of training, beside what is held out of them."""
+    if not data.max_tokens:
+        return lambda tokens: False
+    if held_out and data.val_shards:
+        return lambda tokens: tokens - data.val_shards * data.shard_tokens >= data.max_tokens
+    share = 1 - Fraction(str(data.val_fraction)) if held_out else Fraction(1)
+    return lambda tokens: tokens * share >= data.max_tokens
+
+
+def _halves(main: Corpus, data: DataSettings) -> list[_Part]:
+    """A single text as two, for training and for validation, cut between two characters (nanoGPT's split)."""
+
+    def half(first: bool) -> Corpus:
+        def read(start: int, _: Corpus) -> Iterator[str]:
+            if start == 0:
+                text = next(main.documents())
+                cut = int(len(text) * (1 - Fraction(str(data.val_fraction))))
+                yield text[:cut] if first else text[cut:]
+
+        return Corpus(main.name, read, main.description, single_text=True)
+
+    return [
+        _Part(MAIN, half(True), lambda tokens: False, data.max_tokens),
+        _Part(EVAL, half(False), lambda tokens: False),
+    ]
+
+
+def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]]) -> dict[str, Split]:
+    """Which tokens are for training and which for validation.
+
+    A stream of its own is for validation as a whole; else the first `val_shards` shards, or the last `val_fraction` of the
+    documents (of the tokens, where documents are not known).
+    """
+    main = streams[MAIN]
+    tokens, documents = sum(s.tokens for s in main), sum(s.documents for s in main)
+    if EVAL in streams:
+        held = streams[EVAL]
+        return {
+            "train": Split(MAIN, 0, tokens, 0, documents),
+            "val": Split(EVAL, 0, sum(s.tokens for s in held), 0, sum(s.documents for s in held)),
+        }
+    if data.val_shards:
+        if data.val_shards >= len(main):
+            raise UserError(
+                f"data.val_shards = {data.val_shards}, and the data have {len(main)} shards: none is left for training; "
+                "hold out fewer, or make data.shard_tokens smaller"
+            )
+        token = sum(s.tokens for s in main[: data.val_shards])
+        document = sum(s.documents for s in main[: data.val_shards])
+        return {"train": Split(MAIN, token, tokens, document, documents), "val": Split(MAIN, 0, token, 0, document)}
+    share = Fraction(str(data.val_fraction))
+    if not share:
+        return {"train": Split(MAIN, 0, tokens, 0, documents)}
+    if not documents:
+        token = tokens - max(1, int(tokens * share))
+        return {"train": Split(MAIN, 0, token, 0, 0), "val": Split(MAIN, token, tokens, 0, 0)}
+    if documents < 2:
+        raise UserError(
+            "data.val_fraction: the corpus is one document, of which none can be held out; give data.eval_source, or "
+            "data.val_fraction = 0"
+        )
+    document = documents - min(documents - 1, max(1, round(documents * share)))
+    token = int(Stream(directory, main).document_starts()[document])
+    return {
+        "train": Split(MAIN, 0, token, 0, document),
+        "val": Split(MAIN, token, tokens, document, documents),
+    }
