@@ -80,9 +80,9 @@ def open_corpus(data: DataSettings, source: str, *, sha256: str = "", split: str
     if source == "stdlib":
         return _stdlib()
     if source.startswith("hf:"):
-        from windlass.data import hub
+        from windlass.data import hf
 
-        return hub.open_dataset(source[3:], split or data.split, data.text_key, data.streaming)
+        return hf.open_dataset(source[3:], split or data.split, data.text_key, data.streaming)
     if source.startswith(("http://", "https://")):
         from windlass.data import download
 

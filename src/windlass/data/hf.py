@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from windlass import hub
 from windlass.data.corpus import Corpus
 from windlass.data.readers import as_text
 from windlass.errors import UserError
@@ -25,19 +26,10 @@ def open_dataset(place: str, split: str, text_key: str, streaming: bool) -> Corp
     Raises:
         UserError: There is no such data set, configuration, split or column; it cannot be reached.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise UserError("data.source: hf:... needs `datasets`: pip install 'windlass[hf]'") from None
-    try:
-        found = _load(datasets, place, split, streaming)
-    except UserError:
-        raise
-    except Exception as error:  # the libraries behind it raise all sorts
-        said = str(error).strip().split("\n")[0][:300]
-        raise UserError(
-            f"data.source: hf:{place}, split {split!r}, cannot be loaded: {type(error).__name__}: {said}"
-        ) from None
+    if not Path(place).expanduser().is_dir():
+        hub.prepare()
+    with hub.explained(f"data.source: hf:{place}, split {split!r}"):
+        found = _load(place, split, streaming)
     columns = found.column_names
     if columns is not None and text_key not in columns:
         raise UserError(f"hf:{place} has no column {text_key!r}; it has {', '.join(columns)}: set data.text_key")
@@ -50,7 +42,9 @@ def open_dataset(place: str, split: str, text_key: str, streaming: bool) -> Corp
     return Corpus(where, read, {"kind": "hf", "split": split, "rows": rows}, bytes_total=rows or 0)
 
 
-def _load(datasets: Any, place: str, split: str, streaming: bool) -> Any:
+def _load(place: str, split: str, streaming: bool) -> Any:
+    import datasets
+
     folder = Path(place).expanduser()
     if not folder.is_dir():
         name, _, config = place.partition(":")
