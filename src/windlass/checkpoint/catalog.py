@@ -177,14 +177,11 @@ def recover(directory: Path, policy: Policy, files: Files) -> list[str]:
     for name in names(directory):
         path = directory / name
         if LEFT_OVER.match(name):
-            if path.is_dir() and not path.is_symlink():
-                files.remove_tree(path)
-            else:
-                files.unlink(path)
+            files.remove_tree(path)
             if name.startswith(".saving-"):
                 done.append(f"removed what an interrupted save of step {int(name.split('-')[1])} had left")
     for name in names(directory):
-        if STEP_DIR.match(name) and not format_.committed(directory / name):
+        if STEP_DIR.match(name) and (directory / name).is_dir() and not format_.committed(directory / name):
             done.append(_finish(directory / name, files))
     for name in names(directory):
         if old := OLD_DIR.match(name):
@@ -230,8 +227,7 @@ def _finish(path: Path, files: Files) -> str:
 def write_marker(path: Path, files: Files) -> None:
     """Make a whole directory a checkpoint: the last write of a commit."""
     digest = hashlib.sha256((path / format_.MANIFEST).read_bytes()).hexdigest()
-    files.write_bytes(path / MARKER, f"{digest}\n".encode())
-    files.sync_dir(path)
+    files.replace(path / MARKER, f"{digest}\n".encode())
 
 
 def set_aside(path: Path, files: Files) -> Path:

@@ -213,6 +213,9 @@ class Commit:
                 if self.tombstone.name not in catalog.names(self.directory):
                     files.make_dir(self.temporary)
                     files.replace_json(self.temporary / self._part(self.rank), note, durable=False)
+                else:  # rank 0 is gone from there: whoever leaves last takes the directory with him
+                    files.unlink(self.temporary / self._part(self.rank))
+                    files.remove_dir(self.temporary)
         elif self.world == 1:
             with contextlib.suppress(OSError):
                 catalog.discard(self.temporary, files)

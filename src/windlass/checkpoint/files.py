@@ -104,10 +104,14 @@ class Files:
 
     def replace_json(self, path: Path, value: Any, durable: bool = True) -> None:
         """Put a file of JSON in place of another one: a reader sees the old or the new one, whole."""
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+        self.replace(path, to_json(value), durable)
+
+    def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
+        """Put a file in place of another one, or of none: whatever has the name is whole. One process at a time."""
+        fresh = path.with_name(f".{path.name}.new")
         try:
             with self.create(fresh) as output:
-                output.write(to_json(value))
+                output.write(data)
                 if durable:
                     output.sync()
             self.rename(fresh, path)
@@ -119,7 +123,10 @@ class Files:
             self.sync_dir(path.parent)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all in it. Symbolic links are removed, never followed."""
+        """Remove a directory and all in it, or a file. Symbolic links are removed, never followed."""
+        if path.is_symlink() or path.is_file():
+            self.unlink(path)
+            return
         for entry in _entries(path):
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))

@@ -210,7 +210,7 @@ def committed(path: Path) -> bool:
 def read(path: Path) -> Manifest:
     """The manifest of a committed checkpoint, itself unchanged since the commit; raises Damaged."""
     marker, data = _small(path / MARKER, "it was never committed"), _small(path / MANIFEST)
-    if marker.strip() != hashlib.sha256(data).hexdigest().encode():
+    if marker != f"{hashlib.sha256(data).hexdigest()}\n".encode():
         raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {MARKER}")
     return parse(data)
 

@@ -1,0 +1,132 @@
+"""Each file of a checkpoint flipped, cut off, deleted, or another one's: found out, and an older checkpoint is chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from saving import check, save, step_seen
+
+from windlass.checkpoint import catalog, load
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.retention import Policy
+from windlass.errors import UserError
+
+FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "COMMITTED")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes((path.parent.parent / "step-00000001" / path.name).read_bytes())
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "first bit": lambda p: flip(p, 0),
+    "middle bit": lambda p: flip(p, p.stat().st_size // 2),
+    "last bit": lambda p: flip(p, p.stat().st_size - 2),
+    "cut by one": lambda p: os.truncate(p, p.stat().st_size - 1),
+    "cut in half": lambda p: os.truncate(p, p.stat().st_size // 2),
+    "empty": lambda p: os.truncate(p, 0),
+    "longer": lambda p: os.truncate(p, p.stat().st_size + 1),
+    "deleted": lambda p: p.unlink(),
+    "a directory": directory,
+    "another checkpoint's": foreign,
+}
+
+
+@pytest.fixture
+def run(scratch: Path) -> Path:
+    for step in (1, 2, 3):
+        assert not save(scratch / "run" / "checkpoints", step, keep=5).error
+    return scratch / "run"
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
+    newest = run / "checkpoints" / "step-00000003"
+    DAMAGE[kind](newest / name)
+    choice = load.choose(run)
+    assert choice is not None and choice.step == 2
+    check(choice.path, 2)
+    if choice.damaged:  # otherwise it has no marker, and never was a checkpoint
+        assert choice.damaged == [newest] and "step 3 is damaged and passed over" in choice.notes[0]
+        with pytest.raises(UserError, match=r"no checkpoint of .* can be used"):
+            load.choose(run, "3")
+        load.set_aside(choice)
+    else:
+        assert name == "COMMITTED"
+        with pytest.raises(UserError, match="no checkpoint of step 3"):
+            load.choose(run, "3")
+    with pytest.raises(UserError, match=r"no such checkpoint|cannot be used"):
+        load.choose(run, str(newest))
+    assert not save(run / "checkpoints", 3, attempt="1").error  # and the step can be saved again
+    assert step_seen(run) == 3
+
+
+def test_every_one_damaged(run: Path) -> None:
+    for step in (1, 2, 3):
+        flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be used") as refused:
+        load.choose(run)
+    assert all(f"step {step} is damaged" in str(refused.value) for step in (1, 2, 3))
+
+
+def test_best_passes_over_a_damaged_one(run: Path) -> None:
+    assert load.choose(run, "best").step == 1  # type: ignore[union-attr]
+    flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
+    choice = load.choose(run, "best")
+    assert choice is not None and choice.step == 2 and "step 1 is damaged" in choice.notes[0]
+
+
+def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    shutil.copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000003")
+    choice = load.choose(run)
+    assert choice is not None and choice.step == 2 and "the checkpoint of step 1 under another name" in choice.notes[0]
+
+
+def test_strange_neighbours_do_no_harm(run: Path) -> None:
+    directory = run / "checkpoints"
+    (directory / "step-00000009").mkdir()
+    (directory / "step-00000010").write_text("a file")
+    (directory / "step-abc").mkdir()
+    (directory / "notes.txt").write_text("mine")
+    (directory / "step-00000003" / "extra.pkl").write_bytes(b"anything")
+    assert step_seen(run) == 3
+    catalog.recover(directory, Policy(last=5), Files())
+    assert step_seen(run) == 3 and (directory / "notes.txt").exists() and not (directory / "step-00000009").exists()
+
+
+def test_a_lost_index_is_made_anew(run: Path) -> None:
+    index = run / "checkpoints" / "index.json"
+    before = json.loads(index.read_text())
+    index.write_text("{ torn")
+    assert step_seen(run) == 3
+    catalog.recover(run / "checkpoints", Policy(last=5), Files())
+    assert json.loads(index.read_text()) == before
+
+
+def test_an_unmarked_one_is_committed_if_whole(run: Path) -> None:
+    (run / "checkpoints" / "step-00000003" / "COMMITTED").unlink()
+    assert step_seen(run) == 2
+    said = catalog.recover(run / "checkpoints", Policy(last=5), Files())
+    assert "was whole but for its marker" in said[0] and step_seen(run) == 3
+    (run / "checkpoints" / "step-00000003" / "COMMITTED").unlink()
+    flip(run / "checkpoints" / "step-00000003" / "state.json", 2)
+    said = catalog.recover(run / "checkpoints", Policy(last=5), Files())
+    assert "never committed" in said[0] and step_seen(run) == 2

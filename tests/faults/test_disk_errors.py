@@ -1,0 +1,142 @@
+"""A full disk and an I/O error at every operation of a save: an outcome that says so, nothing lost, nothing left, go on."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from saving import Failer, Recorder, check, ended, forked, hidden, save, state, step_seen
+
+from windlass.checkpoint import catalog, space
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.store import Saver
+
+CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
+
+
+def prepared(run: Path, *steps: int) -> Path:
+    run.mkdir()
+    for step in steps:
+        assert not save(run / "checkpoints", step).error
+    return run
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("there", [(), (1,), (1, 2)])
+def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -> None:
+    recorder = Recorder()
+    save(prepared(scratch / "traced", *there) / "checkpoints", 2, recorder)
+    for k, operation in enumerate(recorder.log):
+        run = prepared(scratch / f"run-{k}", *there)
+        files = Failer(k, CODES[code])
+        outcome = save(run / "checkpoints", 2, files)
+        assert files.failed == 1
+        if outcome.error:
+            assert step_seen(run) == max(there, default=0), operation
+            assert not outcome.warning and ("No space" in outcome.error or "Input/output" in outcome.error)
+            assert not (run / "checkpoints").exists() or not hidden(run / "checkpoints"), operation
+        else:  # what failed is tidying up after the commit, or does not matter
+            assert step_seen(run) == 2, operation
+            catalog.recover(run / "checkpoints", Policy(last=2), Files())
+            assert not hidden(run / "checkpoints")
+        assert not save(run / "checkpoints", 3).error  # the next save is tried, and works
+        check(run / "checkpoints" / "step-00000003", 3)
+        assert not hidden(run / "checkpoints"), operation
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
+    """From some operation on every write, create and sync fails; removing still works, as on a full disk."""
+    only = ("write", "create", "mkdir", "fsync", "fsync_dir") if code == "EIO" else ("write", "create", "mkdir")
+    recorder = Recorder()
+    save(prepared(scratch / "traced", 1, 2) / "checkpoints", 2, recorder)
+    for k in range(len(recorder.log)):
+        run = prepared(scratch / f"run-{k}", 1, 2)
+        outcome = save(run / "checkpoints", 2, Failer(k, CODES[code], lasting=True, only=only))
+        assert step_seen(run) == 2
+        if outcome.error:
+            assert not hidden(run / "checkpoints"), recorder.log[k]
+        catalog.recover(run / "checkpoints", Policy(last=2), Files())
+        assert not hidden(run / "checkpoints") and step_seen(run) == 2
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_ranks(scratch: Path, victim: int, every: int) -> None:
+    """Both ranks come to the same outcome, at once, though only one had the error."""
+    for k in range(0, 24 if victim == 0 else 9, every):
+        run = prepared(scratch / f"run-{k}", 1)
+        directory = run / "checkpoints"
+
+        def rank(number: int, k: int = k, directory: Path = directory) -> None:
+            files = Failer(k) if number == victim else Files()
+            outcome = save(directory, 2, files, number, 2, deadline=30)
+            (directory / f"outcome-{number}").write_text(outcome.error)
+
+        assert [ended(c) for c in [forked(lambda n=n: rank(n)) for n in range(2)]] == [0, 0]
+        errors = [(directory / f"outcome-{n}").read_text() for n in range(2)]
+        assert bool(errors[0]) == bool(errors[1]), (k, errors)
+        assert step_seen(run) == (1 if errors[0] else 2)
+        if errors[0]:
+            assert "No space" in errors[0] and "No space" in errors[1]
+            assert (victim == 1) == ("rank 1" in errors[0])
+        for n in range(2):
+            (directory / f"outcome-{n}").unlink()
+        assert all(name.startswith(".failed-") for name in hidden(directory)), hidden(directory)
+        assert not save(directory, 3, attempt="1").error
+        assert not hidden(directory)
+
+
+def test_a_rank_that_does_not_deliver(scratch: Path) -> None:
+    run = prepared(scratch / "run", 1)
+    outcome = save(run / "checkpoints", 2, None, 0, 2, deadline=0.05)
+    assert "no part came from rank 1 within 0.05 s" in outcome.error and "all ranks share" in outcome.error
+    assert step_seen(run) == 1
+
+
+def test_a_late_rank_is_told(scratch: Path) -> None:
+    """Rank 1 begins after rank 0 has given up."""
+    run = prepared(scratch / "run", 1)
+    save(run / "checkpoints", 2, None, 0, 2, deadline=0.05)
+    outcome = save(run / "checkpoints", 2, None, 1, 2, deadline=20)
+    assert "no part came from rank 1" in outcome.error
+    assert not save(run / "checkpoints", 3, attempt="1").error
+    assert not hidden(run / "checkpoints") and step_seen(run) == 3
+
+
+def test_no_room(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepared(scratch / "run", 1)
+    recorder = Recorder()
+    monkeypatch.setattr(space, "free_bytes", lambda path: 10**6)
+    outcome = save(run / "checkpoints", 2, recorder)
+    assert "no room on the disk" in outcome.error and "1 MB are free" in outcome.error
+    assert not [entry for entry in recorder.log if entry[0] == "create"]
+    monkeypatch.undo()
+    assert not save(run / "checkpoints", 2).error
+
+
+def test_no_memory_for_the_copy(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepared(scratch / "run", 1)
+    saver = Saver(run / "checkpoints", background=False)
+
+    def none(*_: object) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(saver._stage, "fill", none)
+    saver.save(2, state(2), {})
+    [outcome] = saver.poll()
+    assert "could not be copied to the host" in outcome.error and step_seen(run) == 1
+    monkeypatch.undo()
+    saver.save(3, state(3), {"step": 3})
+    assert not saver.poll()[0].error and step_seen(run) == 3 and not hidden(run / "checkpoints")
+
+
+def test_retention_that_fails_is_a_warning(scratch: Path) -> None:
+    run = prepared(scratch / "run", 1, 2)
+    outcome = save(run / "checkpoints", 3, Failer(0, errno.EIO, lasting=True, only=("rmdir",)), keep=1)
+    assert not outcome.error and "old checkpoints could not be changed" in outcome.warning
+    assert step_seen(run) == 3
+    assert not save(run / "checkpoints", 4).error
+    assert step_seen(run) == 4

@@ -1,0 +1,175 @@
+"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from saving import KILLED, Killer, Recorder, ended, forked, hidden, save, state, step_seen
+
+from windlass.checkpoint import catalog
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.store import Saver
+
+SCENES = {
+    "first": ([], 3),
+    "next": ([1, 2], 3),
+    "again": ([1, 3], 3),
+}
+"""By name: the steps that are there already, and the step whose save is killed (`again`: a save in place of another)."""
+
+
+def prepare(run: Path, there: list[int]) -> None:
+    run.mkdir()
+    for step in there:
+        assert not save(run / "checkpoints", step).error
+
+
+def operations(folder: Path, scene: str) -> list[tuple[str, str]]:
+    there, step = SCENES[scene]
+    prepare(folder / "traced", there)
+    recorder = Recorder()
+    assert not save(folder / "traced" / "checkpoints", step, recorder).error
+    return recorder.log
+
+
+def recovers(run: Path, there: list[int], step: int) -> int:
+    """After a kill: what a reader sees before and after the tidying up; then the same step is saved again."""
+    directory = run / "checkpoints"
+    before = step_seen(run)
+    assert before in (max(there, default=0), step)
+    said = catalog.recover(directory, Policy(last=2), Files())
+    after = step_seen(run)
+    assert after == before or (after == step and any("committed now" in line for line in said)), said
+    if directory.is_dir():
+        assert not hidden(directory), hidden(directory)
+    assert not save(directory, step, attempt="1").error
+    assert step_seen(run) == step and not hidden(directory)
+    return before
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("scene", SCENES)
+def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
+    there, step = SCENES[scene]
+    log = operations(scratch, scene)
+    assert len(log) > 25
+    seen = []
+    for k in range(0, len(log), every):
+        run = scratch / f"{scene}-{k}"
+        prepare(run, there)
+        assert ended(forked(lambda k=k, run=run: save(run / "checkpoints", step, Killer(k)) and None)) == KILLED, log[k]
+        seen.append(recovers(run, there, step))
+    if scene == "next" and every == 1:
+        assert seen == sorted(seen) and set(seen) == {2, 3}  # from one operation on, and for good, it is the new one
+        assert log[seen.index(3) - 1] == ("rename", "COMMITTED")
+
+
+@pytest.mark.full
+def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
+    """A save is killed at its renames and removals, and then the recovery at each of its own operations."""
+    there, step = SCENES["again"]
+    log = operations(scratch, "again")
+    interesting = [k for k, (operation, _) in enumerate(log) if operation in ("rename", "rmdir")]
+    for k in interesting:
+        for j in range(40):
+            run = scratch / f"run-{k}-{j}"
+            prepare(run, there)
+            assert ended(forked(lambda k=k, run=run: save(run / "checkpoints", step, Killer(k)) and None)) == KILLED
+            before = step_seen(run)
+            directory = run / "checkpoints"
+            code = ended(forked(lambda j=j, d=directory: catalog.recover(d, Policy(last=2), Killer(j)) and None))
+            assert step_seen(run) in (before, step)
+            catalog.recover(directory, Policy(last=2), Files())
+            assert step_seen(run) in (before, step) and not hidden(directory)
+            if code == 0:
+                break
+
+
+def two_ranks(run: Path, step: int, victim: int, at: int) -> list[int]:
+    """Two ranks save; one of them is killed at its operation `at`; the other one comes to an end by itself."""
+
+    def rank(number: int) -> None:
+        files = Killer(at) if number == victim else Files()
+        save(run / "checkpoints", step, files, number, 2, deadline=0.3)
+
+    children = [forked(lambda n=n: rank(n)) for n in range(2)]
+    if victim == 0:
+        assert ended(children[0]) in (KILLED, 0)
+        os.kill(children[1], signal.SIGKILL)  # a rank that waits for rank 0 is ended by whoever watches the run
+        ended(children[1])
+        return []
+    return [ended(c) for c in children]
+
+
+def count_of_two(folder: Path) -> list[int]:
+    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do rank 1's."""
+    prepare(folder / "count", [1])
+    pipe_in, pipe_out = os.pipe()
+
+    def rank(number: int) -> None:
+        recorder = Recorder()
+        assert not save(folder / "count" / "checkpoints", 2, recorder, number, 2, deadline=20).error
+        os.write(pipe_out, f"{number} {len(recorder.log)}\n".encode())
+
+    children = [forked(lambda n=n: rank(n)) for n in range(2)]
+    assert [ended(c) for c in children] == [0, 0]
+    lines = dict(line.split() for line in os.read(pipe_in, 100).decode().splitlines())
+    os.close(pipe_in), os.close(pipe_out)
+    return [int(lines["0"]), int(lines["1"])]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
+def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
+    for at in range(0, count_of_two(scratch)[victim], every):
+        run = scratch / f"run-{at}"
+        prepare(run, [1])
+        codes = two_ranks(run, 2, victim, at)
+        if victim == 1:
+            assert codes == [0, KILLED]
+        before = step_seen(run)
+        assert before in (1, 2)
+        catalog.recover(run / "checkpoints", Policy(last=2), Files())
+        assert step_seen(run) in (before, 2) and not hidden(run / "checkpoints")
+        assert not save(run / "checkpoints", 2, attempt="1").error
+
+
+@pytest.mark.parametrize("kills", [25, pytest.param(220, marks=pytest.mark.full)])
+def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
+    """Saves one after another in the background, of growing steps and of the same ones again, killed somewhere."""
+    run = scratch / "run"
+    run.mkdir()
+    dice = random.Random(7)
+    committed, begun = scratch / "committed", scratch / "begun"
+
+    def train(first: int, attempt: int) -> None:
+        saver = Saver(run / "checkpoints", attempt=str(attempt), policy=Policy(last=3), piece_bytes=128)
+        saver.recover()
+        begun.touch()
+        for step in range(first, first + 1000):
+            for turn in range(1 + step % 2):
+                saver.save(step, state(step), {"step": step}, {"loss": float(-step)})
+                for outcome in saver.wait():
+                    assert not outcome.error
+                    os.symlink(str(outcome.step), committed.with_suffix(f".{attempt}.{outcome.step}.{turn}"))
+
+    last = 0
+    for attempt in range(kills):
+        begun.unlink(missing_ok=True)
+        child = forked(lambda first=last + 1, attempt=attempt: train(first, attempt))
+        while not begun.exists():
+            time.sleep(0.001)
+        time.sleep(dice.uniform(0.0, 0.04))
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == KILLED
+        told = max((int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0)
+        seen = step_seen(run)
+        assert seen >= max(told, last), "a checkpoint that was said to be committed is lost"
+        last = seen
+    assert last > 0
