@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,20 @@ class Rows:
         self._ends = np.asarray(ends, dtype=np.int64)
         self._marks[self._ends[:-1]] = False  # nothing comes before a row's first token to predict it from
         self.pad = pad
+
+    def save(self, path: Path) -> None:
+        """Write the rows to an `.npz` file."""
+        with path.open("wb") as file:
+            np.savez(file, tokens=self._tokens, marks=self._marks, ends=self._ends, pad=np.int64(self.pad))
+
+    @staticmethod
+    def load(path: Path) -> Rows:
+        """Read what `save` wrote; raises OSError, ValueError or KeyError where it is not that."""
+        found = Rows((), 0)
+        with np.load(path, allow_pickle=False) as saved:
+            found._tokens, found._marks, found._ends = saved["tokens"], saved["marks"], saved["ends"]
+            found.pad = int(saved["pad"])
+        return found
 
     def __len__(self) -> int:
         return len(self._ends) - 1

@@ -1,0 +1,233 @@
+"""SQuAD as rows: layout, labels, cutting around the answer, splits, bad files; rows of unequal length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.data import squad
+from windlass.data.dataset import open_data
+from windlass.data.items import open_items, prepare_items
+from windlass.data.loader import eval_batches
+from windlass.data.rows import Rows, choose
+from windlass.data.squad import Question
+from windlass.data.tokenizer import ByteTokenizer
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+
+BYTES = ByteTokenizer()
+
+
+def question(context: str, answer: str, key: str = "q", group: str = "") -> Question:
+    return Question(key, "What is it?", context, (answer,), context.index(answer), group)
+
+
+def article(title: str, count: int) -> dict[str, Any]:
+    context = f"In {title} there lived a king. He had many sons and one cat."
+    qas = [
+        {"id": f"{title}-{i}", "question": f"Who {i}?", "answers": [{"text": "one cat", "answer_start": context.index("one cat")}]}
+        for i in range(count)
+    ]  # fmt: skip
+    return {"title": title, "paragraphs": [{"context": context, "qas": qas}]}
+
+
+def write(path: Path, articles: int, count: int = 3) -> Path:
+    tree = {"version": "1.1", "data": [article(f"Land {a}", count) for a in range(articles)]}
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def recipe(source: str, folder: Path, context: int = 256, **data: Any) -> Recipe:
+    tree = {"source": source, "format": "squad", "tokenizer": "byte", "dir": str(folder), **data}
+    return Recipe.model_validate({"model": {"context": context}, "data": tree})
+
+
+def test_a_row_is_prompt_answer_and_end_in_one_sequence_and_only_the_answer_counts() -> None:
+    ids, marks = squad.row(question("A cat sat.", "cat"), BYTES, 100, 256)  # type: ignore[misc]
+    assert BYTES.decode(ids) == "Question: What is it? Context: A cat sat. Answer: cat<|endoftext|>"
+    assert BYTES.decode([i for i, m in zip(ids, marks, strict=True) if m]) == " cat<|endoftext|>"
+    rows = Rows([(ids, marks)], pad=256)
+    tokens, labels = rows.read(np.array([0]))
+    assert tokens[0].tolist() == ids[:-1] and rows.length(0) == len(ids) - 1
+    counted = [(t, label) for t, label in enumerate(labels[0].tolist()) if label != -100]
+    assert [ids[t + 1] for t, _ in counted] == [label for _, label in counted] == [*b" cat", 256]
+    assert rows.valid_tokens == 5
+
+
+def test_rows_are_padded_to_the_longest_of_a_batch_and_the_padding_is_masked() -> None:
+    rows = Rows([([1, 2, 3], [True, False, True]), ([4, 5, 6, 7, 8], [False, True, True, True, True])], pad=9)
+    tokens, labels = rows.read(np.array([1, 0, 1]))
+    assert tokens.tolist() == [[4, 5, 6, 7], [1, 2, 9, 9], [4, 5, 6, 7]]
+    assert labels.tolist() == [[5, 6, 7, 8], [-100, 3, -100, -100], [5, 6, 7, 8]]
+    assert rows.valid_tokens == 5 and rows.sample_tokens() == 2.5 and rows.length(0) == 2
+
+
+def test_rows_survive_a_file(tmp_path: Path) -> None:
+    rows = Rows([([1, 2, 3], [False, True, True]), ([4, 5], [False, True])], pad=0)
+    rows.save(tmp_path / "rows.npz")
+    again = Rows.load(tmp_path / "rows.npz")
+    assert again.fingerprint == rows.fingerprint and again.pad == 0 and len(again) == 2
+    assert Rows([([1, 2, 3], [False, True, False]), ([4, 5], [False, True])], pad=0).fingerprint != rows.fingerprint
+
+
+WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), min_size=0, max_size=60).map(" ".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    left=WORDS,
+    right=WORDS,
+    answer=st.sampled_from(["ANSWER", "THE ANSWER", "Ä 1"]),
+    room=st.integers(70, 240),
+    glued=st.booleans(),
+)
+def test_a_context_is_cut_around_the_answer_between_words_and_as_little_as_needed(
+    left: str, right: str, answer: str, room: int, glued: bool
+) -> None:
+    gap = "" if glued else " "
+    item = question(f"{left}{gap}{answer}{gap}{right}", answer)
+    made = squad.row(item, BYTES, room, 256)
+    assert made is not None
+    ids, marks = made
+    assert len(ids) <= room + 1
+    text = BYTES.decode(i for i in ids if i != 256)
+    context = text.split(" Context: ")[1].rsplit(" Answer:", 1)[0]
+    assert answer in context and context in item.context and text.endswith(f" {answer}")
+    if (
+        len(squad.PROMPT.format(question=item.question, context=item.context).encode()) + len(f" {answer}".encode())
+        <= room
+    ):
+        assert context == item.context
+    before, after = context.split(answer)
+    for side, whole in ((before, left + gap), (after, gap + right)):
+        words = side.split()
+        assert set(words) <= set(whole.split()), "words are whole"
+    assert sum(marks) == len(answer.encode()) + 2
+
+
+def test_what_is_cut_is_taken_from_both_sides_in_proportion() -> None:
+    item = question("l " * 300 + "ANSWER" + " r" * 100, "ANSWER")
+    kept = squad.longest(item, lambda text: len(text) <= 206)
+    assert kept is not None and len(kept) > 190
+    assert kept.count("l") == pytest.approx(3 * kept.count("r"), abs=3)
+
+
+def test_questions_that_cannot_fit_are_left_out_and_none_left_is_an_error() -> None:
+    long = Question("long", "word " * 100, "A cat.", ("cat",), 2)
+    assert len(squad.rows([long, question("A cat.", "cat")], BYTES, 64)) == 1
+    with pytest.raises(UserError, match="too short"):
+        squad.rows([long], BYTES, 64)
+
+
+def test_a_prompt_for_generation_does_not_look_at_the_answer() -> None:
+    item = question("word " * 100 + "ANSWER", "ANSWER")
+    ids = squad.prompt(item, BYTES, 120)
+    text = BYTES.decode(ids)
+    assert len(ids) <= 120 and text.endswith(" Answer:") and "ANSWER" not in text
+    assert text.startswith("Question: What is it? Context: word word")
+    assert BYTES.decode(squad.prompt(item, BYTES, 2000)) == squad.PROMPT.format(
+        question=item.question, context=item.context
+    )
+
+
+def test_files_become_splits_by_article_and_sizes_by_seed(tmp_path: Path) -> None:
+    file = write(tmp_path / "s.json", articles=5, count=4)
+    train, held_out = squad.questions(recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.2))
+    assert len(train) == 16 and {q.group for q in held_out} == {"Land 4"}
+    few, _ = squad.questions(recipe(f"squad:{file}", tmp_path / "d", train_size=5))
+    again, _ = squad.questions(recipe(f"squad:{file}", tmp_path / "d", train_size=5))
+    assert few == again and len(few) == 5
+    assert (
+        len(squad.questions(recipe(f"squad:{file}", tmp_path / "d", eval_source=f"squad:{file}", eval_size=3))[1]) == 3
+    )
+
+
+def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
+    keys = [f"id-{i}" for i in range(200)]
+    first = choose(keys, 50, 1, "train")
+    assert first == sorted(first) == choose(keys, 50, 1, "train") and len(set(first)) == 50
+    assert first != choose(keys, 50, 2, "train") and first != choose(keys, 50, 1, "eval")
+    assert choose(keys, 0, 1, "train") == list(range(200)) == choose(keys, 500, 1, "train")
+    chosen = {keys[i] for i in first}
+    without = [k for k in keys if k in chosen or k < "id-5"]
+    assert {without[i] for i in choose(without, 50, 1, "train")} == chosen  # others coming or going changes no rank
+
+
+def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) -> None:
+    file = write(tmp_path / "s.json", articles=4)
+    wanted = recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25)
+    items = open_items(wanted)
+    stamp = (tmp_path / "d" / "train.npz").stat().st_mtime_ns
+    assert open_items(wanted).fingerprint == items.fingerprint and len(items.train) == 9 and len(items.val or ()) == 3
+    assert prepare_items(wanted) == tmp_path / "d" and (tmp_path / "d" / "train.npz").stat().st_mtime_ns == stamp
+    data = open_data(wanted)
+    assert data.vocab == 257 and data.fingerprint == items.fingerprint and data.directory == tmp_path / "d"
+    with pytest.raises(UserError, match=r"prepared otherwise[\s\S]*context: prepared with 256, wanted 128"):
+        open_items(recipe(f"squad:{file}", tmp_path / "d", context=128, val_fraction=0.25))
+    write(file, articles=4, count=2)
+    with pytest.raises(UserError, match="files: prepared with"):
+        open_items(wanted)
+    write(file, articles=4)
+    raw = bytearray((tmp_path / "d" / "train.npz").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (tmp_path / "d" / "train.npz").write_bytes(bytes(raw))
+    with pytest.raises(UserError, match=r"train\.npz .*prepare the data again"):
+        open_items(wanted)
+
+
+def test_evaluation_reads_each_row_once_on_any_number_of_ranks() -> None:
+    rows = Rows([([i, i + 1, i + 2][: 2 + i % 2], [False, True, True][: 2 + i % 2]) for i in range(1, 12)], pad=0)
+    for world in (1, 2, 4):
+        batches = [list(eval_batches(rows, rank, world, 2)) for rank in range(world)]
+        assert len({len(b) for b in batches}) == 1
+        counted = [int(label) for b in batches for micro in b for label in micro.labels.flatten() if label != -100]
+        assert len(counted) == rows.valid_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "not SQuAD"), ("[]", "not SQuAD"), ('{"data": []}', "no questions"),
+        ('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": 1, "question": "q", "answers": []}]}]}]}', "not SQuAD"),
+        ('{"data": [{"paragraphs": [{"context": "abc", "qas": [{"id": "k", "question": "q", '
+         '"answers": [{"text": "b", "answer_start": 2}]}]}]}]}', "question k: its answer 'b' does not stand at character 2"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_squad_are_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        squad.read_file(tmp_path / "s.json")
+
+
+def test_other_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        squad.read_file(tmp_path / "none.json")
+    with pytest.raises(UserError, match="two questions with one id"):
+        squad.read_file(_twice(tmp_path / "s.json"))
+    one = write(tmp_path / "one.json", articles=1)
+    with pytest.raises(UserError, match="of one article"):
+        squad.questions(recipe(f"squad:{one}", tmp_path / "d"))
+    with pytest.raises(UserError, match='"squad"'):
+        squad.questions(recipe("hf:elsewhere", tmp_path / "d"))
+
+
+def _twice(path: Path) -> Path:
+    path.write_text(json.dumps({"data": [article("Land", 1), article("Land", 1)]}))
+    return path
+
+
+def test_the_real_file_is_read_whole(data_files: Path) -> None:
+    items = squad.read_file(data_files / "squad" / "dev-v1.1.json")
+    assert len(items) == 10_570 and len({q.group for q in items}) == 48
+    assert all(q.context[q.start : q.end] == q.answers[0] for q in items)
+    sample = [items[i] for i in choose([q.id for q in items], 60, 1, "test")]
+    for item in sample:
+        ids, marks = squad.row(item, BYTES, 512, 256)  # type: ignore[misc]
+        assert len(ids) <= 513
+        assert BYTES.decode(i for i, m in zip(ids, marks, strict=True) if m) == f" {item.answers[0]}<|endoftext|>"
