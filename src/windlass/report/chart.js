@@ -1,0 +1,361 @@
+// One line chart in SVG: axes, curves, bands, seams, a cross-hair that follows the pointer, zoom by dragging.
+// It knows nothing of runs; page.js says what is drawn. Text reaches the page through textContent only.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function make(name, attributes, parent) {
+  const node = document.createElementNS(SVG, name);
+  for (const key in attributes) node.setAttribute(key, attributes[key]);
+  if (parent) parent.appendChild(node);
+  return node;
+}
+
+function html(name, className, text, parent) {
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  if (text !== undefined && text !== null) node.textContent = text;
+  if (parent) parent.appendChild(node);
+  return node;
+}
+
+// ---------------------------------------------------------------- numbers
+
+const UNITS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
+
+function trimmed(text) {
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+}
+
+function signed(text) {
+  return text.replace("-", "\u2212");
+}
+
+function exponential(value, digits) {
+  const [mantissa, power] = value.toExponential(digits).split("e");
+  return signed(`${trimmed(mantissa)}e${Number(power)}`);
+}
+
+/** The labels of an axis' ticks, all alike; `step` is the distance between them (0: each says what it needs). */
+function tickTexts(values, step) {
+  const largest = Math.max(...values.map(Math.abs), 0);
+  const unit = largest >= 1e4 ? UNITS.find(([scale]) => largest >= scale) : [1, ""];
+  return values.map((value) => {
+    if (value === 0) return "0";
+    if (largest < 1e-2 || Math.abs(value) < 1e-4) return exponential(value, 2);
+    if (step) return signed((value / unit[0]).toFixed(Math.max(0, Math.min(6, Math.ceil(-Math.log10(step / unit[0]) - 1e-9))))) + unit[1];
+    const own = Math.abs(value) >= 1e4 ? UNITS.find(([scale]) => Math.abs(value) >= scale) : [1, ""];
+    return signed(String(Number((value / own[0]).toPrecision(3)))) + own[1];
+  });
+}
+
+function withTexts(values, step) {
+  const texts = tickTexts(values, step);
+  return values.map((value, i) => ({ value, text: texts[i] }));
+}
+
+/** A value for the read-out. */
+function valueText(value) {
+  if (value === null || !Number.isFinite(value)) return "\u2013";
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e4) return signed(Math.round(value).toLocaleString("en-US"));
+  if (size < 1e-3) return exponential(value, 3);
+  return signed(String(Number(value.toPrecision(5))));
+}
+
+function linearTicks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+  return withTexts(ticks, step);
+}
+
+function logTicks(low, high, count) {
+  for (const mantissas of [[1], [1, 3], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
+    const ticks = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+      for (const mantissa of mantissas) {
+        const value = mantissa * 10 ** power;
+        if (value >= low * 0.9999 && value <= high * 1.0001) ticks.push(value);
+      }
+    }
+    if (ticks.length >= Math.min(4, count)) return withTexts(ticks.length > 2 * count ? ticks.filter((_, i) => i % 2 === 0) : ticks, 0);
+  }
+  return linearTicks(low, high, count);
+}
+
+function scaleOf(log, low, high, from, to) {
+  const f = log ? Math.log : (v) => v;
+  const [a, b] = [f(low), f(high)];
+  const scale = (value) => from + ((f(value) - a) / (b - a)) * (to - from);
+  scale.invert = (at) => {
+    const value = a + ((at - from) / (to - from)) * (b - a);
+    return log ? Math.exp(value) : value;
+  };
+  return scale;
+}
+
+/** The place of the first x that is not below `value`, in a rising array. */
+function lowerBound(xs, value) {
+  let low = 0;
+  let high = xs.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function nearest(xs, value) {
+  const place = lowerBound(xs, value);
+  if (place === 0) return 0;
+  if (place === xs.length) return xs.length - 1;
+  return value - xs[place - 1] <= xs[place] - value ? place - 1 : place;
+}
+
+// ---------------------------------------------------------------- the chart
+
+let charts = 0;
+
+class Chart {
+  /** `hooks`: hover(x or null, chart), zoom([low, high] or null). */
+  constructor(host, hooks) {
+    this.host = host;
+    this.hooks = hooks;
+    this.id = `clip-${charts++}`;
+    this.svg = make("svg", { class: "drawing", "aria-hidden": "true" }, host);
+    this.model = null;
+    this.drag = null;
+    this.listen();
+  }
+
+  /** What to draw: `series`, `seams`, `x` {log, label, ticks?, domain?, text}, `y` {log, zero}, `height`. */
+  set(model) {
+    this.model = model;
+    this.draw();
+  }
+
+  domains() {
+    const { series, x, y } = this.model;
+    let low = Infinity;
+    let high = -Infinity;
+    for (const one of series) {
+      for (const value of [one.x[x.log ? one.x.findIndex((v) => v > 0) : 0], one.x[one.x.length - 1]]) {
+        if (value === undefined || !Number.isFinite(value)) continue;
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      }
+    }
+    if (x.extent) [low, high] = x.extent;
+    if (x.pad && low < high) [low, high] = x.log ? [low / (high / low) ** 0.06, high * (high / low) ** 0.06] : [low - (high - low) * 0.08, high + (high - low) * 0.08];
+    if (x.domain) [low, high] = [Math.max(low, x.domain[0]), Math.min(high, x.domain[1])];
+    if (!(low < high)) [low, high] = Number.isFinite(low) ? (x.log ? [low / 2, low * 2] : [low - 0.5, low + 0.5]) : [x.log ? 1 : 0, 2];
+    const [bottom, top] = this.heights(series, low, high, y);
+    return { low, high, bottom, top };
+  }
+
+  heights(series, low, high, y) {
+    let bottom = Infinity;
+    let top = -Infinity;
+    for (const one of series) {
+      const from = lowerBound(one.x, low);
+      for (const values of one.band ? [one.y, ...one.band] : [one.y]) {
+        for (let i = from; i < one.x.length && one.x[i] <= high; i++) {
+          const value = values[i];
+          if (value === null || (y.log && value <= 0)) continue;
+          if (value < bottom) bottom = value;
+          if (value > top) top = value;
+        }
+      }
+    }
+    if (!(bottom <= top)) return y.log ? [1, 10] : [0, 1];
+    if (y.log) return bottom === top ? [bottom / 1.5, top * 1.5] : [bottom / (top / bottom) ** 0.04, top * (top / bottom) ** 0.04];
+    if (y.zero && bottom >= 0) return [0, top > 0 ? top * 1.06 : 1];
+    const margin = (top - bottom || Math.abs(top) || 1) * 0.05;
+    return [bottom - margin, top + margin];
+  }
+
+  draw() {
+    if (!this.model) return;
+    const { x, y, height } = this.model;
+    const width = Math.max(200, this.host.clientWidth);
+    const d = this.domains();
+    const yTicks = (y.log ? logTicks : linearTicks)(d.bottom, d.top, height > 260 ? 7 : 5);
+    const left = Math.max(28, 9 + 6.6 * Math.max(...yTicks.map((t) => t.text.length), 1));
+    const box = { left, right: width - 10, top: 10, bottom: height - 24 };
+    this.box = box;
+    this.sx = scaleOf(x.log, d.low, d.high, box.left, box.right);
+    this.sy = scaleOf(y.log, d.bottom, d.top, box.bottom, box.top);
+    this.svg.replaceChildren();
+    for (const [key, value] of [["width", width], ["height", height], ["viewBox", `0 0 ${width} ${height}`]]) this.svg.setAttribute(key, value);
+    this.svg.dataset.x = x.log ? "log" : "linear";
+    this.svg.dataset.y = y.log ? "log" : "linear";
+    this.svg.dataset.domain = [d.low, d.high, d.bottom, d.top].map((v) => Number(v.toPrecision(6))).join(" ");
+    this.axes(yTicks, d, width, height);
+    const clip = make("clipPath", { id: this.id }, this.svg);
+    make("rect", { x: box.left - 4, y: box.top - 4, width: box.right - box.left + 8, height: box.bottom - box.top + 8 }, clip);
+    const plot = make("g", { "clip-path": `url(#${this.id})` }, this.svg);
+    this.seams(plot, d);
+    for (const one of this.model.series) this.curve(one, plot, d);
+    this.cross = make("g", { class: "cross", visibility: "hidden" }, this.svg);
+    this.selection = make("rect", { class: "selection", visibility: "hidden", y: box.top, height: box.bottom - box.top }, this.svg);
+  }
+
+  axes(yTicks, d, width, height) {
+    const { x } = this.model;
+    const { left, right, bottom } = this.box;
+    const group = make("g", { class: "axes" }, this.svg);
+    for (const { value, text } of yTicks) {
+      const at = Math.round(this.sy(value)) + 0.5;
+      make("line", { class: "rule", x1: left, x2: right, y1: at, y2: at }, group);
+      make("text", { x: left - 7, y: at + 3.5, "text-anchor": "end" }, group).textContent = text;
+    }
+    make("line", { class: "base", x1: left, x2: right, y1: bottom + 0.5, y2: bottom + 0.5 }, group);
+    const ticks = x.ticks(d.low, d.high, Math.max(2, Math.floor((right - left) / 90)));
+    let taken = Infinity;
+    ticks.reverse().forEach(({ value, text }, place) => {
+      const at = this.sx(value);
+      if (at < left - 1 || at > right + 1) return;
+      const words = place === 0 ? `${text} ${x.label(d.high)}` : text;
+      const half = 3.4 * text.length;
+      const overhang = Math.max(0, at - half + 6.4 * words.length - right - 8);
+      if (at + half > taken - 10 && place > 0) return;
+      make("line", { class: "base", x1: at, x2: at, y1: bottom, y2: bottom + 4 }, group);
+      taken = at - half - overhang;
+      make("text", { x: taken, y: height - 5, "text-anchor": "start" }, group).textContent = words;
+    });
+  }
+
+  seams(plot, d) {
+    const { top, bottom } = this.box;
+    for (const seam of this.model.seams) {
+      if (seam.x < d.low || seam.x > d.high || (this.model.x.log && seam.x <= 0)) continue;
+      const at = this.sx(seam.x);
+      const line = make("line", { class: "seam", x1: at, x2: at, y1: top, y2: bottom }, plot);
+      if (seam.color) line.style.stroke = seam.color;
+      make("title", {}, line).textContent = seam.label;
+      if (this.model.height <= 260) continue;
+      const end = at > this.box.right - 70;
+      make("text", { class: "seam-label", x: at + (end ? -5 : 5), y: top + 9, "text-anchor": end ? "end" : "start" }, plot).textContent = seam.what;
+    }
+  }
+
+  curve(one, plot, d) {
+    const from = Math.max(0, lowerBound(one.x, d.low) - 1);
+    const to = Math.min(one.x.length, lowerBound(one.x, d.high) + 2);
+    const good = (i, values) => values[i] !== null && !(this.model.y.log && values[i] <= 0) && !(this.model.x.log && one.x[i] <= 0);
+    const at = (i, values) => `${this.sx(one.x[i]).toFixed(1)} ${this.sy(values[i]).toFixed(1)}`;
+    const trace = (values) => {
+      let path = "";
+      let pen = false;
+      for (let i = from; i < to; i++) {
+        if (good(i, values)) path += (pen ? "L" : "M") + at(i, values);
+        pen = good(i, values);
+      }
+      return path;
+    };
+    if (one.band) {
+      const [lows, highs] = one.band;
+      const places = [];
+      for (let i = from; i < to; i++) if (good(i, lows) && good(i, highs)) places.push(i);
+      const forth = places.map((i) => at(i, highs));
+      const back = places.map((i) => at(i, lows)).reverse();
+      if (places.length) make("path", { class: "band", d: `M${[...forth, ...back].join("L")}Z` }, plot).style.fill = one.color;
+    }
+    if (!one.pointsOnly) {
+      const path = make("path", { class: one.faint ? "curve faint" : "curve", d: trace(one.y) }, plot);
+      path.style.stroke = one.color;
+      if (one.width) path.style.strokeWidth = one.width;
+      if (one.dash) path.style.strokeDasharray = one.dash;
+    }
+    if (one.points && to - from <= 200) {
+      for (let i = from; i < to; i++) {
+        if (!good(i, one.y)) continue;
+        const dot = make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: one.radius || 3.2 }, plot);
+        dot.style.stroke = one.color;
+      }
+    }
+    for (const bad of one.bad || []) {
+      if (bad < d.low || bad > d.high) continue;
+      make("path", { class: "bad", d: `M${this.sx(bad) - 4} ${this.box.top}l8 8m0 -8l-8 8` }, plot);
+    }
+  }
+
+  // -------------------------------------------------------------- pointer and keys
+
+  listen() {
+    const host = this.host;
+    const place = (event) => event.clientX - this.svg.getBoundingClientRect().left;
+    host.addEventListener("pointermove", (event) => {
+      if (!this.box) return;
+      if (this.drag !== null && event.pointerType === "mouse") this.select(place(event));
+      this.hooks.hover(this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, place(event)))), this);
+    });
+    host.addEventListener("pointerleave", () => this.hooks.hover(null, this));
+    host.addEventListener("pointerdown", (event) => {
+      if (event.pointerType !== "mouse" || event.button !== 0 || !this.box) return;
+      this.drag = place(event);
+      host.setPointerCapture(event.pointerId);
+    });
+    host.addEventListener("pointerup", (event) => {
+      const from = this.drag;
+      this.drag = null;
+      this.selection.setAttribute("visibility", "hidden");
+      if (from === null || Math.abs(place(event) - from) < 8) return;
+      const clamp = (at) => this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, at)));
+      this.hooks.zoom([clamp(Math.min(from, place(event))), clamp(Math.max(from, place(event)))]);
+    });
+    host.addEventListener("dblclick", () => this.hooks.zoom(null));
+    host.addEventListener("keydown", (event) => {
+      const first = this.lead();
+      if (!first || !["ArrowLeft", "ArrowRight", "Escape"].includes(event.key)) return;
+      event.preventDefault();
+      if (event.key === "Escape") return this.hooks.zoom(null);
+      const now = this.at === undefined || this.at === null ? first.x[0] : this.at;
+      const next = nearest(first.x, now) + (event.key === "ArrowRight" ? 1 : -1);
+      this.hooks.hover(first.x[Math.max(0, Math.min(first.x.length - 1, next))], this);
+    });
+    host.addEventListener("blur", () => this.hooks.hover(null, this));
+  }
+
+  select(at) {
+    const [low, high] = [Math.min(at, this.drag), Math.max(at, this.drag)].map((v) => Math.min(this.box.right, Math.max(this.box.left, v)));
+    this.selection.setAttribute("x", low);
+    this.selection.setAttribute("width", high - low);
+    this.selection.setAttribute("visibility", high - low > 4 ? "visible" : "hidden");
+  }
+
+  /** The series that the cross-hair snaps to: the one with the most points. */
+  lead() {
+    const open = this.model ? this.model.series.filter((s) => s.x.length && !s.quiet) : [];
+    return open.reduce((best, s) => (!best || s.x.length > best.x.length ? s : best), null);
+  }
+
+  /** Put the cross-hair at x (null: take it away); returns what lies there, for the read-out. */
+  point(x) {
+    this.at = x;
+    if (!this.cross) return null;
+    this.cross.replaceChildren();
+    const lead = this.lead();
+    const outside = x === null || !lead || this.sx(x) < this.box.left - 1 || this.sx(x) > this.box.right + 1;
+    this.cross.setAttribute("visibility", outside ? "hidden" : "visible");
+    if (outside) return null;
+    const snapped = lead.x[nearest(lead.x, x)];
+    const at = this.sx(snapped);
+    make("line", { x1: at, x2: at, y1: this.box.top, y2: this.box.bottom }, this.cross);
+    const reach = Math.max(12, (this.box.right - this.box.left) / Math.max(2, lead.x.length));
+    const rows = [];
+    for (const one of this.model.series) {
+      if (one.quiet || !one.x.length) continue;
+      const i = nearest(one.x, snapped);
+      if (one.y[i] === null || Math.abs(this.sx(one.x[i]) - at) > reach) continue;
+      rows.push({ name: one.name, color: one.color, value: one.y[i] });
+      const [cx, cy] = [this.sx(one.x[i]), this.sy(one.y[i])];
+      if (Number.isFinite(cy)) make("circle", { cx, cy, r: 3.4, class: "mark" }, this.cross).style.fill = one.color;
+    }
+    return { x: snapped, at, rows: rows.sort((a, b) => b.value - a.value) };
+  }
+}

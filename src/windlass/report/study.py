@@ -1,0 +1,379 @@
+"""What a study's runs say together: the table of its cells, medians over seeds, the winner, loss against what was swept.
+
+Pure but for `read_study`: everything else takes cells, each what it sets and its run as a view, in the order of the grid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.recipe import Recipe, presets
+from windlass.report.tables import Table, measures
+from windlass.report.text import show
+from windlass.report.view import RunView, view
+from windlass.run import Run
+
+SEED = "run.seed"
+Assignment = Mapping[str, Any]
+NAMING = ("run.name", "run.dir", "run.notes", "preset")
+"""Settings that a command to train the winner does not repeat."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a study: what it sets, its run, and what was decided about it from outside."""
+
+    assignment: Assignment
+    view: RunView | None
+    """None: not begun."""
+    state: str
+    """`waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged`, `pruned`."""
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """The swept settings on one line, by the last part of their keys."""
+        return ", ".join(f"{short(key)} {show(value)}" for key, value in self.assignment.items()) or "the recipe"
+
+
+@dataclass(frozen=True)
+class StudyView:
+    """A study as a report sees it."""
+
+    name: str
+    cells: Sequence[Cell]
+    recipe: Recipe | None = None
+    path: str = ""
+    """Where it lies, as it was given."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The swept settings, in the order of the grid."""
+        return list(dict.fromkeys(key for cell in self.cells for key in cell.assignment))
+
+    @property
+    def begun(self) -> list[Cell]:
+        """The cells that have a run."""
+        return [cell for cell in self.cells if cell.view is not None]
+
+    @property
+    def views(self) -> list[RunView]:
+        """The runs that there are."""
+        return [cell.view for cell in self.cells if cell.view is not None]
+
+
+def short(key: str) -> str:
+    """The last part of a dotted key."""
+    return key.rsplit(".", 1)[-1]
+
+
+def cells_of(
+    pairs: Sequence[tuple[Assignment, Run]], verdicts: Mapping[str, Mapping[str, str]] | None = None
+) -> list[Cell]:
+    """Cells from what they set and their runs.
+
+    Args:
+        pairs: assignment and run, in the order of the grid; a run that has not begun is a cell that waits.
+        verdicts: by the digest of a cell's recipe, a `state` and a `reason` that were decided from outside.
+    """
+    found = []
+    for assignment, run in pairs:
+        if not run.recipe_path.is_file():
+            found.append(Cell(assignment, None, "waiting"))
+            continue
+        bare = Cell(assignment, None, "").label
+        seen = view(run, bare)
+        verdict = (verdicts or {}).get(run.recipe.digest, {})
+        state, reason = _state(seen)
+        if state != "finished" and verdict:
+            state, reason = str(verdict.get("state", state)), str(verdict.get("reason", ""))
+        found.append(Cell(assignment, seen, state, reason))
+    return found
+
+
+def _state(seen: RunView) -> tuple[str, str]:
+    if seen.state == "failed":
+        failures = [line for line in seen.events if line.get("event") == "failed"]
+        return ("failed", str(failures[-1].get("reason", ""))) if failures else ("interrupted", "")
+    return {"new": "waiting", "preempted": "interrupted"}.get(seen.state, seen.state), ""
+
+
+def is_study(path: str | Path) -> bool:
+    """Whether a directory holds a study."""
+    return (Path(path) / "study.json").is_file()
+
+
+def read_study(path: str | Path) -> StudyView:
+    """The study at `path`, from `study.json`, `verdicts.json` and its runs; UserError where it is none."""
+    path = Path(path)
+    try:
+        listed = json.loads((path / "study.json").read_text(encoding="utf-8"))["cells"]
+        pairs = [(dict(cell["assignment"]), Run(path / cell["run"])) for cell in listed]
+    except FileNotFoundError:
+        raise UserError(f"{path} is no study: it has no study.json") from None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path / 'study.json'} is damaged ({error!r}); bring it back from a copy") from None
+    try:
+        verdicts = json.loads((path / "verdicts.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        verdicts = {}
+    recipe = Recipe.load(path / "recipe.toml") if (path / "recipe.toml").is_file() else None
+    return StudyView(path.resolve().name, cells_of(pairs, verdicts), recipe, path.as_posix())
+
+
+# ---------------------------------------------------------------- tables
+
+
+def cell_table(cells: Sequence[Cell]) -> Table:
+    """A row a cell: what it sets, its state, losses, tokens, speed and device-hours; in the order of the grid."""
+    keys = list(dict.fromkeys(key for cell in cells for key in cell.assignment))
+    rows = []
+    for cell in cells:
+        found = measures(cell.view) if cell.view is not None else {}
+        rows.append(
+            (
+                *(cell.assignment.get(key) for key in keys), cell.state, found.get("steps"), found.get("tokens"),
+                found.get("train_loss"), found.get("eval_loss"), found.get("best_eval_loss"),
+                found.get("train_tokens_per_s"), found.get("device_hours"), cell.reason or None,
+            )
+        )  # fmt: skip
+    columns = (
+        *keys, "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "tokens_per_s", "device_hours", "reason",
+    )  # fmt: skip
+    heads = (
+        *keys, "State", "Steps", "Tokens", "Final training loss", "Final evaluation loss", "Best evaluation loss", "Tokens/s",
+        "Device-hours", "Reason",
+    )  # fmt: skip
+    kinds = (*("" for _ in keys), "", "count", "count", "loss", "loss", "loss", "rate", "hours", "")
+    table = Table(columns, rows, heads, kinds)
+    return table if any(cell.reason for cell in cells) else drop_last(table)
+
+
+def drop_last(table: Table) -> Table:
+    """The table without its last column."""
+    return Table(table.columns[:-1], [row[:-1] for row in table.rows], table.labels[:-1], table.kinds[:-1])
+
+
+def score(cell: Cell) -> float | None:
+    """The best evaluation loss of a cell that finished; None for any other."""
+    if cell.view is None or cell.state != "finished":
+        return None
+    value = measures(cell.view).get("best_eval_loss")
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that set the same but for the seed."""
+
+    assignment: dict[str, Any]
+    cells: list[Cell] = field(default_factory=list)
+
+    def values(self, name: str) -> list[float]:
+        """A measure of the finished cells, where it is a finite number."""
+        found = [measures(c.view).get(name) for c in self.cells if c.view is not None and c.state == "finished"]
+        return [float(v) for v in found if isinstance(v, (int, float)) and math.isfinite(v)]
+
+    def median(self, name: str) -> float | None:
+        """The median over the seeds."""
+        values = self.values(name)
+        return statistics.median(values) if values else None
+
+
+def by_seed(cells: Sequence[Cell]) -> list[Group]:
+    """The cells grouped by everything they set but the seed, in the order of the grid."""
+    groups: dict[str, Group] = {}
+    for cell in cells:
+        rest = {key: value for key, value in cell.assignment.items() if key != SEED}
+        groups.setdefault(repr(sorted(rest.items())), Group(rest)).cells.append(cell)
+    return list(groups.values())
+
+
+def seed_table(cells: Sequence[Cell]) -> Table | None:
+    """Medians and spread over the seeds of the best evaluation loss; None where the seed is no axis."""
+    if not any(SEED in cell.assignment for cell in cells):
+        return None
+    groups = by_seed(cells)
+    keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
+    rows = []
+    for group in groups:
+        values = group.values("best_eval_loss")
+        spread = max(values) - min(values) if values else None
+        numbers = (group.median("best_eval_loss"), min(values, default=None), max(values, default=None), spread)
+        rows.append((*(group.assignment.get(k) for k in keys), *numbers, group.median("eval_loss"), len(values)))
+    columns = (*keys, "median", "low", "high", "spread", "median_final", "seeds")
+    heads = (*keys, "Best evaluation loss, median", "Lowest", "Highest", "Spread", "Final, median", "Seeds finished")
+    return Table(columns, rows, heads, (*("" for _ in keys), *("loss",) * 5, "count"))
+
+
+# ---------------------------------------------------------------- the winner
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The assignment with the lowest best evaluation loss, by the median where seeds are an axis."""
+
+    assignment: dict[str, Any]
+    loss: float
+    cells: list[Cell]
+
+
+def winner(cells: Sequence[Cell]) -> Winner | None:
+    """The winner among what has finished; None where nothing has."""
+    scored = [(value, group) for group in by_seed(cells) if (value := group.median("best_eval_loss")) is not None]
+    if not scored:
+        return None
+    loss, group = min(scored, key=lambda pair: pair[0])
+    return Winner(group.assignment, loss, group.cells)
+
+
+def winner_command(study: StudyView, assignment: Assignment) -> tuple[str, str]:
+    """The command that trains an assignment in full, and a remark.
+
+    Where the study's recipe is a preset with changes, those are repeated, but for a number of steps that was cut down
+    for the study; else the study's own recipe file is named.
+    """
+    recipe, remark = study.recipe, ""
+    source, overrides = f"{study.path or study.name}/recipe.toml", dict(assignment)
+    if recipe is not None and recipe.preset in presets():
+        plain = Recipe.load(recipe.preset)
+        changed = {k: v for k, v in recipe.flat().items() if k not in NAMING and v != plain.flat().get(k)}
+        steps, full = changed.get("train.steps"), plain.train.steps
+        if "train.steps" not in assignment and steps is not None and (isinstance(full, str) or steps < full):
+            del changed["train.steps"]
+            remark = f"The study's cells had {show(steps)} steps; this is the preset's full length, {show(full)}."
+        source, overrides = recipe.preset, changed | overrides
+    words = ["windlass", "train", source, *(f"{key}={typed(value)}" for key, value in overrides.items())]
+    return " ".join(_quoted(word) for word in words), remark
+
+
+def typed(value: Any) -> str:
+    """A setting's value as it is typed on the command line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(json.dumps(v) if isinstance(v, str) else typed(v) for v in value) + "]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _quoted(word: str) -> str:
+    safe = all(c.isalnum() or c in "._-+=/:@%,~" for c in word)
+    return word if safe and word else "'" + word.replace("'", "'\"'\"'") + "'"
+
+
+# ---------------------------------------------------------------- against what was swept
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The loss against one swept setting: a line for each combination of the others."""
+
+    key: str
+    values: list[Any]
+    """The setting's values in the order they are drawn."""
+    numeric: bool
+    log: bool
+    lines: list[SweepLine]
+
+    def x(self, value: Any) -> float:
+        """Where a value lies: itself, or its place among the values."""
+        return float(value) if self.numeric else float(self.values.index(value))
+
+
+@dataclass(frozen=True)
+class SweepLine:
+    """Medians over the seeds, and every seed's value: (value of the setting, best evaluation loss), and the final ones."""
+
+    name: str
+    median: list[tuple[Any, float]]
+    final: list[tuple[Any, float]]
+    every: list[tuple[Any, float]]
+
+
+def sweeps(cells: Sequence[Cell]) -> list[Sweep]:
+    """For each swept setting with more than one value, the loss against it."""
+    groups = by_seed(cells)
+    keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
+    found = []
+    for key in keys:
+        values = unique(group.assignment[key] for group in groups if key in group.assignment)
+        if len(values) < 2:
+            continue
+        numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+        if numeric:
+            values.sort()
+        log = numeric and values[0] > 0 and values[-1] / values[0] >= 8
+        lines = _lines(groups, key, values)
+        if any(line.median for line in lines):
+            found.append(Sweep(key, values, numeric, log, lines))
+    return found
+
+
+def unique(values: Any) -> list[Any]:
+    """The values without repetition, in order; they need not be hashable."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _lines(groups: Sequence[Group], key: str, values: Sequence[Any]) -> list[SweepLine]:
+    others: dict[str, list[Group]] = {}
+    for group in groups:
+        rest = {k: v for k, v in group.assignment.items() if k != key}
+        others.setdefault(", ".join(f"{short(k)} {show(v)}" for k, v in rest.items()), []).append(group)
+    lines = []
+    for name, members in others.items():
+        ordered = sorted(members, key=lambda g: list(values).index(g.assignment[key]))
+        pick = [(g.assignment[key], g) for g in ordered]
+        median = [(v, m) for v, g in pick if (m := g.median("best_eval_loss")) is not None]
+        final = [(v, m) for v, g in pick if (m := g.median("eval_loss")) is not None]
+        every = [(v, one) for v, g in pick for one in g.values("best_eval_loss")]
+        lines.append(SweepLine(name, median, final, every))
+    return lines
+
+
+@dataclass(frozen=True)
+class Heat:
+    """The best evaluation loss over two swept settings: `loss[row][column]`, None where nothing has finished."""
+
+    row_key: str
+    column_key: str
+    rows: list[Any]
+    columns: list[Any]
+    loss: list[list[float | None]]
+
+
+def heat(cells: Sequence[Cell]) -> Heat | None:
+    """The heat map of a study with exactly two swept settings besides the seed; None for any other."""
+    groups = by_seed(cells)
+    keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
+    axes = [(key, unique(g.assignment.get(key) for g in groups)) for key in keys]
+    axes = [(key, values) for key, values in axes if len(values) > 1]
+    if len(axes) != 2:
+        return None
+    (row_key, rows), (column_key, columns) = axes if len(axes[0][1]) <= len(axes[1][1]) else (axes[1], axes[0])
+    loss: list[list[float | None]] = [[None] * len(columns) for _ in rows]
+    for group in groups:
+        place = rows.index(group.assignment[row_key]), columns.index(group.assignment[column_key])
+        loss[place[0]][place[1]] = group.median("best_eval_loss")
+    return Heat(row_key, column_key, rows, columns, loss)
+
+
+def sweeps_numeric(cells: Sequence[Cell]) -> list[tuple[str, list[Any]]]:
+    """The swept settings other than the seed that are numbers, with their rising values."""
+    keys = list(dict.fromkeys(key for cell in cells for key in cell.assignment if key != SEED))
+    found = []
+    for key in keys:
+        values = unique(cell.assignment[key] for cell in cells if key in cell.assignment)
+        if len(values) > 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+            found.append((key, sorted(values)))
+    return found

@@ -1,0 +1,73 @@
+"""A study's pictures for a paper: the loss against what was swept, and the heat map of two swept settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from windlass.report.plots import DASHES, PALETTE, SIZE, new_figure, ramp, save, styled, write_plots
+from windlass.report.study import Heat, StudyView, Sweep, heat, short, sweeps
+from windlass.report.study_page import looks
+from windlass.report.text import show
+
+
+def write_study_plots(study: StudyView, folder: Path, skip: int | None = None) -> dict[str, Path]:
+    """Draw the runs' charts over each other, and what was swept; returns the paths by the chart's id."""
+    written = write_plots(study.views, folder, skip, looks(study.cells)) if study.views else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with styled():
+        for sweep in sweeps(study.cells):
+            name = f"loss-against-{short(sweep.key)}"
+            written[name] = save(sweep_figure(sweep), folder / f"{name}.png")
+        found = heat(study.cells)
+        if found is not None and any(value is not None for row in found.loss for value in row):
+            written["heat-map"] = save(heat_figure(found), folder / "heat-map.png")
+    return written
+
+
+def sweep_figure(sweep: Sweep) -> Figure:
+    """The best evaluation loss against one swept setting (its final one dashed), a line for each choice of the others."""
+    figure, axes = new_figure(f"Evaluation loss against {sweep.key}", "nats per token", short(sweep.key))
+    for place, line in enumerate(sweep.lines):
+        colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
+        suffix = f", {line.name}" if line.name else ""
+        x, y = [sweep.x(v) for v, _ in line.median], [loss for _, loss in line.median]
+        axes.plot(x, y, color=colour, linestyle=dash, label=f"best{suffix}")
+        axes.plot([sweep.x(v) for v, _ in line.final], [loss for _, loss in line.final], color=colour, linewidth=1,
+                  linestyle=(0, (5, 2)), label=f"final{suffix}")  # fmt: skip
+        axes.plot([sweep.x(v) for v, _ in line.every], [loss for _, loss in line.every], linestyle="none", marker="o",
+                  color=colour, markersize=4, markerfacecolor="white", markeredgewidth=1.2)  # fmt: skip
+    if sweep.log:
+        axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([sweep.x(v) for v in sweep.values]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([show(v) for v in sweep.values])
+    axes.margins(x=0.06)
+    if len(sweep.lines) <= 8:
+        axes.legend(fontsize=8, ncols=1 if len(sweep.lines) < 3 else 2)
+    return figure
+
+
+def heat_figure(found: Heat) -> Figure:
+    """The heat map with the loss written into each cell."""
+    table = np.array([[np.nan if value is None else value for value in row] for row in found.loss], dtype=np.float64)
+    height = 1.5 + 0.5 * len(found.rows)
+    figure, axes = new_figure("Best evaluation loss", short(found.row_key), short(found.column_key), (SIZE[0], height))
+    low, high = float(np.nanmin(table)), float(np.nanmax(table))
+    image = axes.imshow(
+        np.ma.masked_invalid(table), cmap=ramp(), aspect="auto", vmin=low, vmax=high if high > low else low + 1
+    )
+    for (row, column), value in np.ndenumerate(table):
+        dark = np.isfinite(value) and (value - low) < 0.35 * (high - low)
+        text = show(float(value), "loss") if np.isfinite(value) else "–"
+        axes.text(column, row, text, ha="center", va="center", color="white" if dark else "#22262b", fontsize=8.5)
+    axes.set_xticks(range(len(found.columns)), [show(v) for v in found.columns])
+    axes.set_yticks(range(len(found.rows)), [show(v) for v in found.rows])
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    figure.colorbar(image, ax=axes, label="nats per token").outline.set_visible(False)
+    return figure
