@@ -95,7 +95,7 @@ class Console:
         stream: TextIO | None = None,
     ):
         self.steps, self.enabled, self.rank = steps, enabled, rank
-        self._stream = stream or sys.stdout
+        self._stream: TextIO | None = stream or sys.stdout
         self._seen: deque[tuple[float, int]] = deque(maxlen=20)
         self._drawn = 0.0
         self._live: Progress | None = None
@@ -105,7 +105,7 @@ class Console:
             with contextlib.suppress(OSError):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the run
-        if enabled and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+        if enabled and (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console as RichConsole
 
             self._terminal = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
@@ -187,7 +187,7 @@ class Console:
                 from rich.text import Text
 
                 self._terminal.print(Text(printable(text), style=style))
-            else:
+            elif self._stream is not None:
                 print(printable(text), file=self._stream, flush=True)
 
     def _write_log(self, text: str) -> None:
@@ -209,8 +209,7 @@ class Console:
         try:
             yield
         except (OSError, ValueError):
-            self._terminal = self._live = None
-            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
+            self._terminal = self._live = self._stream = None
 
     def _eta(self, line: Line) -> float | None:
         left = self.steps - line["step"]

@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
-from windlass.telemetry.ledger import encode, now
+from windlass.telemetry.ledger import encode, now, open_lines
 
 MB = 1e6
 
@@ -194,7 +194,8 @@ class DeviceSampler:
         file = -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            file, torn = open_lines(self.path)
+            os.write(file, torn)
             probe = self._probe or _probe(self.device)
             self._write(file, {"kind": "start", "world": self.world, "every": self.every} | probe.about)
             since = time.perf_counter()

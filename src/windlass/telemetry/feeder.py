@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from windlass.recipe.load import flatten
 from windlass.run import Run, effective
@@ -235,42 +234,41 @@ class Feeder:
 class _Samples:
     """One rank's samples, read in the order of their times, a block at a time."""
 
-    file: IO[bytes]
+    path: Path
+    offset: int = 0
     waiting: list[Line] = field(default_factory=list)
 
     def until(self, time: str) -> Iterator[Line]:
         """The samples up to a time that were not given yet."""
         while True:
             if not self.waiting:
-                self.waiting = list(self._block())[::-1]
+                self.waiting = self._block()[::-1]
             if not self.waiting or self.waiting[-1]["time"] > time:
                 return
             yield self.waiting.pop()
 
-    def _block(self) -> Iterator[Line]:
-        here = self.file.tell()
-        raw = self.file.read(1 << 18)
-        end = raw.rfind(b"\n") + 1
-        self.file.seek(here + end)
-        for text in raw[:end].split(b"\n"):
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and "phase" in line and isinstance(line.get("time"), str):
-                    yield line
+    def _block(self) -> list[Line]:
+        lines: list[Line] = []
+        before = -1
+        while not lines and self.offset > before:
+            before = self.offset
+            new, self.offset = tail(self.path, self.offset, 1 << 18)
+            lines = [line for line in new if "phase" in line and isinstance(line.get("time"), str)]
+        return lines
 
     def seek(self, time: str) -> None:
         """Go to the first sample after a time, by halving: a long run's file is large, and its times only grow."""
+        with open(self.path, "rb") as file:
+            low, high = 0, os.fstat(file.fileno()).st_size
+            while high - low > 4096:
+                middle = (low + high) // 2
+                file.seek(middle)
+                file.readline()
+                line = file.readline()
+                low, high = (middle, high) if _time(line) <= time else (low, middle)
+            file.seek(low)
+            self.offset = low + (len(file.readline()) if low else 0)
         self.waiting = []
-        low, high = 0, os.fstat(self.file.fileno()).st_size
-        while high - low > 4096:
-            middle = (low + high) // 2
-            self.file.seek(middle)
-            self.file.readline()
-            line = self.file.readline()
-            low, high = (middle, high) if _time(line) <= time else (low, middle)
-        self.file.seek(low)
-        if low:
-            self.file.readline()
 
 
 def _time(raw: bytes) -> str:
@@ -298,7 +296,7 @@ class DeviceFiles:
         """All ranks' samples up to a time that were not given yet; times must grow from call to call."""
         for path in sorted(self.directory.glob("rank-*.jsonl"))[:MAX_RANKS]:
             if path.name not in self._open:
-                self._open[path.name] = _Samples(open(path, "rb"))  # noqa: SIM115 - read on as it grows
+                self._open[path.name] = _Samples(path)
                 self._open[path.name].seek(self._since)
             yield from (sample for sample in self._open[path.name].until(time) if sample["time"] > self._since)
 

@@ -69,10 +69,7 @@ class Ledger:
         self._file = -1
         if enabled:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            size = os.fstat(self._file).st_size
-            if size and os.pread(self._file, 1, size - 1) != b"\n":
-                self._waiting = b"\n"
+            self._file, self._waiting = open_lines(self.path)
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
         """Append a line and return it as a dictionary; `fields` win over what `stamp` gives.
@@ -119,17 +116,25 @@ class Ledger:
         return True
 
 
-def tail(path: Path, offset: int = 0) -> tuple[list[Line], int]:
+def open_lines(path: Path) -> tuple[int, bytes]:
+    """Open a JSONL file for appending: its descriptor, and what to write first, which closes off a line torn by a kill."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    size = os.fstat(file).st_size
+    return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""
+
+
+def tail(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Line], int]:
     """The whole lines of a JSONL file from a byte offset on, and the offset to go on from.
 
     A last line without its end is left for the next call. A line that is no JSON object (torn by a kill) is left out.
-    A file that is missing has no lines; one that became shorter than `offset` is read from its beginning.
+    A file that is missing has no lines; one that became shorter than `offset` is read from its beginning. With `limit`, at
+    most so many bytes are read.
     """
     try:
         with open(path, "rb") as file:
             offset = offset if offset <= os.fstat(file.fileno()).st_size else 0
             file.seek(offset)
-            raw = file.read()
+            raw = file.read(limit)
     except FileNotFoundError:
         return [], offset
     end = raw.rfind(b"\n") + 1

@@ -1,0 +1,127 @@
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from windlass.cli import runs as verb
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.telemetry.ledger import Ledger
+
+
+def make(path, steps, last, event=None, attempt=0, first=0, alive=False, **fields):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "recipe.toml").write_text(Recipe.model_validate({"train": {"steps": 70}}).toml())
+    ledger = Ledger(path / "metrics.jsonl", attempt)
+    ledger.write("event", first, event="resumed" if attempt else "started", steps=steps)
+    for step in range(first + 1, last + 1):
+        ledger.write("train", step, loss=4.0 - step / 100, tokens_per_s=1000.0 * step)
+    for step, loss in fields.get("evals", []):
+        ledger.write("eval", step, suite="loss", loss=loss)
+    ledger.write("eval", last, suite="hellaswag", loss=0.0)
+    if event:
+        ledger.write("event", last, event=event)
+    ledger.close()
+    if alive:
+        (path / "heartbeat").touch()
+
+
+@pytest.fixture
+def top(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    top = tmp_path / "runs"
+    make(top / "done", 100, 100, "finished", evals=[(50, 3.5), (75, 3.25), (100, float("nan"))])
+    make(top / "study" / "cells" / "a", 50, 20, alive=True)
+    make(top / "stopped", 100, 40, "preempted", evals=[(40, 3.75)])
+    make(top / "killed", None, 30)
+    (top / "no-run").mkdir()
+    return top
+
+
+def call(*arguments):
+    import typer
+
+    app = typer.Typer()
+    verb.register(app)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_a_row_for_every_run(top):
+    found = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
+    assert list(found) == ["done", "killed", "stopped", "study/cells/a"]
+    done = found["done"]
+    assert (done["state"], done["step"], done["steps"], done["best_loss"]) == ("finished", 100, 100, 3.25)
+    assert done["loss"] == 3.0 and done["tokens_per_s"] == 1000 * 95.5 and done["left_s"] is None
+    assert (found["stopped"]["state"], found["stopped"]["best_loss"]) == ("preempted", 3.75)
+    assert (found["killed"]["state"], found["killed"]["steps"]) == ("failed", 70), "as the recipe says"
+    assert found["study/cells/a"]["state"] == "running" and found["study/cells/a"]["best_loss"] is None
+
+
+def test_time_left_is_taken_from_the_last_steps_of_this_start(top):
+    path = top / "study" / "cells" / "a"
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    begin = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
+    for line in lines:
+        line["time"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(begin + 6 * line["step"])) + ".000Z"
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verb.overview(path, top)["left_s"] == 180.0
+
+
+def test_the_table_and_its_order(top):
+    def order(key):
+        result = call("runs", "--sort", key)
+        assert result.exit_code == 0
+        return [line.split()[0] for line in result.stdout.splitlines()[1:]]
+
+    assert order("name") == ["done", "killed", "stopped", "study/cells/a"]
+    assert order("best") == ["done", "stopped", "killed", "study/cells/a"]
+    assert order("speed") == ["done", "stopped", "killed", "study/cells/a"]
+    assert order("step") == ["done", "stopped", "killed", "study/cells/a"]
+    text = call("runs").stdout
+    assert "100/100" in text and "20/50" in text and "3.2500" in text and "95.5k" in text
+
+
+def test_a_run_itself_and_a_directory_without_runs(top):
+    assert [row["run"] for row in verb.rows(top / "done", "name")] == ["done"]
+    assert "no runs here" in call(top / "no-run").stdout
+
+
+def test_a_run_that_was_only_begun_or_whose_recipe_is_of_another_time(top):
+    (top / "new").mkdir()
+    (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
+    row = verb.overview(top / "new", top)
+    assert (row["state"], row["step"], row["steps"], row["loss"]) == ("new", 0, None, None)
+    assert verb.table([row]).row_count == 1
+
+
+def test_watching_looks_again_until_ctrl_c(top, monkeypatch):
+    looks = []
+
+    def look(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", look)
+    result = call("runs", "--watch", "--every", "0.5")
+    assert result.exit_code == 0 and looks == [0.5] * 3 and "study/cells/a" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed"), (["runs", "--every", "0"], "--every")],
+)
+def test_what_is_wrong_is_said(top, arguments, word):
+    result = call(*arguments)
+    assert isinstance(result.exception, UserError) and word in str(result.exception)
+
+
+def test_a_ledger_with_nan_is_strict_json(tmp_path):
+    make(tmp_path / "x", 5, 1, evals=[(1, float("nan"))])
+    ledger = Ledger(Run(tmp_path / "x").metrics_path)
+    ledger.write("train", 2, loss=float("inf"))
+    ledger.close()
+    found = json.loads(call(tmp_path, "--json").stdout, parse_constant=lambda word: pytest.fail(word))
+    assert found[0]["loss"] == "Infinity" and found[0]["best_loss"] is None

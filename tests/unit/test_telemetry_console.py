@@ -1,0 +1,157 @@
+import io
+import os
+import pty
+import re
+import select
+
+import pytest
+
+from windlass.telemetry.console import Console, Header, duration, printable, short
+
+HEADER = Header(
+    run="runs/x", recipe="quickstart", digest="0123abcd", device="cpu", world=2, strategy="ddp", precision="fp32",
+    parameters=10_745_088, steps=200, tokens_per_step=4096, first_step=50, seconds=95,
+)  # fmt: skip
+TRAIN = {
+    "kind": "train", "step": 100, "loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "tokens_per_s": 15_234.0, "mfu": 0.412,
+    "step_ms": 100.0, "mem_mb": 1234.0,
+}  # fmt: skip
+
+
+def show(console):
+    console.header(HEADER)
+    console.tick(99)
+    console.step(TRAIN)
+    console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
+    console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})
+    console.event("saved checkpoints/step-00000100 in 0.50 s", 100)
+    console.sample("To be\nor not \x1b[31mto be", 100)
+    console.trouble("mlflow: no way")
+    console.close()
+    console.close()
+
+
+def plain(log):
+    """A log without the time at the front of each line."""
+    lines = log.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z ", line) for line in lines)
+    return [line.partition(" ")[2] for line in lines]
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    out = io.StringIO()
+    show(Console(200, log_path=tmp_path / "log.txt", stream=out))
+    lines = out.getvalue().splitlines()
+    assert (
+        "step 100/200 | loss 2.5123 | lr 3.00e-04 | norm 0.91 | 15.2k tok/s | mfu 41.2% | mem 1.23 GB | eta 10s"
+        in lines
+    )
+    assert "eval 100/200 | loss | loss 2.4000 | perplexity 11.0200 | 3.2 s" in lines
+    assert "eval 100/200 | hellaswag | acc_norm 0.2955" in lines
+    assert "step 100/200 | saved checkpoints/step-00000100 in 0.50 s" in lines
+    assert "warning: mlflow: no way" in lines
+    assert "  | or not \N{REPLACEMENT CHARACTER}[31mto be" in lines
+    assert "ranks   2 ranks x cpu, ddp, fp32" in lines
+    assert "work    200 steps x 4,096 tokens = 819k tokens, resumed after step 50, about 1m 35s" in lines
+    assert any(line.split()[:1] == ["tok/s"] for line in lines), "a legend"
+    assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
+    assert plain(tmp_path / "log.txt") == lines
+
+
+def test_other_ranks_only_speak_of_trouble(tmp_path, capsys):
+    out = io.StringIO()
+    show(Console(200, enabled=False, log_path=tmp_path / "log.txt", rank=3, stream=out))
+    assert out.getvalue() == "" and not (tmp_path / "log.txt").exists()
+    assert capsys.readouterr().err == "rank 3: warning: mlflow: no way\n"
+
+
+def test_a_bar_in_a_terminal_and_all_lines_in_the_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, inner = pty.openpty()
+    with open(inner, "w") as stream:
+        show(Console(200, log_path=tmp_path / "log.txt", stream=stream))
+        shown = b""
+        while select.select([terminal], [], [], 0.2)[0]:
+            shown += os.read(terminal, 65536)
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "100/200" in text and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text
+    assert "loss 2.5123 | lr 3.00e-04 | norm 0.91 | 15.2k tok/s | mfu 41.2% | mem 1.23 GB" in text and "eta 10s" in text
+    assert "eval 100/200 | loss | loss 2.4000" in text
+    assert "\x1b[31mto be" not in shown.decode(), "a generated text does not colour the terminal"
+    assert shown.decode().count("\x1b[?25l") == shown.decode().count("\x1b[?25h") == 1, "the cursor comes back"
+    logged = plain(tmp_path / "log.txt")
+    assert (
+        "step 100/200 | loss 2.5123 | lr 3.00e-04 | norm 0.91 | 15.2k tok/s | mfu 41.2% | mem 1.23 GB | eta 10s"
+        in logged
+    )
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path, monkeypatch, live):
+    class Gone(io.StringIO):
+        def isatty(self):
+            return live
+
+        def write(self, text):
+            raise OSError("Input/output error")
+
+    monkeypatch.setenv("TERM", "xterm")
+    show(Console(200, log_path=tmp_path / "log.txt", stream=Gone()))
+    assert "step 100/200 | saved checkpoints/step-00000100 in 0.50 s" in plain(tmp_path / "log.txt")
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    (tmp_path / "in-the-way").write_text("")
+    out = io.StringIO()
+    show(Console(200, log_path=tmp_path / "in-the-way" / "log.txt", stream=out))
+    assert "eval 100/200" in out.getvalue()
+
+
+def test_the_time_left_follows_the_last_steps(monkeypatch):
+    from windlass.telemetry import console as module
+
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    console = Console(100, stream=out)
+    for step in (10, 20):
+        console.step({"step": step, "loss": 1.0, "step_ms": 100.0})
+        now[0] += 60  # a save or an evaluation in between: six seconds a step, not a tenth
+    assert out.getvalue().splitlines() == [
+        "step 10/100 | loss 1.0000 | eta 9s",
+        "step 20/100 | loss 1.0000 | eta 8m 00s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.00k"),
+        (15_234, "15.2k"),
+        (999_700, "1.00M"),
+        (3_412_000, "3.41M"),
+        (1e10, "10.0B"),
+    ],
+)
+def test_short_numbers(number, text):
+    assert short(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (41.6, "42s"), (185, "3m 05s"), (3599, "59m 59s"), (7800, "2h 10m"), (356400, "4d 03h")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_control_characters_are_shown_not_obeyed():
+    assert (
+        printable("a\tb\n\x07\x1b]0;title\x07")
+        == "a\tb\n" + "\N{REPLACEMENT CHARACTER}" * 2 + "]0;title\N{REPLACEMENT CHARACTER}"
+    )

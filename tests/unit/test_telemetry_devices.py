@@ -1,0 +1,235 @@
+import json
+import statistics
+import sys
+import time
+import types
+
+import pytest
+
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.telemetry import devices
+from windlass.telemetry.devices import DeviceSampler, HostProbe
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.summary import summarise_devices
+
+
+class Probe:
+    about = {"device": "a test"}  # noqa: RUF012
+
+    def __init__(self, fails_at=0):
+        self.reads, self.fails_at = 0, fails_at
+
+    def read(self):
+        self.reads += 1
+        if self.reads == self.fails_at:
+            raise OSError("the driver went away")
+        return {"util_pct": 50.0}
+
+
+def written(sampler):
+    return [json.loads(line) for line in sampler.path.read_text().splitlines()]
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_a_file_a_rank_with_the_phase_of_each_sample(tmp_path):
+    probe = Probe()
+    sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe).start()
+    sampler.phase("train")
+    until(lambda: probe.reads >= 3)
+    sampler.phase("eval")
+    until(lambda: probe.reads >= 6)
+    sampler.stop()
+    sampler.stop()
+    start, *samples = written(sampler)
+    assert sampler.path.name == "rank-00003.jsonl"
+    assert (start["kind"], start["world"], start["device"]) == ("start", 4, "a test")
+    assert {(x["rank"], x["attempt"], x["util_pct"]) for x in samples} == {(3, 1, 50.0)}
+    phases = [x["phase"] for x in samples]
+    assert "train" in phases and phases[-1] == "eval"
+    assert phases == sorted(phases, key=["startup", "train", "eval"].index)
+
+
+def test_a_sample_belongs_to_the_phase_that_took_most_of_its_interval(tmp_path):
+    sampler = DeviceSampler(tmp_path)
+    sampler._switches.extend([(1.0, "train"), (1.1, "save"), (1.2, "train"), (1.5, "eval")])
+    assert sampler._main_phase(1.0, 2.0) == "eval"
+    sampler._switches.append((2.9, "train"))
+    assert sampler._main_phase(2.0, 3.0) == "eval"
+    assert sampler._main_phase(3.0, 4.0) == "train"
+
+
+def test_waiting_for_data_is_training(tmp_path):
+    sampler = DeviceSampler(tmp_path)
+    sampler.phase("data")
+    assert sampler._switches[0][1] == "train"
+
+
+def test_a_driver_that_fails_ends_the_sampling_and_says_so(tmp_path):
+    sampler = DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)).start()
+    until(lambda: sampler.trouble)
+    sampler.stop()
+    assert "rank 1" in sampler.trouble and "driver went away" in sampler.trouble
+
+
+def test_a_directory_that_cannot_be_written_ends_the_sampling_and_says_so(tmp_path):
+    (tmp_path / "devices").write_text("in the way")
+    sampler = DeviceSampler(tmp_path / "devices", every=0.001, probe=Probe()).start()
+    until(lambda: sampler.trouble)
+    sampler.stop()
+
+
+def test_the_host_probe_sees_this_process_at_work():
+    probe = HostProbe(cores=1)
+    end = time.perf_counter() + 0.15
+    while time.perf_counter() < end:
+        sum(range(1000))
+    busy = probe.read()
+    time.sleep(0.1)
+    idle = probe.read()
+    assert busy["util_pct"] > idle["util_pct"] >= 0
+    assert 0 <= busy["machine_pct"] <= 100
+    assert 1 < busy["rss_mb"] < 1e6
+
+
+def fake_nvml(monkeypatch, handles):
+    module = types.ModuleType("pynvml")
+    module.NVMLError = type("NVMLError", (Exception,), {})
+    module.NVML_TEMPERATURE_GPU = 0
+    module.nvmlInit = lambda: None
+
+    def by_uuid(uuid):
+        if uuid not in handles:
+            raise module.NVMLError(uuid)
+        return handles[uuid]
+
+    def power(handle):
+        handle["asked"] = handle.get("asked", 0) + 1
+        raise module.NVMLError("not supported")
+
+    module.nvmlDeviceGetHandleByUUID = by_uuid
+    module.nvmlDeviceGetUtilizationRates = lambda handle: types.SimpleNamespace(gpu=handle["util"])
+    module.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=handle["used"])
+    module.nvmlDeviceGetPowerUsage = power
+    module.nvmlDeviceGetTemperature = lambda handle, kind: 60
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+
+
+def fake_torch(monkeypatch, uuids):
+    cuda = types.ModuleType("torch.cuda")
+    cuda.get_device_properties = lambda index: types.SimpleNamespace(name="GPU", total_memory=80e9, uuid=uuids[index])
+    cuda.memory = types.ModuleType("torch.cuda.memory")
+    stats = {"current": 2_000_000, "peak": 5_000_000}
+    nested = {"allocated_bytes": {"all": stats}, "reserved_bytes": {"all": {"current": 8_000_000, "peak": 9_000_000}}}
+    cuda.memory.memory_stats_as_nested_dict = lambda index: nested
+    torch = types.ModuleType("torch")
+    torch.cuda = cuda
+    for name, module in (("torch", torch), ("torch.cuda", cuda), ("torch.cuda.memory", cuda.memory)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_gpu_is_found_by_its_uuid_not_its_index(monkeypatch):
+    """With CUDA_VISIBLE_DEVICES=2, torch's device 0 is NVML's device 2."""
+    two = {"util": 97, "used": 3_000_000}
+    fake_nvml(monkeypatch, {"GPU-aaaa": {"util": 0, "used": 0}, "GPU-cccc": two})
+    fake_torch(monkeypatch, ["cccc"])
+    probe = devices.CudaProbe(0)
+    found = probe.read()
+    assert found == {
+        "util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0, "mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0,
+        "peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0,
+    }  # fmt: skip
+    probe.read()
+    assert two["asked"] == 1, "what a device does not have is asked for once"
+    assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
+
+
+def test_without_nvml_the_allocator_still_speaks(monkeypatch):
+    fake_nvml(monkeypatch, {})
+    fake_torch(monkeypatch, ["cccc"])
+    assert set(devices.CudaProbe(0).read()) == {"mem_alloc_mb", "mem_reserved_mb", "peak_alloc_mb", "peak_reserved_mb"}
+
+
+# -- the summary ----------------------------------------------------------------------------------------------------
+
+
+def a_run(path, *attempts):
+    """Attempts of (world, {rank: [(phase, fields)]}); one second a step of 4 samples."""
+    path.mkdir(exist_ok=True)
+    (path / "recipe.toml").write_text(Recipe.model_validate({"train": {"global_batch": 4}}).toml())
+    for number, (world, ranks) in enumerate(attempts):
+        ledger = Ledger(path / "metrics.jsonl", number)
+        ledger.write("event", 0, event="started", world=world)
+        for step in (1, 2, 3):
+            ledger.write("train", step, step_ms=9000.0 if step == 1 else 1000.0)
+        ledger.close()
+        (path / "devices").mkdir(exist_ok=True)
+        for rank, samples in ranks.items():
+            with open(path / "devices" / f"rank-{rank:05d}.jsonl", "a") as file:
+                file.write(json.dumps({"time": "", "kind": "start", "attempt": number}) + "\n")
+                for phase, fields in samples:
+                    file.write(
+                        json.dumps({"time": "", "rank": rank, "attempt": number, "phase": phase} | fields) + "\n"
+                    )
+                file.write('{"torn": ')
+    return Run(path)
+
+
+def gpu(phase, util, alloc, peak):
+    return phase, {"util_pct": util, "mem_alloc_mb": alloc, "mem_reserved_mb": 2 * alloc, "peak_alloc_mb": peak}
+
+
+def test_means_over_training_peaks_over_all_by_rank_and_together(tmp_path):
+    first = [gpu("startup", 0, 0, 0), gpu("train", 90, 100, 150), gpu("eval", 1, 900, 950), gpu("train", 80, 110, 950)]
+    second = [gpu("train", 70, 200, 250), gpu("save", 0, 1, 250)]
+    found = summarise_devices(a_run(tmp_path / "run", (2, {0: first, 1: second})))
+    assert found["avg_gpu_util_pct"] == 80
+    assert found["std_gpu_util_pct"] == round(statistics.pstdev([90, 80, 70]), 3)
+    assert found["avg_mem_alloc_mb"] == pytest.approx((100 + 110 + 200) / 3, abs=1e-3)
+    assert found["avg_mem_reserved_mb"] == pytest.approx(2 * (100 + 110 + 200) / 3, abs=1e-3)
+    assert found["peak_mem_mb"] == 950
+    assert found["by_rank"]["rank_0"]["avg_gpu_util_pct"] == 85
+    assert found["by_rank"]["rank_1"] == {
+        "avg_gpu_util_pct": 70, "std_gpu_util_pct": 0, "avg_mem_alloc_mb": 200, "avg_mem_reserved_mb": 400,
+        "peak_mem_mb": 250, "steps_per_s_mean": 1.0, "samples_per_s_mean": 2.0,
+    }  # fmt: skip
+
+
+def test_a_cpu_has_resident_memory_and_its_own_names(tmp_path):
+    samples = [
+        ("train", {"util_pct": 90.0, "machine_pct": 50.0, "rss_mb": 300.0}),
+        ("eval", {"util_pct": 0.0, "rss_mb": 500.0}),
+    ]
+    found = summarise_devices(a_run(tmp_path / "run", (1, {0: samples})))
+    assert found["avg_cpu_util_pct"] == 90 and found["std_cpu_util_pct"] == 0
+    assert found["avg_rss_mb"] == 300 and found["peak_mem_mb"] == 500
+    assert "avg_gpu_util_pct" not in found and "avg_mem_alloc_mb" not in found
+
+
+def test_starts_with_another_world_do_not_count(tmp_path):
+    wide = {rank: [gpu("train", 10, 10, 10)] for rank in range(4)}
+    found = summarise_devices(a_run(tmp_path / "run", (4, wide), (1, {0: [gpu("train", 90, 90, 90)]})))
+    assert found["avg_gpu_util_pct"] == 90 and list(found["by_rank"]) == ["rank_0"]
+
+
+def test_no_samples_no_summary(tmp_path):
+    assert summarise_devices(a_run(tmp_path / "run", (1, {}))) == {}
+
+
+def test_a_large_file_is_read_in_blocks(tmp_path, monkeypatch):
+    from windlass.telemetry import summary
+
+    run = a_run(tmp_path / "run", (1, {0: [gpu("train", 50 + i % 2, i, i) for i in range(5000)]}))
+    whole = summarise_devices(run)
+    monkeypatch.setattr(summary, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(summary, "_BLOCK", 8192)
+    part = summarise_devices(run)
+    assert part["avg_gpu_util_pct"] == pytest.approx(50.5, abs=0.2)
+    assert part["avg_mem_alloc_mb"] == pytest.approx(whole["avg_mem_alloc_mb"], rel=0.1)
+    assert part["peak_mem_mb"] == whole["peak_mem_mb"] == 4999

@@ -1,0 +1,89 @@
+import json
+import subprocess
+
+import pytest
+
+from windlass.telemetry import environment
+from windlass.telemetry.environment import describe, describe_rank, scrub, scrub_command, scrub_settings
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["train", "q", "--api-key", "abc", "optim.lr=1e-3"], ["train", "q", "--api-key", "***", "optim.lr=1e-3"]),
+        (["--token=abc", "x"], ["--token=***", "x"]),
+        (
+            ["tracker.password=abc", "db_passwd=1", "HF_TOKEN=abc"],
+            ["tracker.password=***", "db_passwd=***", "HF_TOKEN=***"],
+        ),
+        (["data.source=https://me:pw@host/x"], ["data.source=https://***@host/x"]),
+        (["s3://b/f?sig=a&X-Amz-Signature=b&n=1"], ["s3://b/f?sig=***&X-Amz-Signature=***&n=1"]),
+        (["hf_" + "a" * 30, "x=sk-" + "b" * 30], ["***", "x=***"]),
+        (["--token", "--dry-run"], ["--token", "--dry-run"]),
+        # what only looks like it
+        (["data.tokenizer=gpt2", "data.text_key=text"], ["data.tokenizer=gpt2", "data.text_key=text"]),
+        (["eval.sample_tokens=64", "data.max_tokens=5"], ["eval.sample_tokens=64", "data.max_tokens=5"]),
+        (["train.tokens_per_parameter=20", "me@host"], ["train.tokens_per_parameter=20", "me@host"]),
+    ],
+)
+def test_a_command_line_without_its_secrets(given, told):
+    assert scrub_command(given, {}) == told
+
+
+def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
+    environ = {"WANDB_API_KEY": KEY, "HOME": "/home/somebody", "SHORT_TOKEN": "abc"}
+    assert scrub(f"got {KEY} in /home/somebody, abc", environ) == "got *** in /home/somebody, abc"
+
+
+def test_settings_are_scrubbed_deep_down():
+    found = scrub_settings({"data": {"source": "https://a:b@c/d", "workers": 2}, "suites": ["loss"]})
+    assert found == {"data": {"source": "https://***@c/d", "workers": 2}, "suites": ["loss"]}
+
+
+def test_the_environment_is_a_list_of_what_may_be_told(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("MY_SECRET_PLAN", "world peace")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = describe([describe_rank(0), describe_rank(1)], ["windlass", "train", f"x={KEY}"])
+    text = json.dumps(found)
+    assert KEY not in text and "world peace" not in text
+    assert found["variables"]["OMP_NUM_THREADS"] == "1"
+    assert found["command"] == ["windlass", "train", "x=***"]
+    assert found["packages"]["torch"] and found["python"]
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert found["machine"]["cores"] >= 1 and found["machine"]["memory_mb"] > 100
+
+
+def git(directory, *arguments):
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", directory, *identity, *arguments], check=True, capture_output=True)
+
+
+def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
+    assert environment.commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "code.py").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    found = environment.commit(tmp_path / "package")
+    assert len(found["hash"]) == 40 and found["changed"] is False
+    (tmp_path / "package" / "code.py").write_text("2")
+    assert environment.commit(tmp_path / "package")["changed"] is True
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "code.py").write_text("1")
+    assert environment.commit(tmp_path / "site-packages") is None, "installed inside of some other checkout"
+
+
+def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.commit(tmp_path) is None
+
+
+def test_the_file_is_written_whole(tmp_path):
+    environment.write_environment(tmp_path, {"a": 1})
+    assert json.loads((tmp_path / "environment.json").read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["environment.json"]
+    environment.write_environment(tmp_path / "missing", {"a": 1})  # no place to write is no reason to stop

@@ -1,0 +1,96 @@
+import errno
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.run import read_lines
+from windlass.telemetry import ledger as module
+from windlass.telemetry.ledger import Ledger, encode, tail
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_reads_back_bit_for_bit(value):
+    assert json.loads(encode({"loss": value}))["loss"].hex() == value.hex()
+
+
+def test_what_json_cannot_say_becomes_a_word_that_reads_as_a_number():
+    text = encode({"a": math.nan, "b": math.inf, "c": [-math.inf]})
+    found = json.loads(text, parse_constant=lambda word: pytest.fail(f"not strict JSON: {word}"))
+    assert math.isnan(float(found["a"])) and float(found["b"]) == math.inf and float(found["c"][0]) == -math.inf
+
+
+def test_numbers_of_numpy_are_plain_numbers_and_strangers_are_refused():
+    found = json.loads(encode({"a": np.float32(0.1), "b": np.int64(3), "c": np.bool_(True)}))
+    assert found == {"a": float(np.float32(0.1)), "b": 3, "c": True}
+    with pytest.raises(TypeError):
+        encode({"a": object()})
+
+
+def test_a_line_has_kind_step_time_attempt_and_what_is_known(tmp_path):
+    ledger = Ledger(tmp_path / "metrics.jsonl", attempt=2, stamp=lambda: {"seconds": {"train": 1.5}})
+    ledger.write("train", 3, loss=0.1, mfu=None)
+    ledger.write("sample", 3, text="a\nb\ud800 \N{SNOWMAN}")
+    ledger.close()
+    first, second = read_lines(tmp_path / "metrics.jsonl")
+    assert (first["kind"], first["step"], first["attempt"], first["loss"]) == ("train", 3, 2, 0.1)
+    assert first["time"].endswith("Z") and "mfu" not in first and first["seconds"] == {"train": 1.5}
+    assert "seconds" not in second and second["text"] == "a\nb? \N{SNOWMAN}"
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    ledger = Ledger(tmp_path / "metrics.jsonl", enabled=False)
+    assert ledger.write("train", 1, loss=1.0)["loss"] == 1.0
+    ledger.sync()
+    ledger.close()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "train", "st')
+    ledger = Ledger(path, attempt=1)
+    ledger.write("train", 2)
+    ledger.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
+def test_a_full_disk_costs_nothing_but_time(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "metrics.jsonl")
+    ledger.write("train", 1)
+    real, left = os.write, [10]
+
+    def full(file, data):
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done, left[0] = left[0], 0
+        return real(file, bytes(data[:done]))  # the disk takes a part of the line, then no more
+
+    monkeypatch.setattr(module.os, "write", full)
+    ledger.write("train", 2)
+    ledger.write("train", 3)
+    assert "No space left" in ledger.trouble
+    assert [line["step"] for line in read_lines(ledger.path)] == [1]
+    monkeypatch.setattr(module.os, "write", real)
+    ledger.write("train", 4)
+    ledger.close()
+    assert [line["step"] for line in read_lines(ledger.path)] == [1, 2, 3, 4]
+
+
+def test_the_tail_gives_each_whole_line_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert tail(path) == ([], 0)
+    path.write_bytes(b'{"a": 1}\nnonsense\n{"a": 2')
+    lines, offset = tail(path)
+    assert lines == [{"a": 1}] and offset == 18
+    with open(path, "ab") as file:
+        file.write(b'2}\n{"a": 3}\n')
+    lines, offset = tail(path, offset)
+    assert lines == [{"a": 22}, {"a": 3}]
+    assert tail(path, offset) == ([], offset)
+    path.write_bytes(b'{"a": 9}\n')
+    assert tail(path, offset)[0] == [{"a": 9}]
