@@ -21,6 +21,8 @@ NOT_PROSE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",  # not the library itself
     "encodings", "pydoc_data",  # tables, not code
 }  # fmt: skip
+HASHED_BYTES = 64_000_000
+"""Corpora up to this size are told apart by content, larger ones by size and time."""
 DOWNLOADS = Path("data") / "downloads"
 
 
@@ -124,7 +126,6 @@ def _readable(path: Path) -> bool:
 def _files(source: str, files: list[Path], text_key: str) -> Corpus:
     kinds = {path: readers.kind_of(path) for path in files}
     sizes = [path.stat().st_size for path in files]
-    described = [{"file": str(path), "bytes": size} for path, size in zip(files, sizes, strict=True)]
 
     def read(start: int, corpus: Corpus) -> Iterator[str]:
         before = 0
@@ -140,10 +141,31 @@ def _files(source: str, files: list[Path], text_key: str) -> Corpus:
     return Corpus(
         name=source,
         read=read,
-        description={"kind": "files", "files": described},
+        description=describe_files(files),
         single_text=len(files) == 1 and kinds[files[0]] == "text",
         bytes_total=sum(sizes),
     )
+
+
+def describe_files(files: list[Path]) -> dict[str, Any]:
+    """Files as the index keeps them: size, and SHA-256 where all of them are small, else the time of the last change."""
+    stats = [path.stat() for path in files]
+    small = sum(stat.st_size for stat in stats) <= HASHED_BYTES
+    described = []
+    for path, stat in zip(files, stats, strict=True):
+        state = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if small else {"changed_ns": stat.st_mtime_ns}
+        described.append({"file": str(path), "bytes": stat.st_size, **state})
+    return {"kind": "files", "files": described}
+
+
+def has_changed(source: str, description: dict[str, Any]) -> bool:
+    """Whether local files are others than those that were prepared; False where they are not there any more."""
+    if description.get("kind") != "files" or source.startswith(("http://", "https://")):
+        return False
+    try:
+        return describe_files(find_files(source))["files"] != description.get("files")
+    except (UserError, OSError):
+        return False
 
 
 def _stdlib() -> Corpus:

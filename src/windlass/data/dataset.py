@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +12,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from windlass.data import verify
+from windlass.data.chat import Template
+from windlass.data.corpus import has_changed
+from windlass.data.items import open_items
 from windlass.data.prepare import data_dir, prepare, ready
 from windlass.data.progress import Progress, console
 from windlass.data.shards import Index, Stream
-from windlass.data.tokenizer import Tokenizer, kind_of, load_tokenizer
+from windlass.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
@@ -49,6 +52,8 @@ class PackedSamples:
 
     def __init__(self, stream: Stream, start: int, stop: int, context: int, *, ragged: bool = False):
         self.stream, self.start, self.context = stream, start, context
+        self.tokens = stop - start
+        """Tokens, those too that a last row would have left over."""
         self.valid_tokens = max(0, stop - start - 1)
         """Labels that count in an epoch."""
         if not ragged:
@@ -136,6 +141,8 @@ class Data:
     """Token ids of the tokenizer."""
     directory: Path | None = None
     """Where the prepared data lie."""
+    template: Template | None = None
+    """With `data.format = "chat"`: how a conversation is written down."""
 
 
 def open_data(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Progress | None = None) -> Data:
@@ -151,7 +158,9 @@ def open_data(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Prog
             another tokenizer or other settings; there are too few tokens for one sample.
     """
     if recipe.data.format != "text":
-        return _open_items(recipe)
+        items = open_items(recipe, prepare_if_missing=prepare_if_missing, progress=progress)
+        vocab = items.tokenizer.vocab
+        return Data(items.train, items.val, items.tokenizer, items.fingerprint, vocab, items.directory, items.template)
     directory = data_dir(recipe)
     index = ready(recipe, directory)
     if index is None:
@@ -169,26 +178,6 @@ def open_data(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Prog
     return Data(train, val, tokenizer, index.fingerprint, tokenizer.vocab, directory)
 
 
-def _open_items(recipe: Recipe) -> Data:
-    """Questions or conversations: few enough to be made into rows anew at each start, on each rank."""
-    if kind_of(recipe.data.tokenizer) in ("char", "bpe"):
-        raise UserError(
-            f'data.tokenizer: with data.format = "{recipe.data.format}" write byte, gpt2, gpt2:DIR or hf:NAME_OR_DIR'
-        )
-    tokenizer = load_tokenizer(recipe.data)
-    if recipe.data.format == "squad":
-        from windlass.data import squad
-
-        train, held = squad.questions(recipe)
-        rows = squad.rows(train, tokenizer, recipe.model.context)
-        val = squad.rows(held, tokenizer, recipe.model.context) if held else None
-    else:
-        raise UserError('data.format = "chat" is not built yet; write "text" or "squad"')
-    parts = [tokenizer.fingerprint, rows.fingerprint, val.fingerprint if val else ""]
-    fingerprint = hashlib.sha256("/".join(parts).encode()).hexdigest()
-    return Data(rows, val, tokenizer, fingerprint, tokenizer.vocab)
-
-
 def describe(recipe: Recipe, data: Data) -> dict[str, str]:
     """What there is, by name, for a reader."""
     found = {"directory": str(data.directory or "none: read at each start")}
@@ -196,7 +185,7 @@ def describe(recipe: Recipe, data: Data) -> dict[str, str]:
         if samples is None:
             found[name] = "none"
             continue
-        tokens = getattr(samples, "valid_tokens", None)
+        tokens = getattr(samples, "tokens", getattr(samples, "valid_tokens", None))
         counted = "" if tokens is None else f"{tokens:,} tokens, "
         found[name] = f"{counted}{len(samples):,} samples of up to {recipe.model.context:,}"
     found["tokenizer"] = f"{recipe.data.tokenizer}, {data.vocab:,} ids"
@@ -211,6 +200,20 @@ def _checked(recipe: Recipe, directory: Path, index: Index, shown: Progress) -> 
             f"wrong tokenizer: {directory} was prepared with another {index.tokenizer['name']} than the one that lies "
             f"beside it; delete {directory} and run `windlass prepare` again"
         )
+    for file, sha256 in tokenizer_files(recipe.data.tokenizer).items():
+        if index.tokenizer["files"].get(file, sha256) != sha256:
+            raise UserError(
+                f"wrong tokenizer: {file} has changed since the data in {directory} were prepared with it; put the old "
+                "file back, or give another data.dir"
+            )
+    if os.environ.get("RANK", "0") == "0":  # once is enough
+        for description in index.source.values():
+            if has_changed(description["name"], description):
+                shown.note(
+                    f"{description['name']} has changed since it was prepared, and what was prepared is used; delete "
+                    f"{directory} to prepare it anew"
+                )
+                break
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and tokenizer.vocab > rows:
         raise UserError(
@@ -230,7 +233,7 @@ def samples_of(recipe: Recipe, directory: Path, index: Index, tokenizer: Tokeniz
     for name, split in index.splits.items():
         stream = Stream(directory, index.streams[split.stream])
         if recipe.data.packing == "documents":
-            if not sum(s.documents for s in stream.shards) or tokenizer.eot is None:
+            if index.source.get(split.stream, {}).get("single_text") or not stream.documents or tokenizer.eot is None:
                 raise UserError(
                     'data.packing = "documents" needs a corpus of many documents; this one is a stream of tokens: write '
                     '"packed"'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import re
 import urllib.error
 import urllib.parse
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from windlass import __version__
+from windlass.data.shards import temporary
 from windlass.data.verify import sha256_of
 from windlass.errors import UserError
 
@@ -31,7 +31,7 @@ def fetch(url: str, sha256: str, folder: Path, notify: Callable[[str], None] | N
     if notify is not None:
         notify(f"downloading {url}")
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{target.name}.{os.getpid()}.tmp"
+    partial = temporary(target)
     try:
         actual = _download(url, partial)
         if actual != sha256:

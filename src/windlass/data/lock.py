@@ -22,7 +22,8 @@ from windlass.errors import UserError
 
 LOCK = ".lock"
 POLL_SECONDS = 0.5
-TELL_SECONDS = 60.0
+TELL_AFTER_SECONDS, TELL_SECONDS = 2.0, 60.0
+"""When a waiting process first says so, and how often it says it again."""
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -39,7 +40,7 @@ def only_one(directory: Path, done: Callable[[], bool], notify: Callable[[str], 
             if done():
                 yield False
                 return
-            if waited % TELL_SECONDS < POLL_SECONDS:
+            if waited >= TELL_AFTER_SECONDS and (waited - TELL_AFTER_SECONDS) % TELL_SECONDS < POLL_SECONDS:
                 notify(f"waiting for {_holder(directory)}, which {what} {directory}")
             time.sleep(POLL_SECONDS)
             waited += POLL_SECONDS

@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,24 @@ from typing import Any
 import numpy as np
 
 from windlass.data import foreign, verify
-from windlass.data.corpus import Corpus, find_files, open_corpus, slug
-from windlass.data.lock import only_one
+from windlass.data.corpus import find_files, open_corpus, slug
+from windlass.data.items import directory_of, prepare_items
+from windlass.data.lock import LOCK, only_one
 from windlass.data.progress import Progress, console
-from windlass.data.shards import EVAL, MAIN, PROGRESS, Index, Shard, ShardWriter, Split, Stream, dtype_for, write_json
-from windlass.data.tokenizer import CharTokenizer, Tokenizer, kind_of, load_tokenizer, named_tokenizer
+from windlass.data.shards import (
+    EVAL,
+    INDEX,
+    MAIN,
+    PROGRESS,
+    Index,
+    Shard,
+    ShardWriter,
+    dtype_for,
+    sweep,
+    write_json,
+)
+from windlass.data.splits import Part, budget, cut, halves, make_splits
+from windlass.data.tokenizer import CharTokenizer, Tokenizer, kind_of, load_tokenizer, named_tokenizer, tokenizer_files
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings, Recipe
 
@@ -54,6 +67,8 @@ def shaping(data: DataSettings) -> dict[str, Any]:
 
 def data_dir(recipe: Recipe) -> Path:
     """Where the prepared data of a recipe lie: `data.dir`, or `data/<source>-<digest of what shapes them>`."""
+    if recipe.data.format != "text":
+        return directory_of(recipe)
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
     digest = hashlib.sha256(json.dumps(shaping(recipe.data), sort_keys=True).encode()).hexdigest()
@@ -92,10 +107,13 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Path:
         UserError: The source, the tokenizer or the directory is not what it should be.
         RunFailed: The disk is full or fails.
     """
+    if recipe.data.format != "text":
+        return prepare_items(recipe, progress)
     directory = data_dir(recipe)
     if ready(recipe, directory) is not None:
         return directory
     shown = progress or console()
+    _refuse_strangers(directory)
     try:
         with only_one(directory, lambda: ready(recipe, directory) is not None, shown.note, "prepares") as left:
             if left:
@@ -109,16 +127,11 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Path:
     return directory
 
 
-@dataclass
-class _Part:
-    """One stream of documents on its way into shards."""
-
-    stem: str
-    corpus: Corpus
-    enough: Callable[[int], bool]
-    """Whether so many tokens are enough."""
-    cut: int = 0
-    """With a single text: keep so many tokens; 0: all."""
+def _refuse_strangers(directory: Path) -> None:
+    """Raise UserError where a directory holds something else than data being prepared."""
+    ours = (INDEX, PROGRESS, LOCK)
+    if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in ours):
+        raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
 
 
 class _Preparation:
@@ -131,17 +144,21 @@ class _Preparation:
 
     def run(self) -> None:
         """Do what is left to do, and write the index."""
-        for leftover in self.directory.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)  # of a process that was killed: we hold the lock
+        sweep(self.directory)
         index = self._foreign() if self.data.source.startswith("shards:") else self._own()
         index = index.save(self.directory)
         seen = {file: verify.state_of(self.directory / file, sha256) for file, _, sha256 in verify.parts(index.shards)}
         verify.remember(self.directory, seen)
         (self.directory / PROGRESS).unlink(missing_ok=True)
+        for stray in [p for stem in (MAIN, EVAL) for p in self.directory.glob(f"{stem}-[0-9]*") if p.name not in seen]:
+            stray.unlink(missing_ok=True)  # of an earlier go with another corpus
 
     def _own(self) -> Index:
         parts = self._parts()
-        source = {part.stem: {"name": part.corpus.name, **part.corpus.description} for part in parts}
+        source = {
+            part.stem: {"name": part.corpus.name, "single_text": part.corpus.single_text, **part.corpus.description}
+            for part in parts
+        }
         self._go_on(source)
         tokenizer = self._tokenizer(parts)
         if self.state.setdefault("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
@@ -157,7 +174,7 @@ class _Preparation:
         splits = make_splits(self.data, self.directory, streams)
         return Index(shaping(self.data), source, _describe(self.data, tokenizer), streams, splits)
 
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[Part]:
         """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
         d, note = self.data, self.shown.note
         main = open_corpus(d, d.source, sha256=d.sha256, split=d.split, notify=note)
@@ -165,18 +182,19 @@ class _Preparation:
         separate = d.eval_source or (d.eval_split and d.source)
         if not separate:
             if main.single_text and d.val_fraction and not d.val_shards:
-                return _halves(main, d)
-            return [_Part(MAIN, main, _budget(d, held_out=True), d.max_tokens if main.single_text else 0)]
+                return halves(main, d)
+            held_out = d.val_shards * d.shard_tokens
+            return [Part(MAIN, main, budget(d, held_out=True), cut(main, d.max_tokens, held_out))]
         held = open_corpus(d, separate, split=d.eval_split or d.split, notify=note)
         share = Fraction(str(d.val_fraction))
         held.limit = max(1, int(d.max_documents * share)) if d.max_documents and share else 0
         few = max(1, int(d.max_tokens * share)) if d.max_tokens and share else 0
         return [
-            _Part(MAIN, main, _budget(d, held_out=False), d.max_tokens if main.single_text else 0),
-            _Part(EVAL, held, lambda tokens: bool(few) and tokens >= few, few if held.single_text else 0),
+            Part(MAIN, main, budget(d, held_out=False), cut(main, d.max_tokens)),
+            Part(EVAL, held, lambda tokens: bool(few) and tokens >= few, cut(held, few)),
         ]
 
-    def _tokenizer(self, parts: list[_Part]) -> Tokenizer:
+    def _tokenizer(self, parts: list[Part]) -> Tokenizer:
         """The tokenizer: saved by an earlier go, named, or made from the corpus; saved beside the shards."""
         kind = kind_of(self.data.tokenizer)
         if kind not in ("char", "bpe"):
@@ -194,7 +212,7 @@ class _Preparation:
         tokenizer.save(self.directory)
         return tokenizer
 
-    def _characters(self, parts: list[_Part]) -> Tokenizer:
+    def _characters(self, parts: list[Part]) -> Tokenizer:
         found: set[str] = set()
         for part in parts:
             tokens = 0
@@ -207,7 +225,7 @@ class _Preparation:
             raise UserError(f"data.source: there is no text in {parts[0].corpus.name}")
         return CharTokenizer("".join(found), with_eot=not all(part.corpus.single_text for part in parts))
 
-    def _write(self, part: _Part, tokenizer: Tokenizer) -> list[Shard]:
+    def _write(self, part: Part, tokenizer: Tokenizer) -> list[Shard]:
         before = self.state["streams"].get(part.stem, {"shards": [], "resume": [0, 0], "done": False})
         shards = [Shard(**s) for s in before["shards"]]
         if before["done"]:
@@ -228,7 +246,7 @@ class _Preparation:
         self._commit(part.stem, writer, done=True)
         return shards
 
-    def _pour(self, part: _Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
+    def _pour(self, part: Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
         """Tokenize the documents in order on all workers; returns the number of documents of the source that were used."""
         start = [tokenizer.eot] if not part.corpus.single_text else []
         number = writer.resume[0]
@@ -237,7 +255,7 @@ class _Preparation:
         def encode(texts: list[str]) -> list[np.ndarray]:
             return [np.concatenate([np.array(start, np.int64), tokenizer.encode(t)]) if t else _NONE for t in texts]
 
-        if part.enough(writer.tokens):
+        if writer.resume[1] == 0 and part.enough(writer.tokens):
             return number
         with ThreadPoolExecutor(self.workers) as pool:
             waiting: deque[Future[list[np.ndarray]]] = deque()
@@ -258,7 +276,7 @@ class _Preparation:
                 for future in waiting:
                     future.cancel()
 
-    def _fraction(self, part: _Part, tokens: int) -> float | None:
+    def _fraction(self, part: Part, tokens: int) -> float | None:
         shares = [part.corpus.fraction]
         if part.corpus.limit:
             shares.append(None)
@@ -322,7 +340,8 @@ _NONE = np.zeros(0, np.int64)
 
 def _describe(data: DataSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
-        "name": data.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab, "eot": tokenizer.eot
+        "name": data.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab, "eot": tokenizer.eot,
+        "files": tokenizer_files(data.tokenizer),
     }  # fmt: skip
 
 
@@ -345,73 +364,3 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _budget(data: DataSettings, *, held_out: bool) -> Callable[[int], bool]:
-    """Whether so many tokens hold enough for `data.max_tokens` of training, beside what is held out of them."""
-    if not data.max_tokens:
-        return lambda tokens: False
-    if held_out and data.val_shards:
-        return lambda tokens: tokens - data.val_shards * data.shard_tokens >= data.max_tokens
-    share = 1 - Fraction(str(data.val_fraction)) if held_out else Fraction(1)
-    return lambda tokens: tokens * share >= data.max_tokens
-
-
-def _halves(main: Corpus, data: DataSettings) -> list[_Part]:
-    """A single text as two, for training and for validation, cut between two characters (nanoGPT's split)."""
-
-    def half(first: bool) -> Corpus:
-        def read(start: int, _: Corpus) -> Iterator[str]:
-            if start == 0:
-                text = next(main.documents())
-                cut = int(len(text) * (1 - Fraction(str(data.val_fraction))))
-                yield text[:cut] if first else text[cut:]
-
-        return Corpus(main.name, read, main.description, single_text=True)
-
-    return [
-        _Part(MAIN, half(True), lambda tokens: False, data.max_tokens),
-        _Part(EVAL, half(False), lambda tokens: False),
-    ]
-
-
-def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]]) -> dict[str, Split]:
-    """Which tokens are for training and which for validation.
-
-    A stream of its own is for validation as a whole; else the first `val_shards` shards, or the last `val_fraction` of the
-    documents (of the tokens, where documents are not known).
-    """
-    main = streams[MAIN]
-    tokens, documents = sum(s.tokens for s in main), sum(s.documents for s in main)
-    if EVAL in streams:
-        held = streams[EVAL]
-        return {
-            "train": Split(MAIN, 0, tokens, 0, documents),
-            "val": Split(EVAL, 0, sum(s.tokens for s in held), 0, sum(s.documents for s in held)),
-        }
-    if data.val_shards:
-        if data.val_shards >= len(main):
-            raise UserError(
-                f"data.val_shards = {data.val_shards}, and the data have {len(main)} shards: none is left for training; "
-                "hold out fewer, or make data.shard_tokens smaller"
-            )
-        token = sum(s.tokens for s in main[: data.val_shards])
-        document = sum(s.documents for s in main[: data.val_shards])
-        return {"train": Split(MAIN, token, tokens, document, documents), "val": Split(MAIN, 0, token, 0, document)}
-    share = Fraction(str(data.val_fraction))
-    if not share:
-        return {"train": Split(MAIN, 0, tokens, 0, documents)}
-    if not documents:
-        token = tokens - max(1, int(tokens * share))
-        return {"train": Split(MAIN, 0, token, 0, 0), "val": Split(MAIN, token, tokens, 0, 0)}
-    if documents < 2:
-        raise UserError(
-            "data.val_fraction: the corpus is one document, of which none can be held out; give data.eval_source, or "
-            "data.val_fraction = 0"
-        )
-    document = documents - min(documents - 1, max(1, round(documents * share)))
-    token = int(Stream(directory, main).document_starts()[document])
-    return {
-        "train": Split(MAIN, 0, token, 0, document),
-        "val": Split(MAIN, token, tokens, document, documents),
-    }

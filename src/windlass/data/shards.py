@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +29,8 @@ INDEX, PROGRESS = "index.json", "progress.json"
 MAIN, EVAL = "shard", "eval-shard"
 """The two streams of tokens that a data directory can hold, by the first part of their files' names."""
 OPEN_FILES = 128
+HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
+LEFT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -139,9 +144,27 @@ def on_disk(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
+def temporary(path: Path) -> Path:
+    """Where a file is written before it is renamed to `path`: a name that no other process on any host has."""
+    return path.with_name(f".{path.name}.{HOST}.{os.getpid()}.tmp")
+
+
+def sweep(directory: Path) -> None:
+    """Remove what killed processes left half written: those of this host at once, those of others after an hour.
+
+    To be called by the one process of this host that may write there.
+    """
+    for leftover in [p for name in (MAIN, EVAL, INDEX, PROGRESS) for p in directory.glob(f".{name}*.tmp")]:
+        try:
+            if f".{HOST}." in leftover.name or time.time() - leftover.stat().st_mtime > LEFT_SECONDS:
+                leftover.unlink()
+        except OSError:
+            continue
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the new one, also after a crash of the machine."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = temporary(path)
     with partial.open("w", encoding="utf-8") as file:
         file.write(json.dumps(value, indent=1) + "\n")
         file.flush()
@@ -190,7 +213,7 @@ class ShardWriter:
 
     @property
     def _partial(self) -> Path:
-        return self.directory / f".{self.stem}.{os.getpid()}.tmp"
+        return temporary(self.directory / self.stem)
 
     def add(self, tokens: np.ndarray, number: int) -> None:
         """Append document `number` of the source; documents come in order, and those without a token are passed over."""
@@ -225,11 +248,12 @@ class ShardWriter:
         number = len(self.shards)
         file, starts_file = f"{self.stem}-{number:05d}.bin", f"{self.stem}-{number:05d}.documents"
         starts = np.array(self._starts, dtype="<u8").tobytes()
-        with (self.directory / f".{starts_file}.{os.getpid()}.tmp").open("wb") as out:
+        partial = temporary(self.directory / starts_file)
+        with partial.open("wb") as out:
             out.write(starts)
             out.flush()
             os.fsync(out.fileno())
-        commit_file(Path(out.name), self.directory / starts_file)
+        commit_file(partial, self.directory / starts_file)
         commit_file(self._partial, self.directory / file)
         size = self._count * np.dtype(self.dtype).itemsize
         self.shards.append(
@@ -270,6 +294,11 @@ class Stream:
 
     def __len__(self) -> int:
         return int(self.edges[-1])
+
+    @property
+    def documents(self) -> int:
+        """Documents in it; 0 where that is not known."""
+        return sum(s.documents for s in self.shards)
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Copy the tokens from `start` on into `out` [n], any integer type that holds them."""

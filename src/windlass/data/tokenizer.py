@@ -184,6 +184,17 @@ def named_tokenizer(setting: str) -> Tokenizer:
     return bpe.gpt2(place) if kind == "gpt2" else bpe.hugging_face(place)
 
 
+def tokenizer_files(setting: str) -> dict[str, str]:
+    """The SHA-256 of each local file that a setting names, by path; empty where it names none."""
+    from windlass.data import bpe
+
+    kind, place = kind_of(setting), setting.partition(":")[2]
+    path = Path(place).expanduser()
+    names = {"gpt2": (bpe.GPT2_MERGES, bpe.GPT2_IDS), "hf": (bpe.JSON_FILE,)}.get(kind, ())
+    files = [path] if place and path.is_file() else [path / name for name in names if place]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
 def _load_saved(folder: Path, wanted: str) -> Tokenizer:
     from windlass.data import bpe
 
