@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -109,7 +110,7 @@ def open_items(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Pro
         path = directory / f"{name}.npz"
         try:
             found[name] = Rows.load(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} cannot be read ({error}); delete {directory} and prepare the data again") from None
         if found[name].fingerprint != fingerprint:
             raise UserError(f"{path} was changed after it was made; delete {directory} and prepare the data again")

@@ -1,0 +1,159 @@
+"""Log-likelihoods of endings, and HellaSwag made of them, against a plain reference that takes one row at a time."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from windlass.data.tokenizer import ByteTokenizer
+from windlass.errors import UserError
+from windlass.evaluate.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluate.likelihood import Continuation, log_likelihoods, plan
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.parallel.env import World
+from windlass.parallel.mesh import Ranks
+from windlass.recipe import Recipe
+
+ALONE = Ranks(World(), torch.device("cpu"), "single")
+
+
+def gpt(vocab: int = 257, context: int = 48, seed: int = 1, **settings: Any) -> nn.Module:
+    shape = {"layers": 2, "heads": 2, "width": 32, "context": context, "init_std": 0.2, **settings}
+    model = build_model(Recipe.model_validate({"model": shape}), vocab, device="cpu")
+    initialise(model, seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def plain(model: nn.Module, row: Continuation, context: int) -> tuple[float, int, bool]:
+    """Token by token, each from all that comes before it in the window."""
+    tokens = [*row.context, *row.ending][-(context + 1) :]
+    count = min(len(row.ending), len(tokens) - 1)
+    total, greedy = 0.0, True
+    for place in range(len(tokens) - count, len(tokens)):
+        logits: Tensor = model(torch.tensor([tokens[:place]]))[0, -1].double()
+        total += float(logits.log_softmax(-1)[tokens[place]])
+        greedy &= int(logits.argmax()) == tokens[place]
+    return total, count, greedy
+
+
+def rows(count: int, longest: int) -> list[Continuation]:
+    random.seed(4)
+
+    def tokens() -> list[int]:
+        return [random.randrange(257) for _ in range(random.randrange(1, longest))]
+
+    return [Continuation(tokens(), tokens()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("tokens_per_pass", [1, 100, 10**6])
+def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        __import__("windlass.evaluate.likelihood", fromlist=["x"]).TOKENS_PER_PASS, "cpu", tokens_per_pass
+    )
+    model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
+    greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
+    given.append(Continuation(given[0].context, greedy))
+    found = log_likelihoods(model, given, ALONE)
+    assert found is not None and found.greedy[-1] and any(len(r.context) + len(r.ending) > 49 for r in given)
+    for i, row in enumerate(given):
+        total, count, likeliest = plain(model, row, 48)
+        assert found.sums[i] == pytest.approx(total, abs=1e-4)
+        assert (found.counts[i], found.greedy[i]) == (count, likeliest)
+    assert found.tokens == sum(min(48, len(r.context) + len(r.ending) - 1) for r in given)
+
+
+def test_passes_hold_each_row_once_and_keep_their_bounds() -> None:
+    lengths = [random.Random(i).randrange(1, 300) for i in range(500)]
+    for vocab in (257, 250_880):
+        passes = plan(lengths, vocab, "cpu")
+        assert sorted(i for rows_ in passes for i in rows_) == list(range(500))
+        room = min(2048, 2**26 // vocab)
+        assert all(len(p) * max(lengths[i] for i in p) <= room or len(p) == 1 for p in passes)
+
+
+ITEMS = [
+    Item("A man is on a roof. he", ("falls off.", "sings a song.", "eats.", "removes the tiles with a bar."), 3),
+    Item("The cat", ("sat.", "ran away.", "is.", "x"), 1),
+    Item("Then she", ("put it in the oven.", "swam.", "paints it red and blue.", "goes"), 0),
+]
+
+
+def test_accuracies_are_those_of_the_likeliest_ending() -> None:
+    model, tokenizer = gpt(context=64), ByteTokenizer()
+    result = evaluate_hellaswag(model, tokenizer, ITEMS, ALONE)
+    right = right_norm = 0
+    for item in ITEMS:
+        scores = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]
+        right += max(range(4), key=lambda i: scores[i][0]) == item.label
+        right_norm += max(range(4), key=lambda i: scores[i][0] / scores[i][1]) == item.label
+    assert result is not None
+    assert (result["acc"], result["acc_norm"], result["items"]) == (right / 3, right_norm / 3, 3)
+    assert result["tokens_per_s"] == pytest.approx(result["tokens"] / result["runtime_s"])
+
+
+def test_a_model_that_knows_the_endings_is_right() -> None:
+    class Oracle(nn.Module):
+        """Finds the right endings likely, and its own past not at all."""
+
+        context, vocab = 64, 257
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits = torch.zeros(*tokens.shape, 257)
+            for row, ids in enumerate(tokens.tolist()):
+                for item in ITEMS:
+                    whole = [*item.context.encode(), *(" " + item.endings[item.label]).encode()]
+                    for t in range(len(ids)):
+                        if t + 1 < len(whole) and ids[: t + 1] == whole[: t + 1]:
+                            logits[row, t, whole[t + 1]] = 30.0
+            return logits
+
+    result = evaluate_hellaswag(Oracle(), ByteTokenizer(), ITEMS, ALONE)
+    assert result is not None and (result["acc"], result["acc_norm"]) == (1.0, 1.0)
+
+
+def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> None:
+    good = {"ctx": "A man", "endings": ["a", "b", "c", "d"], "label": 2, "ind": 4}
+    path = tmp_path / "h.jsonl"
+    path.write_text(json.dumps(good) + "\n\n" + json.dumps({**good, "label": "1"}) + "\n")
+    assert read_items(str(path)) == [Item("A man", ("a", "b", "c", "d"), 2), Item("A man", ("a", "b", "c", "d"), 1)]
+    assert len(read_items(str(path), limit=1)) == 1
+    for bad in ({**good, "label": 4}, {**good, "endings": ["a", ""]}, {"ctx": "x"}, {**good, "ctx": ""}):
+        path.write_text(json.dumps(good) + "\n" + json.dumps(bad))
+        with pytest.raises(UserError, match="line 2"):
+            read_items(str(path))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_items(str(tmp_path / "none"))
+
+
+def test_a_hundred_real_items_have_the_scores_of_the_plain_reference(data_files: Path) -> None:
+    items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=100)
+    model = gpt(context=320, layers=1)
+    given = continuations(items, ByteTokenizer())
+    found = log_likelihoods(model, given, ALONE)
+    assert found is not None and len(found.sums) == 400
+    for i, row in enumerate(given):
+        tokens = [*row.context, *row.ending][-321:]
+        with torch.no_grad():  # one row in one pass, without a batch or padding
+            logits = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
+        ending = tokens[-len(row.ending) :]
+        total = sum(float(logits[len(tokens) - 1 - len(ending) + t, token]) for t, token in enumerate(ending))
+        assert found.sums[i] == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path) -> None:
+    items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"))
+    assert len(items) == 10_042
+    result = evaluate_hellaswag(gpt(context=256, layers=1, seed=seed, init_std=0.02), ByteTokenizer(), items, ALONE)
+    assert result is not None
+    print(f"acc {result['acc']:.4f}, acc_norm {result['acc_norm']:.4f}, {result['tokens_per_s']:,.0f} tokens/s")
+    assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015
