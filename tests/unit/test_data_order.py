@@ -1,0 +1,164 @@
+"""The order of the samples: a bijection in every epoch, the same for every world, and never changed in silence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.data.order import Permutation, position, sample_order, step_samples
+from windlass.recipe import plan_batch
+
+SIZES = st.integers(1, 3000)
+SEEDS = st.integers(0, 2**63 - 1)
+EPOCHS = st.integers(0, 50)
+
+
+def whole(order):
+    return order[np.arange(len(order), dtype=np.int64)]
+
+
+@given(SIZES, SEEDS, EPOCHS)
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_has_every_sample_once(n, seed, epoch):
+    found = whole(sample_order("shuffled", seed, epoch, n))
+    assert found.dtype == np.int64
+    assert np.array_equal(np.sort(found), np.arange(n))
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), SEEDS, EPOCHS)
+@settings(max_examples=60, deadline=None)
+def test_shards_are_shuffled_whole(shards, seed, epoch):
+    n = sum(shards)
+    found = whole(sample_order("shards-shuffled", seed, epoch, n, shards))
+    assert np.array_equal(np.sort(found), np.arange(n))
+    edges = np.cumsum([0, *shards])
+    blocks = [list(range(a, b)) for a, b in pairwise(edges) if b > a]
+    rest = found.tolist()
+    while rest:  # what comes next is always a whole shard, in order
+        block = next(b for b in blocks if b[0] == rest[0])
+        assert rest[: len(block)] == block
+        rest = rest[len(block) :]
+    if epoch == 0:
+        assert np.array_equal(found, np.arange(n))
+
+
+def test_shards_are_in_another_order_in_each_epoch_past_the_first():
+    shards = [5, 7, 3, 11, 2, 6, 9, 4]
+    orders = [whole(sample_order("shards-shuffled", 7, epoch, sum(shards), shards)).tolist() for epoch in range(5)]
+    assert orders[0] == list(range(sum(shards)))
+    assert len({tuple(o) for o in orders}) == 5
+
+
+def test_sequential_is_as_it_lies():
+    assert np.array_equal(whole(sample_order("sequential", 1, 9, 100)), np.arange(100))
+
+
+@given(st.integers(50, 3000), SEEDS, EPOCHS)
+@settings(max_examples=50, deadline=None)
+def test_epochs_and_seeds_differ(n, seed, epoch):
+    here = whole(sample_order("shuffled", seed, epoch, n))
+    for other in (sample_order("shuffled", seed, epoch + 1, n), sample_order("shuffled", seed ^ 1, epoch, n)):
+        moved = np.mean(whole(other) != here)
+        assert moved > 0.8
+
+
+def test_golden_values():
+    """What these are does not matter; that they never change does: a run that is resumed must see the same samples."""
+    assert whole(sample_order("shuffled", 1337, 0, 10)).tolist() == GOLDEN_10
+    far = sample_order("shuffled", 2**62 + 11, 41, 10**12 + 7)
+    assert [far[i] for i in (0, 1, 2, 10**12)] == GOLDEN_FAR
+    assert whole(sample_order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == GOLDEN_SHARDS
+
+
+GOLDEN_10 = [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
+GOLDEN_FAR = [471284411133, 639317816320, 605518888166, 553716825541]
+GOLDEN_SHARDS = [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
+
+
+def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
+    order = sample_order("shuffled", 3, 2, 777)
+    assert [order[i] for i in range(777)] == whole(order).tolist() == list(order)
+    assert isinstance(order[5], int)
+    for outside in (777, -1):
+        with pytest.raises(IndexError):
+            order[outside]
+    with pytest.raises(IndexError):
+        order[np.array([0, 777])]
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="no samples"):
+        sample_order("shuffled", 0, 0, 0)
+    with pytest.raises(ValueError, match="no order 'random'"):
+        sample_order("random", 0, 0, 5)
+    with pytest.raises(ValueError, match="the shards hold 4 samples, and the epoch has 5"):
+        sample_order("shards-shuffled", 0, 1, 5, [2, 2])
+    with pytest.raises(ValueError, match="at least one place"):
+        Permutation(0, "key")
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 16])
+def test_every_sample_comes_at_every_place_equally_often(n):
+    """Chi-squared over 500 seeds, of each (place, sample) pair; the bound is six standard deviations."""
+    trials = 500
+    counts = np.zeros((n, n))
+    for seed in range(trials):
+        counts[np.arange(n), whole(sample_order("shuffled", seed, 0, n))] += 1
+    chi = ((counts - trials / n) ** 2 / (trials / n)).sum()
+    freedom = (n - 1) ** 2
+    assert chi < freedom + 6 * np.sqrt(2 * freedom) + 12
+
+
+def test_neighbours_are_scattered():
+    """Places that lie side by side hold samples as far apart as in a random permutation (a third of the length)."""
+    n = 100_003
+    found = whole(sample_order("shuffled", 5, 0, n)).astype(float)
+    assert abs(np.mean(np.abs(np.diff(found))) / n - 1 / 3) < 0.01
+    assert abs(np.corrcoef(found, np.arange(n))[0, 1]) < 0.02
+
+
+@given(st.integers(0, 10**15), st.integers(1, 10**9))
+def test_position(sample, n):
+    epoch, place = position(sample, n)
+    assert epoch * n + place == sample and 0 <= place < n
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda r: (r[0], r[0] + r[1])), max_size=5)
+
+
+@given(st.integers(1, 16), RANGES)
+def test_skipped_ranges_are_left_out_and_nothing_else(global_batch, skipped):
+    left_out = {n for start, stop in skipped for n in range(start, stop)}
+    wanted = [n for n in range(1000) if n not in left_out]
+    found = np.concatenate([step_samples(step, global_batch, skipped) for step in range(20)])
+    assert found.tolist() == wanted[: len(found)]
+
+
+def test_a_range_skipped_ahead_changes_no_earlier_step():
+    before = [step_samples(step, 8).tolist() for step in range(5)]
+    assert [step_samples(step, 8, [(40, 48)]).tolist() for step in range(5)] == before
+    assert step_samples(5, 8, [(40, 48)]).tolist() == list(range(48, 56))
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([0, 1, 2]))
+def test_ranks_deal_out_the_same_global_batch(world, micro):
+    plan = plan_batch(24, micro, world, 64)
+    samples = step_samples(7, 24)
+    dealt = {
+        k: samples[k * plan.micro_batch : (k + 1) * plan.micro_batch]
+        for r in range(world)
+        for k in plan.micro_batches(r)
+    }
+    assert np.concatenate([dealt[k] for k in sorted(dealt)]).tolist() == samples.tolist()
+
+
+def test_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, windlass.data.order; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
