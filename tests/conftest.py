@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_SILENT", "true")
 for _key in ("OMP_NUM_THREADS",):
     os.environ.setdefault(_key, "1")  # tests run side by side on few cores, and small tensors gain nothing from two
+
+hypothesis.settings.register_profile("windlass", deadline=None, database=None, derandomize=True)  # the same in each run
+hypothesis.settings.load_profile("windlass")
 
 REPOSITORY = Path(__file__).parent.parent
 
