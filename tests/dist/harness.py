@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -75,7 +76,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
             rank.join()
 
 
-def _rank(  # noqa: PLR0917
+def _rank(
     fn: Callable[..., Any], rank: int, world: int, listening: socket.socket, sender: Connection, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
@@ -87,10 +88,10 @@ def _rank(  # noqa: PLR0917
         if world > 1:
             fd = listening.detach() if rank == 0 else None
             store = dist.TCPStore(host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
-        sender.send((True, fn(Join(place, store), *args)))
+        sender.send_bytes(pickle.dumps((True, fn(Join(place, store), *args))))  # tensors by value
         code = 0
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sender.close()
         time.sleep(
@@ -122,7 +123,7 @@ def _collect(receivers: list[Connection], ranks: list[Any], deadline: float) -> 
         for receiver in ready:
             rank = receivers.index(receiver)  # type: ignore[arg-type]
             try:
-                good, value = receiver.recv()  # type: ignore[union-attr]
+                good, value = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 ranks[rank].join(5)
                 raise AssertionError(f"rank {rank} ended without a result, exit code {ranks[rank].exitcode}") from None
