@@ -18,6 +18,7 @@ from windlass.data.squad import end_of_text, prompt
 from windlass.errors import UserError
 from windlass.evaluate.generate import generate
 from windlass.evaluate.sampling import Sampling
+from windlass.parallel.wrap import unwrap
 
 if TYPE_CHECKING:
     from windlass.data.squad import Question
@@ -104,6 +105,7 @@ def answer(
     Returns:
         Question id → answer, the same on every rank; None where `poll` cut it short.
     """
+    model = unwrap(model)
     room = model.context - max_tokens
     if room < 1:
         raise UserError(

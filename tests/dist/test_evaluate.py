@@ -1,0 +1,130 @@
+"""Evaluation and generation on several ranks, sharded and not: the numbers of one process, and never a hang."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Join, recipe, run_ranks
+
+from windlass.data.rows import Rows
+from windlass.data.squad import Question
+from windlass.data.tokenizer import ByteTokenizer
+from windlass.evaluate.generate import generate
+from windlass.evaluate.hellaswag import Item, evaluate_hellaswag
+from windlass.evaluate.likelihood import Continuation, log_likelihoods
+from windlass.evaluate.loss import evaluate_loss
+from windlass.evaluate.sampling import Sampling
+from windlass.evaluate.squad import evaluate_squad
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.parallel.env import World
+from windlass.parallel.mesh import Ranks
+from windlass.parallel.wrap import unwrap, wrap
+
+pytestmark = pytest.mark.dist
+
+SHAPE = {"model__layers": 2, "model__heads": 2, "model__width": 32, "model__context": 64, "model__init_std": 0.3}
+TOKENIZER = ByteTokenizer()
+
+
+def rows(count: int) -> Rows:
+    """Rows of unequal length; the validation set of one of them has nothing that counts at all."""
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(2, 40, count)
+    return Rows([(generator.integers(0, 256, n), generator.random(n) < 0.5) for n in lengths], pad=256)
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = np.random.default_rng(2)
+    return [generator.integers(0, 256, n).tolist() for n in generator.integers(1, 50, count)]
+
+
+ITEMS = [
+    Item(f"The cat number {i}", ("sat", "ran away from it", "ate", "slept " * (i % 3 + 1)), i % 4) for i in range(7)
+]
+QUESTIONS = [Question(f"q{i}", f"Who is {i}?", "A cat. " * (i % 4 + 1), ("cat",), 2) for i in range(7)]
+SAMPLING = Sampling(max_tokens=24, seed=3, stop=frozenset(range(40)))  # stops soon, and each text elsewhere
+
+
+def measure(join: Join, strategy: str) -> dict[str, Any]:
+    settings = recipe(**SHAPE, parallel__strategy=strategy)
+    ranks = join(settings)
+    model = wrap(build_model(settings, 257), ranks, settings)
+    initialise(unwrap(model), 1)
+    found = measured(model, ranks)
+    ranks.stop()
+    return found
+
+
+def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
+    """All that is measured, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
+    texts = prompts(7)
+    mine = [i for i in range(7) if i % ranks.world == ranks.rank and not (ranks.world == 4 and ranks.rank == 3)]
+    made = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
+    scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
+    assert made is not None and scored is not None
+    hellaswag = evaluate_hellaswag(model, TOKENIZER, ITEMS, ranks)
+    squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
+    assert hellaswag is not None and squad is not None
+    return {
+        "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
+        "texts": dict(zip(mine, made, strict=True)),
+        "sums": scored.sums,
+        "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "items", "tokens")},
+        "squad": squad[1],
+    }
+
+
+def alone() -> dict[str, Any]:
+    settings = recipe(**SHAPE)
+    model = build_model(settings, 257, device="cpu")
+    initialise(model, 1)
+    return measured(model, Ranks(World(), torch.device("cpu"), "single"))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
+def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) -> None:
+    expected = alone()
+    found = run_ranks(measure, world, strategy)
+    for one in found:
+        for mine, theirs in zip(one["loss"], expected["loss"], strict=True):
+            assert (mine["tokens"], mine["samples"]) == (theirs["tokens"], theirs["samples"])
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+            assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
+        assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
+        assert one["hellaswag"] == expected["hellaswag"] and one["squad"] == expected["squad"]
+        for i, text in one["texts"].items():
+            assert text == expected["texts"][i]
+    lengths = {len(text) for text in expected["texts"].values()}
+    assert len(lengths) > 2, "texts end at different places"
+
+
+def stopped(join: Join, poll_on: int, after: int) -> list[Any]:
+    settings = recipe(**SHAPE, parallel__strategy="full_shard")
+    ranks = join(settings)
+    model = wrap(build_model(settings, 257), ranks, settings)
+    initialise(unwrap(model), 1)
+
+    def poll_of() -> Any:
+        asked = iter(range(10**6))
+        return lambda: ranks.rank == poll_on and next(asked) >= after
+
+    found = [
+        evaluate_loss(model, rows(64), ranks, 2, poll=poll_of()),
+        generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, batch=2, poll=poll_of()),
+        log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll=poll_of()),
+        evaluate_loss(model, rows(5), ranks, 2, poll=lambda: False),
+    ]
+    ranks.stop()
+    return found
+
+
+def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
+    for one in run_ranks(stopped, 2, 1, 3):
+        assert one[:3] == [None, None, None]
+        assert one[3]["samples"] == 5
