@@ -133,7 +133,7 @@ def _ranks_from_files(folder: Path) -> dict[bytes, int]:
         lines = (folder / GPT2_MERGES).read_text(encoding="utf-8").split("\n")
         merges = [line.split() for line in lines if line.strip() and not line.startswith("#version")]
         merged = [bytes(letters[c] for c in first + second) for first, second in merges]
-    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"data.tokenizer: {folder} does not hold GPT-2's vocab.bpe and encoder.json: {error}") from None
     in_order = sorted(ranks, key=ranks.__getitem__)
     if sorted(ranks.values()) != list(range(len(ranks))) or in_order[256:] != merged:
