@@ -65,13 +65,15 @@ def train(
 
 def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
     """Start this very command line on N local processes, after what can be wrong was looked for."""
-    from windlass.data.dataset import prepare_if_missing
-    from windlass.launch.local import launch, parse_world
+    from windlass.data.prepare import data_dir, prepare, ready
+    from windlass.launch.local import launch, parse_worlds, worker_command
 
-    least, most = parse_world(world)
-    recipe.batch(most)
-    prepare_if_missing(recipe)
-    code = launch(sys.argv[1:], most, least=least, max_restarts=max_restarts)
+    worlds = parse_worlds(world)
+    for number in worlds:
+        recipe.batch(number)
+    if ready(recipe, data_dir(recipe)) is None:
+        prepare(recipe)
+    code = launch(worker_command(sys.argv[1:]), worlds, max_restarts)
     if code == 0:
         show_end(run)
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from windlass.train.summary import write_summary
 
 if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
+    from windlass.telemetry.speed import StepTimer
     from windlass.train.step import StepResult
 
 
@@ -39,6 +41,19 @@ class Rewind(Exception):
     reason: str
     stop_sample: int
     """The first global sample after those to leave out."""
+
+
+class Batches:
+    """A loader whose waits count as `data` time."""
+
+    def __init__(self, loader: Loader, timer: StepTimer):
+        self.loader, self.timer, self.close = loader, timer, loader.close
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        while True:
+            with self.timer.phase("data"):
+                batch = next(self.loader)
+            yield batch
 
 
 class Actions:
@@ -101,13 +116,15 @@ class Actions:
     def _has_line(self, kind: str, step: int) -> bool:
         return any(x["step"] == step for x in self.s.run.lines(kind))
 
-    def batches(self) -> Loader:
+    def batches(self) -> Batches:
         """The batches from the present step on, read ahead in the background."""
-        s = self.s
-        return Loader(
-            s.data.train, s.batch, s.ranks.rank, seed=self.recipe.run.seed, kind=self.recipe.data.order, device=s.ranks.device,
-            prefetch=self.recipe.data.prefetch, first_step=self.state.step, skipped=tuple(self.state.skipped),
+        s, data = self.s, self.recipe.data
+        loader = Loader(
+            s.data.train, s.batch, s.ranks.rank, seed=self.recipe.run.seed, kind=data.order, device=s.ranks.device,
+            prefetch=data.prefetch, first_step=self.state.step, skipped=tuple(self.state.skipped),
+            length_buckets=data.length_buckets and data.format != "text",
         )  # fmt: skip
+        return Batches(loader, s.timer)
 
     # -- after each step ----------------------------------------------------------------------------------------------
 

@@ -100,8 +100,11 @@ def fit(session: Session, actions: Actions, on_step: OnStep | None = None) -> No
                 if actions.due_sample():
                     actions.sample()
                 actions.look_around()
-                if any(agreement.result() or ()) or state.step == session.options.stop_at:
+                last = state.step == horizon.steps
+                if any(agreement.result() or ()) or (state.step == session.options.stop_at and not last):
                     actions.stop()
+                if last:
+                    break
         except Rewind as back:
             agreement.result()
             actions.rewind(back)

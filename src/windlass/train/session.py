@@ -147,6 +147,7 @@ class Session:
             self.run.path.mkdir(parents=True, exist_ok=True)
             number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
             if not self.claim.resuming or self.claim.extends_from:
+                self.data.save_tokenizer(self.run.path)
                 _write(self.run.recipe_path, self.recipe.toml())
             return number
 
@@ -274,6 +275,7 @@ class Session:
         self.goodput.listen(self.sampler.phase)
         if ranks.main and recipe.telemetry.trackers:
             self.trackers = start_trackers(run, recipe, self.attempt)
+            self._stack.callback(self.trackers.close)
         self._check_space()
 
     def _check_space(self) -> None:

@@ -1,0 +1,159 @@
+"""Every strategy, world and accumulation is one process with the whole batch, in float64, to 1e-9.
+
+The reference shares nothing with the trained path but the network itself: one batch, one backward pass, torch's own AdamW
+and clipping.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from harness import recipe as make_recipe
+from harness import run_ranks
+from windlass.data.loader import Loader
+
+from windlass.data.rows import Rows
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.optim.build import build_optimizer
+from windlass.optim.schedule import factor
+from windlass.parallel import reduce
+from windlass.parallel.wrap import named_parameters, unwrap, wrap
+from windlass.recipe import Horizon
+from windlass.telemetry.speed import StepTimer
+from windlass.train.step import Step
+
+STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
+ACCUMULATIONS = (1, 2, 4)
+CELLS = {2: ("ddp", "full_shard", "shard_grad_op"), 4: ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")}
+
+
+def rows() -> Rows:
+    """Rows of 2 to 12 tokens with ragged marks; of each 16, four in a row count nothing at all (one rank's whole share)."""
+    draw = np.random.default_rng(0)
+    made = []
+    for number in range(STEPS * BATCH):
+        length = int(draw.integers(2, CONTEXT + 1))
+        marks = draw.random(length) < 0.7
+        if (number % BATCH) // 4 == 1:
+            marks[:] = False
+        made.append((draw.integers(0, VOCAB, length).tolist(), marks.tolist()))
+    return Rows(made, pad=0)
+
+
+def settings(precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more):
+    return make_recipe(
+        model__layers=2, model__heads=2, model__width=16, model__context=CONTEXT, model__vocab=VOCAB, data__source="none",
+        data__order="sequential", data__tokenizer="char", train__steps=STEPS, train__global_batch=BATCH,
+        train__micro_batch=BATCH // world // accumulation, train__precision=precision, train__grad_clip=0.5,
+        optim__lr=3e-3, optim__weight_decay=0.1, optim__schedule__kind="wsd", optim__schedule__warmup=2,
+        optim__schedule__decay=2, parallel__strategy=strategy, **more,
+    )  # fmt: skip
+
+
+def reference(dtype=torch.float64):
+    """Losses, gradient norms and final parameters of a plain loop over whole batches."""
+    recipe = settings()
+    model = build_model(recipe, VOCAB, device="cpu", dtype=dtype)
+    initialise(model, recipe.run.seed)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False)
+    data, losses, norms = rows(), [], []
+    for step, rate in enumerate([0.5, 1.0, 1.0, 1.0, 0.5]):
+        tokens, labels = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
+        logits = model(torch.from_numpy(tokens))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * rate
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def trained(join, recipe, divisor: float = 1.0):
+    """The same by way of everything that `windlass train` uses; `divisor` falsifies the count of valid tokens."""
+    with join(recipe) as ranks:
+        model = build_model(recipe, VOCAB, device="meta")
+        if recipe.train.precision == "fp64":
+            model = model.double()
+        model = wrap(model, ranks, recipe)
+        initialise(unwrap(model), recipe.run.seed)
+        step = Step(model, build_optimizer(model, recipe.optim, "cpu"), ranks, recipe, StepTimer())
+        batch, data = recipe.batch(ranks.world), rows()
+        loader = Loader(data, batch, ranks.rank, seed=1, kind="sequential", device=ranks.device, prefetch=1)
+        horizon = Horizon(STEPS, len(data), BATCH)
+        losses, norms = [], []
+        for number, micro_batches in zip(range(STEPS), loader, strict=False):
+            if divisor != 1.0:
+                object.__setattr__(micro_batches, "valid_tokens", int(micro_batches.valid_tokens * divisor))
+            result = step(micro_batches, factor(recipe.optim.schedule, horizon, number))
+            losses.append(float(reduce.sum_over_ranks(result.loss, ranks)))
+            norms.append(float(result.grad_norm))
+        loader.close()
+        whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named_parameters(model)}
+        return losses, norms, {n: p.clone() for n, p in whole.items()}
+
+
+def every_cell(join, world: int, precision: str):
+    return {
+        (strategy, accumulation): trained(join, settings(precision, strategy, world, accumulation))
+        for strategy in CELLS[world]
+        for accumulation in ACCUMULATIONS
+    }
+
+
+def distance(found, wanted) -> tuple[float, float, float]:
+    """The largest relative difference of losses and norms, and the largest absolute one of parameters."""
+    losses = max(abs(a - b) / abs(b) for a, b in zip(found[0], wanted[0], strict=True))
+    norms = max(abs(a - b) / abs(b) for a, b in zip(found[1], wanted[1], strict=True))
+    assert set(found[2]) == set(wanted[2])
+    return losses, norms, max(float((found[2][n].double() - wanted[2][n].double()).abs().max()) for n in wanted[2])
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return reference()
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_one_process_in_float64(plain, accumulation):
+    (found,) = run_ranks(trained, 1, settings("fp64", "single", 1, accumulation))
+    assert max(distance(found, plain)) < 1e-9
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_strategy_in_float64(plain, world):
+    for per_rank in run_ranks(every_cell, world, world, "fp64", timeout=240):
+        for cell, found in per_rank.items():
+            assert max(distance(found, plain)) < 1e-9, cell
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_strategy_in_float32(plain, world):
+    """Within the rounding that was measured: losses to 5e-7 relative, parameters to 1.4e-5."""
+    results = run_ranks(every_cell, world, world, "fp32", timeout=240)
+    for cell, found in results[0].items():
+        losses, norms, parameters = distance(found, plain)
+        assert losses < 5e-7, cell
+        assert norms < 1e-5, cell
+        assert parameters < 1.4e-5, cell
+        for other in results[1:]:
+            assert other[cell][0] == found[0], "ranks disagree on the loss"
+            assert all(torch.equal(other[cell][2][n], found[2][n]) for n in found[2]), "ranks disagree on parameters"
+
+
+@pytest.mark.dist
+def test_a_wrong_divisor_is_seen(plain):
+    for found in run_ranks(trained, 2, settings("fp64", "ddp", 2, 2), 1.1):
+        assert distance(found, plain)[0] > 1e-3
+    assert math.isclose(plain[0][0], math.log(VOCAB), rel_tol=0.02)

@@ -1,0 +1,27 @@
+"""A rank of a training that is killed: `python killed.py RECIPE KILL_AFTER [KEY=VALUE...]`.
+
+After the step KILL_AFTER, once a checkpoint of an earlier step is committed, every rank kills itself with SIGKILL (0: none).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from windlass import Recipe, train
+
+recipe, kill_after = Recipe.load(sys.argv[1], sys.argv[3:]), int(sys.argv[2])
+
+
+def on_step(step: int, _: object) -> None:
+    if step != kill_after:
+        return
+    deadline = time.monotonic() + 60
+    while not (recipe.run_dir / "checkpoints" / "index.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+train(recipe, on_step=on_step)
