@@ -199,8 +199,9 @@ class DeviceSampler:
             probe = self._probe or _probe(self.device)
             self._write(file, {"kind": "start", "world": self.world, "every": self.every} | probe.about)
             since = time.perf_counter()
-            while not self._stop.is_set():
-                self._stop.wait(self.every)
+            stopped = False
+            while not stopped:
+                stopped = self._stop.wait(self.every)
                 until = time.perf_counter()
                 self._write(file, {"phase": self._main_phase(since, until)} | probe.read())
                 since = until

@@ -29,6 +29,10 @@ RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)
 """How long to wait after each trouble in a row before trying again."""
 
 WATCH_SECONDS = 5.0
+"""How often to look whether the training process still lives; its end is noticed at once anyway."""
+
+LOCK_SECONDS = 60.0
+"""How long to wait for another process that feeds the same tracker: one that sends the rest of a run that was killed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -145,16 +149,16 @@ def _only_feeder(run: Path, name: str) -> Iterator[bool]:
         yield True  # no locks, or a full disk: go on without
         return
     with file:
-        patience = time.monotonic() + 60.0
+        patience = time.monotonic() + LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() < patience:
-                    time.sleep(0.5)
-                    continue
-                yield False
-                return
+                if time.monotonic() >= patience:
+                    yield False
+                    return
+                time.sleep(0.5)
+                continue
             except OSError:  # a file system without locks
                 pass
             yield True

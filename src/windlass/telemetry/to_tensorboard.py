@@ -58,11 +58,14 @@ class TensorBoard:
             marks = _lower(marks, min(back))
         if not source.live and not source.pending(marks):
             return marks
-        self._begin_file(source, again=bool(state))
+        self._begin_file(source)
         return _lower(marks, self._whole_below - 1)
 
-    def _begin_file(self, source: Source, again: bool) -> None:
+    def _begin_file(self, source: Source) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
+        again = any(
+            self._directory.glob("events.out.tfevents.*")
+        )  # also of a start that was killed before its first mark
         path = self._directory / _next_name(self._directory)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         events = [event_pb2.Event(wall_time=source.began, file_version="brain.Event:2")]

@@ -135,6 +135,21 @@ class Trackers:
         """What to do about a tracker that did not get everything."""
         return remedy(self.run, name)
 
+    def close(self) -> None:
+        """Let go of the trackers without waiting, as where the run failed: they send the rest by themselves.
+
+        Nothing to do after `finish`.
+        """
+        for sidecar in self.sidecars:
+            sidecar.send("")
+            os.close(sidecar.messages)
+        _LET_GO.extend(self.sidecars)
+        self.sidecars = []
+
+
+_LET_GO: list[_Sidecar] = []
+"""Sidecars that nobody waits for any more; kept so that they are not taken for forgotten ones."""
+
 
 def start_trackers(run: Run | Path, recipe: Recipe, attempt: int = 0) -> Trackers:
     """Start a sidecar for each of `telemetry.trackers`; called on rank 0 alone. Returns at once and never raises OSError.

@@ -1,0 +1,373 @@
+"""Trackers that hang, refuse, swallow, answer nonsense or run out of disk: the run beside them does not notice."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from windlass.recipe import Recipe
+from windlass.run import Run, read_lines
+from windlass.telemetry import sidecar, to_wandb, trackers
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.trackers import start_trackers
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+STEPS = 20
+
+
+def prepare(run: Path, *names: str, flush_seconds: float = 5.0) -> Recipe:
+    telemetry = {"trackers": list(names), "flush_seconds": flush_seconds}
+    recipe = Recipe.model_validate({"telemetry": telemetry})
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text(recipe.toml())
+    return recipe
+
+
+def train(run: Path, handles: list) -> list:
+    """The stand-in for training: a ledger of STEPS steps, looking after the trackers as the loop does."""
+    ledger, notes = Ledger(run / "metrics.jsonl"), []
+    ledger.write("event", 0, event="started", world=1)
+    for step in range(1, STEPS + 1):
+        ledger.write("train", step, loss=1 / step)
+        for handle in handles:
+            notes += handle.poll()
+    ledger.write("event", STEPS, event="finished")
+    ledger.close()
+    return notes
+
+
+def pids(handle) -> list[int]:
+    return [one.process.pid for one in handle.sidecars]
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process and its whole group have ended."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return not members
+
+
+def unharmed(run: Path) -> bool:
+    """Whether the ledger is as without trackers."""
+    return [line["step"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"] == [
+        *range(1, STEPS + 1)
+    ]
+
+
+@pytest.fixture
+def hung_imports(tmp_path, monkeypatch):
+    """All three libraries hang when a sidecar imports them."""
+    for name in ("tensorboard", "mlflow", "wandb"):
+        (tmp_path / "hung" / name).mkdir(parents=True)
+        (tmp_path / "hung" / name / "__init__.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hung"))
+
+
+def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_imports):
+    run = tmp_path / "run"
+    handle = start_trackers(run, prepare(run, "tensorboard", "mlflow", "wandb"))
+    started = pids(handle)
+    notes = train(run, [handle])
+    notes += handle.finish(0.5)
+    assert unharmed(run)
+    assert [note.partition(":")[0] for note in notes] == ["tensorboard", "mlflow", "wandb"]
+    assert all(note.trouble and f"windlass track {run} --to" in note for note in notes)
+    assert all(gone(pid) for pid in started)
+    assert handle.finish(0.5) == [], "said once"
+
+
+def test_a_tracker_that_does_not_come_up_is_reported_while_the_run_goes_on(tmp_path, hung_imports, monkeypatch):
+    monkeypatch.setattr(trackers, "UP_SECONDS", 0.0)
+    run = tmp_path / "run"
+    handle = start_trackers(run, prepare(run, "mlflow"))
+    (note,) = train(run, [handle])
+    assert "not there after" in note and note.trouble
+    assert handle.finish(0.1) == []
+
+
+def test_a_sidecar_that_dies_is_reported_once(tmp_path, hung_imports):
+    run = tmp_path / "run"
+    handle = start_trackers(run, prepare(run, "mlflow"))
+    os.kill(pids(handle)[0], signal.SIGKILL)
+    handle.sidecars[0].process.wait()
+    notes = train(run, [handle]) + handle.finish(0.1)
+    assert len(notes) == 1 and "ended early" in notes[0]
+
+
+@contextmanager
+def black_hole():
+    """An address that takes no more connections and does not say so: its queue is full."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        fillers = []
+        for _ in range(3):
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(server.getsockname())
+            fillers.append(filler)
+        try:
+            yield server.getsockname()[1]
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+@contextmanager
+def silent():
+    """A server that takes connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(64)
+        yield server.getsockname()[1]
+
+
+@contextmanager
+def broken():
+    """A server whose every answer is 500."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(500)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_PUT = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def refused_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@contextmanager
+def full_disk(kilobytes: int):
+    """What is started in here can make no file longer than this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "UP_SECONDS", 1e9)
+    refusing, filled = tmp_path / "refusing", tmp_path / "filled"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{KEY}@127.0.0.1:{refused_port()}")
+    handles = [start_trackers(refusing, prepare(refusing, "mlflow"))]
+    recipe = prepare(filled, "tensorboard")
+    with full_disk(kilobytes=1):
+        handles.append(start_trackers(filled, recipe))
+    started = [pid for handle in handles for pid in pids(handle)]
+    notes = train(filled, handles) + train(refusing, handles)
+
+    def both_in_trouble():
+        for handle in handles:
+            notes.extend(handle.poll())
+        return len(notes) == 2
+
+    wait_until(both_in_trouble, 120)
+    for handle in handles:
+        notes += handle.finish(3.0)
+    assert unharmed(refusing) and unharmed(filled)
+    assert sorted(note.partition(":")[0] for note in notes) == ["mlflow", "tensorboard"]
+    assert all(note.trouble and "windlass track" in note for note in notes)
+    assert any("File too large" in note for note in notes)
+    assert not any(KEY in note for note in notes)
+    assert all(gone(pid) for pid in started)
+    logs = b"".join(path.read_bytes() for path in tmp_path.rglob("*.log"))
+    assert b"Connection refused" in logs and KEY.encode() not in logs
+
+
+@pytest.mark.parametrize("server", [black_hole, silent, broken])
+def test_wandb_goes_offline_where_there_is_no_way(monkeypatch, server):
+    """Only the first look, in this process; that nothing is lost is shown with real sidecars."""
+    monkeypatch.setattr(to_wandb, "_REACH_SECONDS", 0.2)
+    with server() as port:
+        mode, why = to_wandb._mode({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
+    assert mode == ("offline" if server is black_hole else "online")
+    assert KEY not in why
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode"),
+    [
+        ({}, "offline"),
+        ({"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_API_KEY": KEY, "HTTPS_PROXY": "http://proxy:3128"}, "online"),
+    ],
+)
+def test_wandb_is_offline_by_itself(environ, mode):
+    assert to_wandb._mode(environ)[0] == mode
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("server", [black_hole, silent, broken])
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
+    run = tmp_path / "run"
+    with server() as port:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        handle = start_trackers(run, prepare(run, name))
+        started = pids(handle)
+        notes = train(run, [handle]) + handle.finish(60.0)
+    assert unharmed(run) and all(gone(pid) for pid in started)
+    if name == "mlflow":
+        assert len(notes) == 1 and notes[0].trouble
+    else:  # all of it is in an offline directory, to be synced
+        assert "wandb sync" in notes[-1] and not notes[-1].trouble
+        assert list(run.glob("wandb/offline-run-*/run-*.wandb"))
+    assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_full_disk_under_the_other_trackers(tmp_path, monkeypatch, name):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tmp_path / "runs" / "run"
+    recipe = prepare(run, name)
+    with full_disk(kilobytes=1):
+        handle = start_trackers(run, recipe)
+    notes = train(run, [handle]) + handle.finish(30.0)
+    assert unharmed(run)
+    assert len([note for note in notes if note.trouble]) == 1
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from windlass.recipe import Recipe
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.trackers import start_trackers
+run = Path(sys.argv[1])
+handle = start_trackers(run, Recipe.load(run / "recipe.toml"))
+ledger = Ledger(run / "metrics.jsonl")
+ledger.write("event", 0, event="started", world=1)
+for step in range(1, 21):
+    ledger.write("train", step, loss=1 / step)
+print(*(one.process.pid for one in handle.sidecars), flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_a_sidecar_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request, hung):
+    if hung:
+        request.getfixturevalue("hung_imports")
+    run = tmp_path / "run"
+    prepare(run, "tensorboard", flush_seconds=0.5 if hung else 60.0)
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(run)], stdout=subprocess.PIPE, text=True) as parent:
+        assert select.select([parent.stdout], [], [], 60)[0]
+        (pid,) = map(int, parent.stdout.readline().split())
+        os.kill(parent.pid, signal.SIGKILL)
+    wait_until(lambda: gone(pid))
+    assert unharmed(run)
+    if not hung:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")
+        assert [x.step for x in found] == list(range(1, 21))
+
+
+HOLDS_THE_INTERPRETER = """
+import re, sys
+from windlass.telemetry import sidecar
+sidecar.WATCH_SECONDS = 0.1
+sidecar._sink = lambda name: re.match("(a+)+$", "a" * 60 + "b")
+sidecar.main([sys.argv[1], "--to", "mlflow", "--attempt", "0", "--flush-seconds", "0.2"])
+"""
+
+
+def test_compiled_code_that_never_lets_go_is_ended_too(tmp_path):
+    """No Python thread runs in such a sidecar; the timer that ends it is not written in Python."""
+    run = tmp_path / "run"
+    prepare(run, "mlflow")
+    train(run, [])
+    command = [sys.executable, "-c", HOLDS_THE_INTERPRETER, str(run)]
+    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "Timeout" in done.stderr and "re" in done.stderr
+
+
+def test_a_run_that_fails_lets_go_without_waiting(tmp_path):
+    run = tmp_path / "run"
+    handle = start_trackers(run, prepare(run, "tensorboard", flush_seconds=60.0))
+    (pid,) = pids(handle)
+    train(run, [handle])
+    handle.close()
+    assert handle.finish(5.0) == [] and handle.poll() == []
+    wait_until(lambda: gone(pid))
+    assert list(run.glob("tensorboard/events.*"))
+
+
+def test_two_processes_do_not_feed_one_tracker(tmp_path, monkeypatch):
+    monkeypatch.setattr(sidecar, "LOCK_SECONDS", 0.0)
+    one = sidecar._only_feeder
+    with one(tmp_path, "mlflow") as first, one(tmp_path, "mlflow") as second, one(tmp_path, "wandb") as other:
+        assert (first, second, other) == (True, False, True)
+    with sidecar._only_feeder(tmp_path, "mlflow") as again:
+        assert again
+
+
+def test_a_kill_between_writing_and_noting_gives_no_duplicate(tmp_path, monkeypatch):
+    """TensorBoard's events are written before the mark: what may be there twice is forgotten by the next file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from windlass.telemetry.feeder import Feeder
+    from windlass.telemetry.to_tensorboard import TensorBoard
+
+    run = tmp_path / "run"
+    prepare(run, "tensorboard")
+    train(run, [])
+    remember = TensorBoard._remember
+
+    def killed(self, marks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TensorBoard, "_remember", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Feeder(Run(run), TensorBoard, live=True, attempt=0).pump()
+    monkeypatch.setattr(TensorBoard, "_remember", remember)
+    Feeder(Run(run), TensorBoard, live=False).finish()
+    found = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")
+    assert [x.step for x in found] == list(range(1, STEPS + 1))
