@@ -66,13 +66,11 @@ class Template:
         text = json.dumps({"source": self.source, "special": dict(self.special)}, indent=1)
         (directory / "chat.json").write_text(text + "\n", encoding="utf-8")
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """The text after which the assistant speaks."""
-        return (
-            "".join(text for text, _ in self._plain(messages)) + "Assistant:"
-            if not self.source
-            else self._render(messages, ask=True)
-        )
+    def prompt(self, messages: Sequence[Message]) -> list[str | None]:
+        """The text after which the assistant speaks, in pieces; None stands for the end-of-text token."""
+        if self.source:
+            return [self._render(messages, ask=True)]
+        return [*(text for text, _ in self._plain(messages)), "Assistant:"]
 
     def pieces(self, messages: Sequence[Message]) -> list[tuple[str | None, bool]]:
         """The conversation in pieces, each with whether it counts; None stands for the end-of-text token.
@@ -137,14 +135,22 @@ class Template:
             raise UserError(f"the tokenizer's chat template does not take this conversation: {error}") from None
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a rendered text, in which the end-of-text token may be spelled out."""
-    if tokenizer.eot is None:
+def encode(tokenizer: Tokenizer, text: str | None) -> list[int]:
+    """The tokens of a piece of a rendered conversation, in which the end-of-text token may be spelled out."""
+    eot = [] if tokenizer.eot is None else [tokenizer.eot]
+    if text is None:
+        return eot
+    if not eot:
         return [int(i) for i in tokenizer.encode(text)]
     found: list[int] = []
-    for place, part in enumerate(text.split(tokenizer.decode([tokenizer.eot]))):
-        found += ([tokenizer.eot] if place else []) + [int(i) for i in tokenizer.encode(part)]
+    for place, part in enumerate(text.split(tokenizer.decode(eot))):
+        found += (eot if place else []) + [int(i) for i in tokenizer.encode(part)]
     return found
+
+
+def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
+    """The tokens after which the assistant speaks."""
+    return [i for piece in template.prompt(messages) for i in encode(tokenizer, piece)]
 
 
 def read_files(pattern: str, setting: str = "data.source") -> list[list[Message]]:
@@ -183,7 +189,7 @@ def row(
     ids: list[int] = []
     marks: list[bool] = []
     for text, counts in template.pieces(messages):
-        piece = encode(tokenizer, text) if text is not None else [tokenizer.eot] if tokenizer.eot is not None else []
+        piece = encode(tokenizer, text)
         ids += piece
         marks += [counts] * len(piece)
     ids, marks = ids[: context + 1], marks[: context + 1]

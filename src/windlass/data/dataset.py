@@ -18,7 +18,7 @@ from windlass.data.items import open_items
 from windlass.data.prepare import data_dir, prepare, ready
 from windlass.data.progress import Progress, console
 from windlass.data.shards import Index, Stream
-from windlass.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from windlass.data.tokenizer import FOLDER, Tokenizer, load_tokenizer, tokenizer_files
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
@@ -143,6 +143,13 @@ class Data:
     """Where the prepared data lie."""
     template: Template | None = None
     """With `data.format = "chat"`: how a conversation is written down."""
+
+    def save_tokenizer(self, directory: Path) -> None:
+        """Write what turns text into tokens and back into `directory/tokenizer`: a run can then be sampled by itself."""
+        if hasattr(self.tokenizer, "save"):  # a user's own may have no file
+            self.tokenizer.save(directory)
+            if self.template is not None:
+                self.template.save(directory / FOLDER)
 
 
 def open_data(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Progress | None = None) -> Data:

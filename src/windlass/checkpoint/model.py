@@ -1,0 +1,106 @@
+"""From what a user names (a run, a checkpoint, a directory of `transformers`) to a model that can be asked, and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from windlass import hub
+from windlass.checkpoint import load
+from windlass.checkpoint.slices import restore
+from windlass.data.chat import Template
+from windlass.data.prepare import data_dir
+from windlass.data.tokenizer import FOLDER, Tokenizer, load_tokenizer, named_tokenizer
+from windlass.errors import UserError
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.parallel.env import World
+from windlass.parallel.mesh import Ranks
+from windlass.parallel.wrap import unwrap, wrap
+from windlass.recipe import Recipe
+from windlass.run import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a user named, before any weight is read."""
+
+    name: str
+    recipe: Recipe
+    tokenizer: Tokenizer
+    template: Template
+    checkpoint: Path | None
+    """None: the weights are those of a directory of `transformers`."""
+    step: int | None
+    run: Run | None
+
+    @property
+    def title(self) -> str:
+        """For people: what it is."""
+        return f"{self.name} at step {self.step}" if self.step is not None else self.name
+
+
+def alone(device: str | torch.device | None = None) -> Ranks:
+    """A group of this process only, on CUDA where there is one."""
+    return Ranks(World(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
+
+
+def find(name: str, overrides: Sequence[str] = ()) -> Source:
+    """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
+    `transformers`, or `hf:NAME` of the Hub.
+
+    Args:
+        name: See above.
+        overrides: Settings to change in the recipe, for example where to evaluate on.
+
+    Raises:
+        UserError: There is no such thing, or it is damaged.
+    """
+    path = Path(name).expanduser()
+    if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
+        return _hf(name, hub.directory(name.removeprefix("hf:"), key=name), overrides)
+    choice = load.find(path if path.exists() else name)
+    run = Run(choice.path.parent.parent)
+    if not run.recipe_path.is_file():
+        raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
+    recipe = run.recipe.with_overrides(*overrides) if overrides else run.recipe
+    home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
+    tokenizer = load_tokenizer(run.recipe.data, home)
+    return Source(str(run.path), recipe, tokenizer, Template.load(home / FOLDER), choice.path, choice.step, run)
+
+
+def _hf(name: str, directory: Path, overrides: Sequence[str]) -> Source:
+    from windlass.model.hf import open_hf
+
+    tokenizer = named_tokenizer(f"hf:{directory}")
+    model: dict[str, Any] = {"kind": "hf", "name": str(directory), "context": open_hf(directory).context}
+    tree = {"preset": "hf", "model": model, "data": {"tokenizer": f"hf:{directory}"}}
+    recipe = Recipe.model_validate(tree)
+    recipe = recipe.with_overrides(*overrides) if overrides else recipe
+    return Source(name, recipe, tokenizer, Template.of_directory(directory), None, None, None)
+
+
+def load_model(source: Source, ranks: Ranks) -> nn.Module:
+    """The model with its weights, wrapped for `ranks` as the recipe's strategy says, in evaluation mode.
+
+    Each rank reads only the rows that it holds.
+    """
+    recipe = source.recipe
+    if recipe.train.compile:  # lengths vary from pass to pass here
+        recipe = recipe.with_overrides("train.compile=false")
+    model = build_model(recipe, source.tokenizer.vocab)
+    if recipe.train.precision == "fp64":
+        model = model.double()
+    wrapped = wrap(model, ranks, recipe)
+    if source.checkpoint is None:
+        initialise(unwrap(wrapped), recipe.run.seed)
+    else:
+        restore(load.open_checkpoint(source.checkpoint, deep=False), wrapped)
+    return wrapped.eval()
