@@ -58,12 +58,13 @@ class Corpus:
 def slug(source: str) -> str:
     """A source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
     kind, _, rest = source.partition(":")
-    place = rest if kind in ("hf", "shards") else source
-    place = place.split("?")[0]
-    parts = [p for p in re.split(r"[/\\]", place) if p and not set(p) <= set("*?.[]")] or [kind]
-    last = re.sub(r"(\.(txt|jsonl|ndjson|parquet|bin|npy|gz|zst))+$", "", parts[-1], flags=re.IGNORECASE)
-    name = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-").lower()
-    return name[:40] or "corpus"
+    place = (rest if kind in ("hf", "shards") else source).split("?")[0]
+    for part in reversed(re.split(r"[/\\]", place)):
+        bare = re.sub(r"(\.(txt|jsonl|ndjson|parquet|bin|npy|gz|zst))+$", "", part, flags=re.IGNORECASE)
+        name = re.sub(r"[^A-Za-z0-9]+", "-", bare).strip("-").lower()
+        if name:
+            return name[:40]
+    return "corpus"
 
 
 def open_corpus(data: DataSettings, source: str, *, sha256: str = "", split: str = "", notify: Any = None) -> Corpus:

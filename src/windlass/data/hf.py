@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from windlass import hub
 from windlass.data.corpus import Corpus
 from windlass.data.readers import as_text
-from windlass.errors import UserError
+from windlass.errors import RunFailed, UserError
 
 BATCH_ROWS = 1000
 
@@ -28,7 +29,8 @@ def open_dataset(place: str, split: str, text_key: str, streaming: bool) -> Corp
     """
     if not Path(place).expanduser().is_dir():
         hub.prepare()
-    with hub.explained(f"data.source: hf:{place}, split {split!r}"):
+    what = f"data.source: hf:{place}, split {split!r}"
+    with hub.explained(what), _told(f"{what} cannot be loaded", UserError):
         found = _load(place, split, streaming)
     columns = found.column_names
     if columns is not None and text_key not in columns:
@@ -37,9 +39,29 @@ def open_dataset(place: str, split: str, text_key: str, streaming: bool) -> Corp
     rows = None if streaming or not hasattr(found, "__len__") else len(found)
 
     def read(start: int, corpus: Corpus) -> Iterator[str]:
-        return _texts(found, start, rows, text_key, where, corpus)
+        with _told(f"reading {where} broke off; start again to go on", RunFailed):
+            yield from _texts(found, start, rows, text_key, where, corpus)
 
     return Corpus(where, read, {"kind": "hf", "split": split, "rows": rows}, bytes_total=rows or 0)
+
+
+@contextmanager
+def _told(what: str, kind: type[Exception]) -> Iterator[None]:
+    """Turn whatever the libraries behind `datasets` raise into one sentence."""
+    try:
+        yield
+    except (UserError, RunFailed, OSError, ValueError, ImportError) as error:
+        if kind is UserError or isinstance(error, UserError):
+            raise
+        raise kind(f"{what} ({type(error).__name__}: {_cause(error)})") from error
+    except Exception as error:
+        raise kind(f"{what} ({type(error).__name__}: {_cause(error)})") from error
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().split("\n")[0][:200]
 
 
 def _load(place: str, split: str, streaming: bool) -> Any:
