@@ -13,13 +13,13 @@ __all__ = ["Recipe", "Run", "__version__", "train"]
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
     from windlass.run import Run
-    from windlass.train import train
+    from windlass.training import train
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    places = {"Recipe": "windlass.recipe", "Run": "windlass.run", "train": "windlass.train"}
+    places = {"Recipe": "windlass.recipe", "Run": "windlass.run", "train": "windlass.training"}
     if name not in places:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}")
     return getattr(importlib.import_module(places[name]), name)

@@ -24,7 +24,7 @@ from windlass.parallel import reduce
 from windlass.parallel.wrap import named_parameters, unwrap, wrap
 from windlass.recipe import Horizon
 from windlass.telemetry.speed import StepTimer
-from windlass.train.step import Step
+from windlass.training.step import Step
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
 ACCUMULATIONS = (1, 2, 4)
@@ -74,7 +74,7 @@ def reference(dtype=torch.float64):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * rate
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 

@@ -12,7 +12,7 @@ from windlass.errors import RunFailed, Stopped, UserError
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.train import train
+from windlass.training import train
 
 SCRIPT = Path(__file__).parent / "killed.py"
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "epoch")

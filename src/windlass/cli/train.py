@@ -42,7 +42,7 @@ def train(
     """
     from windlass.parallel.env import detect
     from windlass.recipe import Recipe
-    from windlass.train.claim import claim
+    from windlass.training.claim import claim
 
     loaded = Recipe.load(recipe, overrides or [])
     options = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
@@ -55,7 +55,7 @@ def train(
             return 0
         if world not in ("", "1") or max_restarts:
             return _launch(loaded, world or "1", max_restarts, claimed.run)
-    from windlass.train import train as run_training
+    from windlass.training import train as run_training
 
     run = run_training(loaded, **options, stop_at=stop_at, profile=profile)
     if here.launcher == "none" and run.state == "finished":

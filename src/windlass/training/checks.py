@@ -15,7 +15,7 @@ from windlass.parallel.wrap import named_parameters, unwrap
 
 if TYPE_CHECKING:
     from windlass.parallel.mesh import Ranks
-    from windlass.train.session import Session
+    from windlass.training.session import Session
 
 
 def startup_checks(session: Session) -> None:

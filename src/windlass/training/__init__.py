@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["train"]
 
 if TYPE_CHECKING:
-    from windlass.train.loop import train
+    from windlass.training.loop import train
 
 
 def __getattr__(name: str) -> Any:
     if name != "train":
-        raise AttributeError(f"module 'windlass.train' has no attribute {name!r}")
-    from windlass.train.loop import train
+        raise AttributeError(f"module 'windlass.training' has no attribute {name!r}")
+    from windlass.training.loop import train
 
     return train

@@ -37,10 +37,10 @@ from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.peaks import measure_cpu_peak, peak_flops
 from windlass.telemetry.speed import Goodput, StepTimer
 from windlass.telemetry.trackers import Trackers, start_trackers
-from windlass.train.claim import Claim, set_aside
-from windlass.train.guard import Signals
-from windlass.train.state import TrainState
-from windlass.train.step import Step
+from windlass.training.claim import Claim, set_aside
+from windlass.training.guard import Signals
+from windlass.training.state import TrainState
+from windlass.training.step import Step
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from windlass.parallel.mesh import Ranks
     from windlass.recipe import Recipe
     from windlass.telemetry.speed import StepTimer
-    from windlass.train.state import TrainState
+    from windlass.training.state import TrainState
 
 SCALE_START = 65536.0
 """Initial fp16 loss scale (torch.amp.GradScaler's own)."""

@@ -22,16 +22,16 @@ from windlass.optim.schedule import factor
 from windlass.parallel import reduce
 from windlass.telemetry.speed import mfu
 from windlass.telemetry.trackers import Note
-from windlass.train.evaluations import evaluate_suites, generate_samples
-from windlass.train.guard import SPIKE_WINDOW, is_spike
-from windlass.train.session import Heartbeat, Session
-from windlass.train.state import TrainState
-from windlass.train.summary import write_summary
+from windlass.training.evaluations import evaluate_suites, generate_samples
+from windlass.training.guard import SPIKE_WINDOW, is_spike
+from windlass.training.session import Heartbeat, Session
+from windlass.training.state import TrainState
+from windlass.training.summary import write_summary
 
 if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
     from windlass.telemetry.speed import StepTimer
-    from windlass.train.step import StepResult
+    from windlass.training.step import StepResult
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Actions:
             s.console.event(f"resumed from {s.resumed_from}", self.state.step)
         self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
         if self.recipe.train.startup_checks:
-            from windlass.train.checks import startup_checks
+            from windlass.training.checks import startup_checks
 
             startup_checks(s)
         due = self.due_evaluation() or (self.state.step == 0 and self._evaluates())

@@ -10,11 +10,11 @@ from windlass.optim.schedule import factor
 from windlass.parallel.reduce import Agreement
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.train.actions import Actions, Rewind
-from windlass.train.claim import claim
-from windlass.train.guard import Signals
-from windlass.train.session import Options, Session
-from windlass.train.step import StepResult
+from windlass.training.actions import Actions, Rewind
+from windlass.training.claim import claim
+from windlass.training.guard import Signals
+from windlass.training.session import Options, Session
+from windlass.training.step import StepResult
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,7 @@ from windlass.run import read_lines
 from windlass.telemetry.speed import device_hours, wall_time
 
 if TYPE_CHECKING:
-    from windlass.train.session import Session
+    from windlass.training.session import Session
 
 
 def write_summary(session: Session, last_loss: float | None) -> None:

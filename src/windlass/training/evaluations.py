@@ -12,7 +12,7 @@ from windlass.evaluate.sampling import Sampling
 from windlass.parallel.wrap import autocast
 
 if TYPE_CHECKING:
-    from windlass.train.session import Session
+    from windlass.training.session import Session
 
 Poll = Callable[[], bool]
 
