@@ -156,7 +156,10 @@ def publish(directory: Path, policy: Policy, files: Files) -> list[Path]:
 
 
 def discard(path: Path, files: Files) -> None:
-    """Delete a directory so that a kill on the way leaves nothing that looks like a checkpoint."""
+    """Delete a directory so that a kill on the way leaves nothing that looks like a checkpoint.
+
+    Its name goes first, for readers, and then its marker: after a power cut the old name may be back.
+    """
     if not path.exists():
         return
     trash = path.with_name(f".trash-{path.name.lstrip('.')}")
@@ -164,6 +167,8 @@ def discard(path: Path, files: Files) -> None:
         if trash.exists():
             files.remove_tree(trash)
         files.rename(path, trash)
+        if (trash / MARKER).exists():
+            files.unlink(trash / MARKER)
         files.remove_tree(trash)
 
 

@@ -148,6 +148,7 @@ class Commit:
         try:
             files.rename(self.temporary, self.target)
             files.sync_dir(self.directory)
+            files.sync_dir(self.directory.parent)  # this may be the first thing in it
             catalog.write_marker(self.target, files)
         except OSError:
             with contextlib.suppress(OSError):  # back to what there was

@@ -7,6 +7,7 @@ of them: docs/reliability.md), and so that what is durable when is decided in on
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -87,6 +88,9 @@ class Files:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as problem:
+            if problem.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+                raise
         finally:
             os.close(descriptor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import Damaged, Manifest, TensorInfo
 from windlass.checkpoint.retention import best
 from windlass.errors import UserError
+from windlass.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -237,6 +237,37 @@ def set_aside(choice: Choice, files: Files | None = None) -> list[Path]:
     return [catalog.set_aside(path, files or Files()) for path in choice.damaged if path.is_dir()]
 
 
-def total_elements(checkpoint: Checkpoint, prefix: str) -> int:
-    """How many numbers the tensors of a prefix hold."""
-    return sum(math.prod(checkpoint.shape(n)) for n in checkpoint.names(prefix))
+@dataclass(frozen=True)
+class Loaded:
+    """What a model was loaded from."""
+
+    run: Run
+    checkpoint: Checkpoint
+    notes: list[str]
+    """Newer checkpoints that were passed over, and why."""
+
+
+def load_model(source: str | Path, device: str | torch.device = "cpu") -> tuple[torch.nn.Module, Loaded]:
+    """The model of a run, in evaluation mode, with the weights of one of its checkpoints.
+
+    Args:
+        source: `RUN` (its newest good checkpoint), `RUN@STEP`, `RUN@best`, or the path of a checkpoint inside a run.
+        device: where the model is to be.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or it is damaged or of another model than the run's recipe says.
+    """
+    from windlass.checkpoint.slices import MODEL, restore
+    from windlass.model.build import build_model
+
+    choice = find(source)
+    run = Run.open(choice.path.absolute().parent.parent)
+    checkpoint = open_checkpoint(choice.path, deep=False)
+    dtype = next(d for d in map(checkpoint.dtype, checkpoint.names(MODEL)) if d.is_floating_point)
+    embedding = f"{MODEL}embedding.weight"
+    vocab = checkpoint.shape(embedding)[0] if checkpoint.has(embedding) else 0
+    model = build_model(run.recipe, vocab, device, dtype)
+    if hasattr(model, "fill_buffers"):  # those that are not saved
+        model.fill_buffers()
+    restore(checkpoint, model)
+    return model.eval(), Loaded(run, checkpoint, choice.notes)

@@ -1,0 +1,194 @@
+"""The power goes at every operation of a save, on a disk that keeps only what was synced, or any part of the rest.
+
+A kill leaves everything that was written; a power cut leaves what had reached the disk. The model of a disk here is a strict
+one: a file's bytes are safe after its own fsync, a name (a new file, a rename, a removal) after the fsync of its directory.
+Whatever was not synced may be there or not, only that the changes of one directory happen in their order.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from saving import hidden, save, step_seen
+
+from windlass.checkpoint import catalog
+from windlass.checkpoint.files import Files, Output
+from windlass.checkpoint.retention import Policy
+
+IMAGES = 6
+SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
+
+
+@dataclass
+class File:
+    data: bytearray = field(default_factory=bytearray)
+    safe: bytes = b""
+
+
+@dataclass
+class Folder:
+    now: dict[str, File | Folder] = field(default_factory=dict)
+    safe: dict[str, File | Folder] = field(default_factory=dict)
+    pending: list[tuple[str, File | Folder | None]] = field(default_factory=list)
+    """Changes since the last sync, in order: name, and what it stands for from then on."""
+
+    def put(self, name: str, thing: File | Folder | None) -> None:
+        self.pending.append((name, thing))
+        if thing is None:
+            self.now.pop(name, None)
+        else:
+            self.now[name] = thing
+
+    def sync(self) -> None:
+        self.safe, self.pending = dict(self.now), []
+
+
+class Disk(Files):
+    """Does what it is told, and keeps a model of what of it a power cut would leave, copied before each operation."""
+
+    def __init__(self, root: Path):
+        self.base, self.root = root, Folder()
+        self.moments: list[tuple[str, Folder]] = []
+
+    def adopt(self, folder: Path) -> None:
+        """Take what is under a folder as safe."""
+        for path in sorted(folder.rglob("*")):
+            parent, name = self._place(path)
+            thing = Folder() if path.is_dir() else File(bytearray(path.read_bytes()), path.read_bytes())
+            parent.put(name, thing)
+            parent.sync()
+
+    def _at(self, path: Path) -> Folder:
+        here = self.root
+        for part in path.relative_to(self.base).parts:
+            step = here.now[part]
+            assert isinstance(step, Folder)
+            here = step
+        return here
+
+    def _place(self, path: Path) -> tuple[Folder, str]:
+        return self._at(path.parent), path.name
+
+    def about_to(
+        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
+    ) -> None:
+        self.moments.append((f"{operation} {path.name}", copy.deepcopy(self.root)))
+        parent, name = self._place(path)
+        thing = parent.now.get(name)
+        if operation == "write":
+            assert isinstance(thing, File) and data is not None
+            thing.data += data
+        elif operation == "fsync":
+            assert isinstance(thing, File)
+            thing.safe = bytes(thing.data)
+        elif operation == "fsync_dir":
+            self._at(path).sync()
+        elif operation == "mkdir" and thing is None:
+            parent.put(name, Folder())
+        elif operation == "create":
+            parent.put(name, File())
+        elif operation in ("unlink", "rmdir"):
+            parent.put(name, None)
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        (old, old_name), (new, new_name) = self._place(source), self._place(target)
+        thing = old.now[old_name]
+        new.put(new_name, thing)
+        old.put(old_name, None)
+        if old is new:  # one change, not two: they are on the disk together or not at all
+            old.pending[-2:] = [(f"{old_name}\0{new_name}", thing)]
+
+
+def image(folder: Folder, place: Path, dice: random.Random | None, everything: bool) -> None:
+    """Write what a power cut may leave: only what is safe, all names with the safe bytes, or a part as the dice fall."""
+    place.mkdir(exist_ok=True)
+    entries = dict(folder.safe)
+    count = len(folder.pending) if everything else dice.randint(0, len(folder.pending)) if dice else 0
+    for name, thing in folder.pending[:count]:
+        if "\0" in name:
+            old, new = name.split("\0")
+            entries.pop(old, None)
+            assert thing is not None
+            entries[new] = thing
+        elif thing is None:
+            entries.pop(name, None)
+        else:
+            entries[name] = thing
+    for name, thing in entries.items():
+        if isinstance(thing, Folder):
+            image(thing, place / name, dice, everything)
+        else:
+            data = thing.safe
+            if dice and len(thing.data) > len(data):
+                data = bytes(thing.data[: dice.randint(len(data), len(thing.data))])
+            (place / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("images", [IMAGES, pytest.param(60, marks=pytest.mark.full)])
+def test_power_cut_at_every_operation(scratch: Path, scene: str, images: int) -> None:
+    there, step = SCENES[scene]
+    run = scratch / "run"
+    run.mkdir()
+    for before in there:
+        assert not save(run / "checkpoints", before, keep=1).error
+    disk = Disk(scratch)
+    disk.root.put("run", Folder())
+    disk.root.sync()
+    disk.adopt(run)
+    assert not save(run / "checkpoints", step, disk, keep=1).error
+    assert step_seen(run) == step
+    disk.moments.append(("the end", disk.root))
+    old = max(there, default=0)
+    seen_by_moment = []
+    for moment, (name, state) in enumerate(disk.moments):
+        seen = set()
+        for number in range(images):
+            place = scratch / f"{moment}-{number}"
+            dice = random.Random(1000 * moment + number) if number > 1 else None
+            image(state, place, dice, everything=number == 1)
+            seen.add(look(place / "run", old, step, name))
+        seen_by_moment.append(seen)
+    assert seen_by_moment[-1] == {step}, "a save that was reported as committed did not survive"
+    if scene == "next":
+        assert seen_by_moment[0] == {old}
+
+
+def look(run: Path, old: int, new: int, moment: str) -> int:
+    seen = step_seen(run)
+    assert seen in (old, new), moment
+    said = catalog.recover(run / "checkpoints", Policy(last=1), Files())
+    after = step_seen(run)
+    assert after == seen or (after == new and "committed now" in " ".join(said)), moment
+    if (run / "checkpoints").is_dir():
+        assert not hidden(run / "checkpoints"), moment
+        assert all(not e.problem for e in catalog.entries(run / "checkpoints")), moment
+    return after
+
+
+def test_the_model_knows_a_lost_file(scratch: Path) -> None:
+    """A disk that is never synced loses everything: the test above would see it."""
+
+    class Hasty(Disk):
+        def about_to(
+            self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
+        ) -> None:
+            if operation not in ("fsync", "fsync_dir"):
+                super().about_to(operation, path, output, data)
+
+    disk = Hasty(scratch)
+    disk.root.put("run", Folder())
+    disk.root.sync()
+    (scratch / "run").mkdir()
+    assert not save(scratch / "run" / "checkpoints", 1, disk).error
+    image(disk.root, scratch / "left", None, everything=False)
+    assert os.listdir(scratch / "left" / "run") == []
+    image(disk.root, scratch / "empty", None, everything=True)
+    with pytest.raises(Exception, match="damaged"):
+        assert step_seen(scratch / "empty" / "run") == 0
