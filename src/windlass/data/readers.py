@@ -135,7 +135,7 @@ def _lines(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
             count += 1
             if count <= skip:
                 continue
-            if count % 256 == 0:
+            if count % 16 == 0:
                 tick(raw.tell())
             yield _text_of(_utf8(line, path, f"line {number:,}, "), text_key, f"{path}, line {number:,}")
     tick(path.stat().st_size)

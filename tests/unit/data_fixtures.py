@@ -1,0 +1,44 @@
+"""What the tests of the data share: recipes over small corpora."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from windlass.data.progress import Silent
+from windlass.recipe import Recipe
+
+
+class Told(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.notes = []
+        self.updates = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def update(self, what, fraction, tokens):
+        self.updates.append((what, fraction, tokens))
+
+
+def documents(count: int, seed: int = 0, longest: int = 400) -> list[str]:
+    """Texts of very unequal length, some of them empty."""
+    draw = random.Random(seed)
+    words = ["the", "cat", "sat", "on", "mat", "caf\u00e9", "\u4e2d\u6587", "42", "def f():\n\treturn", "\n\n"]
+    return [" ".join(draw.choices(words, k=draw.choice([0, 1, 5, 30, longest]))) for _ in range(count)]
+
+
+def jsonl(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    return path
+
+
+def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:
+    """A small recipe whose data lie in `directory`."""
+    model = {"layers": 1, "heads": 1, "width": 8, "context": context, **data.pop("model", {})}
+    values = {"source": str(source), "dir": str(directory), "shard_tokens": 1024, **data}
+    return Recipe.model_validate({"model": model, "data": values})

@@ -1,0 +1,404 @@
+"""Preparation: the right tokens, byte for byte the same however many workers and however often it was interrupted."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_fixtures import Told, documents, jsonl, recipe_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.data import shards as shards_module
+from windlass.data.prepare import data_dir, prepare, ready
+from windlass.data.shards import Index, Stream, dtype_for
+from windlass.data.tokenizer import load_tokenizer
+from windlass.errors import RunFailed, UserError
+from windlass.recipe import Recipe
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def run(recipe, told=None):
+    """Prepare; the directory and the index."""
+    directory = prepare(recipe, told or Told())
+    index = ready(recipe, directory)
+    assert index is not None
+    return directory, index
+
+
+def split_tokens(directory, index, name):
+    split = index.splits[name]
+    return Stream(directory, index.streams[split.stream]).read(split.start, split.stop)
+
+
+def files_of(directory: Path):
+    """The content of every file that matters."""
+    skipped = (".lock", "verified.json", "progress.json")  # a kill after the index leaves the last one behind
+    return {p.name: p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name not in skipped}
+
+
+def packed(texts, tokenizer):
+    """The independent reference: each document after an end-of-text token."""
+    return [i for t in texts if t for i in [tokenizer.eot, *tokenizer.encode(t).tolist()]]
+
+
+def test_shakespeare_as_nanogpt_splits_it(data_files, tmp_path):
+    file = data_files / "tinyshakespeare" / "input.txt"
+    recipe = recipe_for(file, tmp_path / "data", tokenizer="char", shard_tokens=300_000)
+    directory, index = run(recipe)
+    text = file.read_text(encoding="utf-8")
+    assert len(text) == 1_115_394
+    numbers = {c: i for i, c in enumerate(sorted(set(text)))}
+    ids = np.array([numbers[c] for c in text])
+    train, val = split_tokens(directory, index, "train"), split_tokens(directory, index, "val")
+    assert (len(train), len(val)) == (1_003_854, 111_540)
+    assert np.array_equal(np.concatenate([train, val]), ids)
+    assert index.tokenizer["vocab"] == 65 and index.tokenizer["eot"] is None
+    assert {s.dtype for s in index.shards} == {"uint16"}
+
+
+def test_shakespeare_in_gpt2_tokens_as_published(data_files, tmp_path):
+    """nanoGPT's data/shakespeare: 301,966 and 36,059 tokens."""
+    source, tokenizer = data_files / "tinyshakespeare" / "input.txt", f"gpt2:{data_files / 'gpt2'}"
+    directory, index = run(recipe_for(source, tmp_path / "data", tokenizer=tokenizer, shard_tokens=100_000))
+    lengths = [len(split_tokens(directory, index, name)) for name in ("train", "val")]
+    assert lengths == [301_966, 36_059]
+
+
+def test_documents_lie_end_to_end(tmp_path):
+    texts = documents(60)
+    directory, index = run(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.25))
+    tokenizer = load_tokenizer(recipe_for("x").data, directory)
+    wanted = packed(texts, tokenizer)
+    stream = Stream(directory, index.streams["shard"])
+    assert stream.read(0, len(stream)).tolist() == wanted
+    assert stream.document_starts().tolist() == [i for i, t in enumerate(wanted) if t == tokenizer.eot]
+    assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1) and len(index.shards) > 3
+    kept = [t for t in texts if t]
+    held = round(len(kept) / 4)
+    assert split_tokens(directory, index, "train").tolist() == packed(kept[:-held], tokenizer)
+    assert split_tokens(directory, index, "val").tolist() == packed(kept[-held:], tokenizer)
+
+
+def test_the_index_says_what_is_there(tmp_path):
+    directory, index = run(recipe_for(jsonl(tmp_path / "x.jsonl", documents(60)), tmp_path / "data"))
+    for shard in index.shards:
+        raw = (directory / shard.file).read_bytes()
+        assert (len(raw), hashlib.sha256(raw).hexdigest()) == (shard.bytes, shard.sha256)
+        assert np.frombuffer(raw, "<u2").max() == shard.largest
+        starts = (directory / shard.starts_file).read_bytes()
+        assert (len(starts) // 8, hashlib.sha256(starts).hexdigest()) == (shard.documents, shard.starts_sha256)
+    assert index.source["shard"]["files"][0]["bytes"] == (tmp_path / "x.jsonl").stat().st_size
+    assert index.settings["tokenizer"] == "byte"
+    assert not list(directory.glob(".*.tmp")) and not (directory / "progress.json").exists()
+
+
+def test_dtype_by_vocabulary():
+    assert [dtype_for(v) for v in (65, 65536, 65537, 200_000)] == ["uint16", "uint16", "uint32", "uint32"]
+
+
+def test_a_large_vocabulary_lies_in_32_bits(tmp_path):
+    text = "".join(chr(c) for c in range(0x3400, 0x3400 + 66_000) if not 0xD800 <= c < 0xE000)
+    text += "".join(chr(c) for c in range(0x20000, 0x20000 + 9_000))
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    directory, index = run(recipe_for(tmp_path / "x.txt", tmp_path / "data", tokenizer="char", val_fraction=0))
+    assert index.tokenizer["vocab"] == len(text) > 65536
+    assert {s.dtype for s in index.shards} == {"uint32"} and "val" not in index.splits
+    assert split_tokens(directory, index, "train").tolist() == list(range(len(text)))
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
+def test_workers_change_no_byte(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("windlass.data.prepare.BATCH_CHARACTERS", 300)
+    source = jsonl(tmp_path / "x.jsonl", documents(80))
+    found = []
+    for workers in (1, 5):
+        directory, index = run(
+            recipe_for(source, tmp_path / f"{workers}", workers=workers, tokenizer=tokenizer, tokenizer_vocab=270)
+        )
+        found.append((files_of(directory), index.fingerprint))
+    assert found[0] == found[1]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char"])
+def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, monkeypatch):
+    """At each of the first renames of a preparation the process 'dies', before or after it; the next one goes on."""
+    monkeypatch.setattr("windlass.data.prepare.BATCH_CHARACTERS", 500)
+    texts = [*documents(20), "a very long one " * 300, *documents(20, seed=1)]
+    source, held = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", documents(12, 2))
+    changes = {"tokenizer": tokenizer, "eval_source": str(held), "max_tokens": 9000}
+    whole_directory, whole = run(recipe_for(source, tmp_path / "whole", **changes))
+    assert len(whole.shards) > 8
+
+    real, calls, die_at, after = shards_module.commit_file, 0, 0, False
+
+    def deadly(partial, final):
+        nonlocal calls
+        calls += 1
+        if calls == die_at and not after:
+            raise Killed
+        real(partial, final)
+        if calls == die_at:
+            raise Killed
+
+    monkeypatch.setattr(shards_module, "commit_file", deadly)
+    recipe = recipe_for(source, tmp_path / "broken", **changes)
+    deaths = 0
+    while True:
+        calls, die_at, after = 0, 1 + deaths % 5, deaths % 2 == 1
+        try:
+            directory, index = run(recipe)
+            break
+        except Killed:
+            deaths += 1
+            assert deaths < 200
+    assert deaths > 8
+    assert files_of(directory) == files_of(whole_directory)
+    assert index.fingerprint == whole.fingerprint
+
+
+def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    recipe = recipe_for(source, tmp_path / "data")
+    real, calls = shards_module.commit_file, 0
+
+    def full(partial, final):
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(partial, final)
+
+    monkeypatch.setattr(shards_module, "commit_file", full)
+    with pytest.raises(RunFailed, match="No space left on device; what is committed stays, start again to go on"):
+        prepare(recipe, Told())
+    first = (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns
+    told = Told()
+    run(recipe, told)
+    assert any(note.startswith("going on after 2 committed shards, 2,048 tokens") for note in told.notes)
+    assert (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns == first
+
+
+def test_an_interrupted_preparation_of_another_corpus_is_begun_anew(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    recipe = recipe_for(source, tmp_path / "data")
+    real = shards_module.ShardWriter.finish
+    monkeypatch.setattr(shards_module.ShardWriter, "finish", lambda self, n: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        prepare(recipe, Told())
+    monkeypatch.setattr(shards_module.ShardWriter, "finish", real)
+    jsonl(source, documents(6, seed=9))
+    directory, index = run(recipe)
+    again, fresh = run(recipe_for(source, tmp_path / "fresh"))
+    assert index.fingerprint == fresh.fingerprint and sorted(files_of(directory)) == sorted(files_of(again))
+
+
+def test_a_committed_shard_that_went_missing_is_made_again(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    real = Index.save
+    monkeypatch.setattr(Index, "save", lambda self, directory: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        prepare(recipe_for(source, tmp_path / "data"), Told())
+    monkeypatch.setattr(Index, "save", real)
+    (tmp_path / "data" / "shard-00001.bin").unlink()
+    directory, _ = run(recipe_for(source, tmp_path / "data"))
+    whole, _ = run(recipe_for(source, tmp_path / "whole"))
+    assert files_of(directory) == files_of(whole)
+
+
+@given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
+@settings(max_examples=25)
+def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, shards):
+    folder = tmp_path_factory.mktemp("x")
+    texts = documents(60)
+    source = jsonl(folder / "x.jsonl", texts)
+    recipe = recipe_for(source, folder / "data", max_tokens=most, val_fraction=fraction, val_shards=shards)
+    try:
+        directory, index = run(recipe)
+    except UserError as error:
+        assert "none is left" in str(error) or "one document" in str(error)
+        return
+    tokenizer = load_tokenizer(recipe.data, directory)
+    sizes = np.cumsum([1 + len(tokenizer.encode(t)) for t in texts if t])
+    total = sum(s.tokens for s in index.shards)
+    assert total in sizes
+    held = shards * 1024 if shards else 0
+    share = 1 if shards else 1 - fraction
+    earlier = sizes[np.flatnonzero(sizes == total)[0] - 1] if total > sizes[0] else 0
+    assert total == sizes[-1] or (total - held) * share >= most - 1e-9
+    assert (earlier - held) * share < most
+
+
+def test_a_single_text_is_cut_to_max_tokens(tmp_path):
+    (tmp_path / "x.txt").write_text("abcdefghij" * 1000)
+    directory, index = run(recipe_for(tmp_path / "x.txt", tmp_path / "data", max_tokens=2500))
+    assert [len(split_tokens(directory, index, name)) for name in ("train", "val")] == [2500, 1000]
+
+
+def test_max_documents(tmp_path):
+    texts = documents(60)
+    source = jsonl(tmp_path / "x.jsonl", texts)
+    directory, index = run(recipe_for(source, tmp_path / "data", max_documents=10, val_fraction=0))
+    tokenizer = load_tokenizer(recipe_for("x").data, directory)
+    assert split_tokens(directory, index, "train").tolist() == packed(texts[:10], tokenizer)
+
+
+def test_the_first_shards_validate(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    directory, index = run(recipe_for(source, tmp_path / "data", val_shards=2))
+    stream = Stream(directory, index.streams["shard"])
+    assert split_tokens(directory, index, "val").tolist() == stream.read(0, 2048).tolist()
+    assert split_tokens(directory, index, "train").tolist() == stream.read(2048, len(stream)).tolist()
+    with pytest.raises(UserError, match="val_shards = 99, and the data have"):
+        prepare(recipe_for(source, tmp_path / "other", val_shards=99), Told())
+
+
+def test_a_validation_source_of_its_own(tmp_path):
+    texts, held = documents(40), documents(40, seed=5)
+    source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)
+    directory, index = run(recipe_for(source, tmp_path / "data", eval_source=str(other)))
+    tokenizer = load_tokenizer(recipe_for("x").data, directory)
+    assert split_tokens(directory, index, "train").tolist() == packed(texts, tokenizer)
+    assert split_tokens(directory, index, "val").tolist() == packed(held, tokenizer)
+    _, few = run(recipe_for(source, tmp_path / "few", eval_source=str(other), max_documents=20, val_fraction=0.25))
+    assert sum(s.documents for s in few.streams["eval-shard"]) == len([t for t in held[:5] if t])
+
+
+def test_splits_of_a_data_set(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    texts = documents(30)
+    table = datasets.Dataset.from_dict({"text": texts})
+    datasets.DatasetDict({"train": table, "validation": table.select(range(20, 30))}).save_to_disk(tmp_path / "x")
+    found = []
+    for streaming in (True, False):
+        changes = {"eval_split": "validation", "streaming": streaming}
+        directory, index = run(recipe_for(f"hf:{tmp_path / 'x'}", tmp_path / f"data{streaming}", **changes))
+        tokenizer = load_tokenizer(recipe_for("x").data, directory)
+        assert split_tokens(directory, index, "train").tolist() == packed(texts, tokenizer)
+        assert split_tokens(directory, index, "val").tolist() == packed(texts[20:], tokenizer)
+        found.append(index.fingerprint)
+    assert found[0] == found[1]
+
+
+def test_characters_of_many_documents_end_with_one_more(tmp_path):
+    for name, text in (("a", "hello"), ("b", "world")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    recipe = recipe_for(f"{tmp_path}/*.txt", tmp_path / "data", tokenizer="char", val_fraction=0)
+    directory, index = run(recipe)
+    assert index.tokenizer["vocab"] == 8 and index.tokenizer["eot"] == 7
+    tokenizer = load_tokenizer(recipe.data, directory)
+    end = "<|endoftext|>"
+    assert tokenizer.decode(split_tokens(directory, index, "train")) == f"{end}hello{end}world"
+
+
+def test_a_tokenizer_that_cannot_end_a_text(tmp_path):
+    from windlass.data import bpe
+
+    bpe.train_bpe(["some text"], 270).save(tmp_path)
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["added_tokens"] = []
+    tree["model"]["vocab"] = {k.replace("<|endoftext|>", "nothing"): v for k, v in tree["model"]["vocab"].items()}
+    file.write_text(json.dumps(tree))
+    source = jsonl(tmp_path / "x.jsonl", ["some text", "more"])
+    with pytest.raises(UserError, match="has no end-of-text token to separate documents"):
+        prepare(recipe_for(source, tmp_path / "data", tokenizer=f"hf:{file}"), Told())
+    (tmp_path / "one.txt").write_text("some text, " * 9)
+    run(recipe_for(tmp_path / "one.txt", tmp_path / "one", tokenizer=f"hf:{file}"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"), [(["", ""], "there is no text in"), (["one"], "the corpus is one document")]
+)
+def test_too_little_text(tmp_path, texts, message):
+    source = jsonl(tmp_path / "x.jsonl", texts)
+    for tokenizer in ("byte", "char"):
+        with pytest.raises(UserError, match=message):
+            prepare(recipe_for(source, tmp_path / tokenizer, tokenizer=tokenizer), Told())
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "x.txt").write_text("")
+    for tokenizer in ("byte", "char"):
+        with pytest.raises(UserError, match="there is no text in"):
+            prepare(recipe_for(tmp_path / "x.txt", tmp_path / tokenizer, tokenizer=tokenizer), Told())
+
+
+def test_data_that_were_prepared_otherwise(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(20))
+    run(recipe_for(source, tmp_path / "data"))
+    with pytest.raises(UserError) as caught:
+        prepare(recipe_for(source, tmp_path / "data", tokenizer="char", val_fraction=0.2), Told())
+    lines = str(caught.value).splitlines()
+    assert "prepared otherwise; give another data.dir" in lines[0]
+    assert lines[1:] == [
+        "  data.tokenizer: prepared with 'byte', the recipe says 'char'",
+        "  data.val_fraction: prepared with 0.1, the recipe says 0.2",
+    ]
+
+
+def test_reading_otherwise_needs_no_new_shards(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(20))
+    first = data_dir(recipe_for(source))
+    assert first == data_dir(recipe_for(source, packing="documents", order="sequential", workers=7, context=99))
+    assert first != data_dir(recipe_for(source, tokenizer="char"))
+    assert first.parent == Path("data") and first.name.startswith("x-")
+
+
+def test_directories_that_are_not_ours(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(20))
+    with pytest.raises(UserError, match="is not empty and holds no prepared data"):
+        prepare(recipe_for(source, tmp_path), Told())
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+    with pytest.raises(UserError, match="is a file"):
+        prepare(recipe_for(source, source), Told())
+
+
+def test_a_damaged_index(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(20))
+    recipe = recipe_for(source, tmp_path / "data")
+    directory, _ = run(recipe)
+    path = directory / "index.json"
+    whole = json.loads(path.read_text())
+    changed = json.loads(path.read_text())
+    changed["streams"]["shard"][0]["tokens"] -= 1
+    for content, message in [
+        ("{", "is damaged"),
+        ("[]", "is not of the format"),
+        (json.dumps({**whole, "format": 99}), "is not of the format"),
+        (json.dumps(changed), "was changed after it was written"),
+        (json.dumps({k: v for k, v in whole.items() if k != "streams"}), "was changed after it was written"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            prepare(recipe, Told())
+
+
+def test_progress_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("windlass.data.prepare.BATCH_CHARACTERS", 2000)
+    told = Told()
+    run(recipe_for(jsonl(tmp_path / "x.jsonl", documents(100)), tmp_path / "data", workers=1, shard_tokens=20_000), told)
+    fractions = [f for _, f, _ in told.updates]
+    tokens = [t for _, _, t in told.updates]
+    assert len(told.updates) > 5 and fractions == sorted(fractions) and tokens == sorted(tokens)
+    assert fractions[0] < 0.2 and fractions[-1] == 1.0 and any(0.3 < f < 0.7 for f in fractions)
+
+
+def test_quickstart_names_no_data_outside(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ["data.max_tokens=20000"])
+    directory, index = run(recipe)
+    assert directory.parent == Path("data") and directory.name.startswith("stdlib-")
+    assert index.settings["python"] and index.splits["val"].stop > index.splits["val"].start
