@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from windlass.checkpoint.model import Source
+    from windlass.checkpoint.source import Source
 
 STDIN_SECONDS = 1.0
 """How long to wait for a prompt in a pipe before taking it that there is none."""
@@ -38,12 +38,12 @@ def sample(
     The texts are a function of the seed: the same command gives the same texts. They are made together, with a cache of
     keys and values, and shown one after the other as they come.
     """
-    from windlass.checkpoint import model as models
+    from windlass.checkpoint import source as sources
     from windlass.evaluate.sampling import Sampling
 
-    source = models.find(run)
+    source = sources.find_source(run)
     tokenizer = source.tokenizer
-    ranks = models.alone(device or None)
+    ranks = sources.alone(device or None)
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -53,7 +53,7 @@ def sample(
         stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
     )
     typer.echo(f"# {source.title}", err=True)
-    model = models.load_model(source, ranks)
+    model = sources.open_model(source, ranks)
     if chat:
         _talk(source, model, ranks, sampling)
         return

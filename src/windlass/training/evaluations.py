@@ -34,9 +34,11 @@ def _suite(session: Session, suite: str, poll: Poll) -> dict[str, Any] | None:
     if suite == "loss":
         assert session.data.val is not None
         limit = recipe.eval.batches * recipe.train.global_batch
+        sizes = getattr(session.data.tokenizer, "byte_lengths", None)  # a user's own tokenizer may not know them
         return evaluate_loss(
-            session.model, session.data.val, ranks, session.batch.micro_batch, limit, autocast=context, poll=poll
-        )
+            session.model, session.data.val, ranks, session.batch.micro_batch, limit, autocast=context, poll=poll,
+            token_bytes=sizes() if sizes else None,
+        )  # fmt: skip
     from windlass.evaluate.suites import run_suite
 
     return run_suite(suite, session.model, session.data.tokenizer, recipe, ranks, autocast=context, poll=poll)

@@ -52,7 +52,7 @@ def alone(device: str | torch.device | None = None) -> Ranks:
     return Ranks(World(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
 
 
-def find(name: str, overrides: Sequence[str] = ()) -> Source:
+def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
     """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
     `transformers`, or `hf:NAME` of the Hub.
 
@@ -87,7 +87,7 @@ def _hf(name: str, directory: Path, overrides: Sequence[str]) -> Source:
     return Source(name, recipe, tokenizer, Template.of_directory(directory), None, None, None)
 
 
-def load_model(source: Source, ranks: Ranks) -> nn.Module:
+def open_model(source: Source, ranks: Ranks) -> nn.Module:
     """The model with its weights, wrapped for `ranks` as the recipe's strategy says, in evaluation mode.
 
     Each rank reads only the rows that it holds.

@@ -1,0 +1,169 @@
+"""`windlass eval`: what a model knows, measured once and written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from windlass.checkpoint.source import Source
+    from windlass.parallel.mesh import Ranks
+    from windlass.recipe import Recipe
+
+SHOWN = {
+    "loss": "nats/token", "perplexity": "", "bits_per_byte": "", "acc": "", "acc_norm": "", "exact_match": "%", "f1": "%",
+    "items": "", "samples": "", "tokens": "", "runtime_s": "s", "samples_per_s": "", "tokens_per_s": "",
+}  # fmt: skip
+"""The order in which numbers are shown, and their units."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    run: str = typer.Argument(
+        ...,
+        metavar="RUN|HF_DIR",
+        help="A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers, or hf:NAME.",
+    ),
+    overrides: list[str] = typer.Argument(
+        None,
+        metavar="[KEY=VALUE]...",
+        help="Settings to change, as data.eval_source=FILE or eval.hellaswag_items=1000.",
+    ),
+    suite: str = typer.Option(
+        "", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS; default: the run's own."
+    ),
+    world: str = typer.Option("", metavar="N", help="Spread the items over so many local processes."),
+    out: Path = typer.Option(None, metavar="DIR", help="Where results and predictions go; default: RUN/eval."),
+    as_json: bool = typer.Option(False, "--json", help="Print the results as JSON."),
+) -> int:
+    """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag; SQuAD's EM and F1.
+
+    Each item is scored once, whatever the number of ranks. The results go to RUN/eval as JSON, SQuAD's predictions beside
+    them in the official format.
+    """
+    from windlass.errors import UserError
+    from windlass.parallel import mesh
+    from windlass.parallel.env import detect
+
+    here = detect(os.environ)
+    if here.launcher == "none" and world not in ("", "1"):
+        from windlass.launch.local import launch, parse_worlds, worker_command
+
+        return launch(worker_command(sys.argv[1:]), parse_worlds(world)[:1])
+    from windlass.checkpoint import source as sources
+
+    source = sources.find_source(run, overrides or [])
+    suites = [s.strip() for s in suite.split(",") if s.strip()] or (source.recipe.eval.suites if source.run else [])
+    if not suites:
+        raise UserError("say what to measure: --suite loss,hellaswag,squad or lm-eval:TASKS")
+    source.recipe.with_overrides(f"eval.suites={json.dumps(suites)}")  # says which one there is not
+    if source.run is None and "loss" in suites and not any(o.startswith("data.source=") for o in overrides or []):
+        raise UserError(
+            "the loss of a model without a run needs a corpus: add data.source=FILE (and data.val_fraction=0.1)"
+        )
+    with mesh.start(here, spread(source.recipe, here.world)) as ranks:
+        if ranks.main and not as_json:
+            typer.echo(f"{source.title}, {ranks.world} rank{'s' if ranks.world > 1 else ''}")
+        keep: dict[str, Any] = {}
+        results = measure(source, suites, ranks, keep, quiet=as_json)
+        if ranks.main:
+            if as_json:
+                typer.echo(json.dumps({"model": source.name, "step": source.step, "results": results}))
+            write(source, results, keep, out)
+    return 0
+
+
+def spread(recipe: Recipe, world: int) -> Recipe:
+    """The recipe for measuring on so many ranks: sharded where the training was, else whole on each of them."""
+    sharded = recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
+    strategy = "single" if world == 1 else "full_shard" if sharded else "ddp"
+    return recipe.with_overrides(
+        f'parallel.strategy="{strategy}"',
+        "parallel.shard_size=0",
+        "parallel.offload=false",
+        'parallel.activation_checkpointing="none"',
+    )
+
+
+def measure(
+    source: Source, suites: Sequence[str], ranks: Ranks, keep: dict[str, Any], quiet: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Every suite in turn, each as the fields of an `eval` line; all ranks call it together."""
+    import dataclasses
+
+    from windlass.checkpoint import source as sources
+    from windlass.evaluate.suites import run_suite
+    from windlass.parallel.wrap import autocast
+
+    recipe = spread(source.recipe, ranks.world)
+    model = sources.open_model(dataclasses.replace(source, recipe=recipe), ranks)
+    context = partial(autocast, recipe, ranks.device)
+    results: dict[str, dict[str, Any]] = {}
+    for suite in suites:
+        if suite == "loss":
+            found = loss(source, model, ranks, context)
+        else:
+            found = run_suite(suite, model, source.tokenizer, recipe, ranks, autocast=context, keep=keep) or {}
+        results[suite] = found
+        if ranks.main and not quiet:
+            typer.echo("\n".join(table(suite, found)))
+    return results
+
+
+def loss(source: Source, model: Any, ranks: Ranks, context: Any) -> dict[str, Any]:
+    """The loss on the recipe's validation data, read with the model's own tokenizer."""
+    from windlass.data.dataset import open_data
+    from windlass.errors import UserError
+    from windlass.evaluate.loss import evaluate_loss
+    from windlass.recipe.batch import TOKENS_PER_MICRO_BATCH
+
+    recipe = source.recipe
+    data = open_data(recipe)
+    if data.tokenizer.fingerprint != source.tokenizer.fingerprint:
+        raise UserError(
+            f"the data of this recipe were made with another tokenizer than {source.name} has: set data.tokenizer"
+        )
+    if data.val is None:
+        raise UserError("there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1")
+    batch = max(1, TOKENS_PER_MICRO_BATCH[ranks.device.type] // recipe.model.context)
+    limit = recipe.eval.batches * recipe.train.global_batch
+    sizes = data.tokenizer.byte_lengths()
+    return evaluate_loss(model, data.val, ranks, batch, limit, autocast=context, token_bytes=sizes) or {}
+
+
+def table(suite: str, found: dict[str, Any]) -> list[str]:
+    """The numbers of a suite, a line each."""
+    lines = [suite]
+    for key in sorted(found, key=lambda k: (list(SHOWN).index(k) if k in SHOWN else len(SHOWN), k)):
+        value, unit = found[key], SHOWN.get(key, "")
+        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" if isinstance(value, float) else str(value)
+        lines.append(f"  {key:<15} {text:>16} {unit}".rstrip())
+    return lines
+
+
+def write(source: Source, results: dict[str, Any], keep: dict[str, Any], out: Path | None) -> None:
+    """Results and predictions as files, by the step that they belong to; nowhere for a model without a run, unless asked."""
+    folder = out or (source.run.path / "eval" if source.run else None)
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"step-{source.step:08d}" if source.step is not None else "model"
+    path = folder / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
+    record = {"model": source.name, "step": source.step, "results": {**before, **results}}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if "predictions" in keep:
+        predictions = folder / f"squad-predictions-{name}.json"
+        predictions.write_text(json.dumps(keep["predictions"], ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+        typer.echo(f"predictions: {predictions}", err=True)
