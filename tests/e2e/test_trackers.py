@@ -125,6 +125,7 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     events = readers.tensorboard(run / "tensorboard")
     curves = readers.tensorboard_curves(events)
     assert without(curves, "device/", "summary/") == as_float32(expected(run))
+    assert len(list((run / "tensorboard").glob("events.*"))) == 1
     assert curves["device/rss_mb/rank_1"]
     assert curves["summary/final_loss"] == [(12, float(np.float32(1 / 3)))]
     assert curves["summary/by_rank/rank_0/avg_cpu_util_pct"] == [(12, 98.5)]

@@ -9,6 +9,7 @@ import os
 import shlex
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,18 @@ from windlass.telemetry.points import Marks, Point, scalars_of
 
 
 class TensorBoard:
-    """Appends event files: one for each time it is opened.
+    """One event file, written anew from the whole effective ledger each time it is opened.
 
-    A file of events cannot be changed, but a later one can tell the reader to forget all from a step on (the `START` of a
-    session). So each opening begins at the last step that may not be whole, forgets from there on, and writes it again:
-    neither a kill in the middle nor a resume leaves a point twice. What there is, is kept beside the files, so that
-    deleting the directory starts afresh.
+    Events cannot be taken out of a file, and not every reader heeds the mark that says to forget them. So a resume, and
+    a replay that finds something new, write a new file and then remove the one before it: no point is ever there twice,
+    whenever a kill came. How far the file is, is kept beside it, so that deleting the directory starts afresh.
     """
 
     def __init__(self) -> None:
         self._directory = Path()
         self._file = -1
         self._id = ""
-        self._seams = 0
-        self._whole_below = 0
+        self._before: list[Path] = []
 
     @property
     def hint(self) -> str:
@@ -47,37 +46,21 @@ class TensorBoard:
 
     def open(self, source: Source) -> Marks:
         """Begin an event file, where there is or will be anything to write."""
-        self._directory = source.run.path / "tensorboard"
+        self._directory, self._id = source.run.path / "tensorboard", source.id
         state = _read(self._state_path)
-        known = state.get("id") == source.id
-        self._id, self._seams = source.id, len(source.seams)
-        self._whole_below = state["whole_below"] if known else 0
-        marks: Marks = dict(state["marks"]) if known else {}
-        if known and (back := source.seams[state["seams"] :]):
-            self._whole_below = min(self._whole_below, min(back) + 1)
-            marks = _lower(marks, min(back))
-        if not source.live and not source.pending(marks):
+        if not source.live and state.get("id") == source.id and not source.pending(state["marks"]):
+            marks: Marks = state["marks"]
             return marks
-        self._begin_file(source)
-        return _lower(marks, self._whole_below - 1)
-
-    def _begin_file(self, source: Source) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        again = any(
-            self._directory.glob("events.out.tfevents.*")
-        )  # also of a start that was killed before its first mark
-        path = self._directory / _next_name(self._directory)
+        self._before = sorted(self._directory.glob("events.out.tfevents.*"))
+        path = self._directory / _next_name(self._before)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        events = [event_pb2.Event(wall_time=source.began, file_version="brain.Event:2")]
-        if again:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            events.append(event_pb2.Event(wall_time=source.began, step=self._whole_below, session_log=start))
-        if self._whole_below == 0:
-            info = plugin_data_pb2.HParamsPluginData(session_start_info=_session_start(source))
-            settings = "\n".join(f"    {key} = {value}" for key, value in source.flat_settings.items())
-            about = [_hparams(metadata.SESSION_START_INFO_TAG, info), _text("recipe", settings)]
-            events.append(event_pb2.Event(wall_time=source.began, summary=summary_pb2.Summary(value=about)))
-        self._append(events)
+        try:
+            self._append(_beginning(source))
+        except OSError:
+            path.unlink()
+            raise
+        return {}
 
     def write(self, batch: list[Point], marks: Marks) -> None:
         """Append the points, then note how far we are."""
@@ -91,7 +74,9 @@ class TensorBoard:
             summary = summary_pb2.Summary(value=values)
             events.append(event_pb2.Event(wall_time=point.time, step=point.step, summary=summary))
         self._append(events)
-        self._whole_below = max(self._whole_below, batch[-1].step)
+        for path in self._before:  # now there is a good one in their place
+            path.unlink(missing_ok=True)
+        self._before = []
         self._remember(marks)
 
     def finish(self, source: Source, state: str, figures: dict[str, Path], marks: Marks) -> None:
@@ -129,22 +114,28 @@ class TensorBoard:
             raise
 
     def _remember(self, marks: Marks) -> None:
-        state = {"id": self._id, "seams": self._seams, "whole_below": self._whole_below, "marks": marks}
+        state = {"id": self._id, "marks": marks}
         temporary = self._state_path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state), encoding="utf-8")
         os.replace(temporary, self._state_path)
 
 
-def _lower(marks: Marks, step: int) -> Marks:
-    """The marks after all from `step` + 1 on was forgotten, with the figures, which stand at the end."""
-    return {name: min(mark, step) for name, mark in marks.items() if not name.startswith("figure/")}
+def _beginning(source: Source) -> list[event_pb2.Event]:
+    """What a file begins with: a word to a server that is looking to forget the file before it, and the recipe."""
+    forget = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    info = plugin_data_pb2.HParamsPluginData(session_start_info=_session_start(source))
+    settings = "\n".join(f"    {key} = {value}" for key, value in source.flat_settings.items())
+    about = [_hparams(metadata.SESSION_START_INFO_TAG, info), _text("recipe", settings)]
+    return [
+        event_pb2.Event(wall_time=source.began, file_version="brain.Event:2"),
+        event_pb2.Event(wall_time=source.began, step=0, session_log=forget),
+        event_pb2.Event(wall_time=source.began, summary=summary_pb2.Summary(value=about)),
+    ]
 
 
-def _next_name(directory: Path) -> str:
-    """A name that sorts after those of all event files there are: readers go through them by name."""
-    import time
-
-    stamps = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*")]
+def _next_name(there: list[Path]) -> str:
+    """A name that sorts after those of the event files there are: readers go through them by name."""
+    stamps = [path.name.split(".")[3] for path in there]
     last = max([int(stamp) for stamp in stamps if stamp.isdigit()], default=0)
     return f"events.out.tfevents.{max(int(time.time()), last + 1):010d}.{socket.gethostname()}.{os.getpid()}.0"
 
