@@ -83,9 +83,9 @@ class Failure:
     first: bool = True
     collective: str = ""
 
-    def write(self, directory: str | Path) -> None:
-        """Leave it for the launcher."""
-        path = Path(directory) / f"failure-{self.rank}.json"
+    def write(self, directory: str | Path, rank: int) -> None:
+        """Leave it for the launcher as what ended `rank`."""
+        path = Path(directory) / f"failure-{rank}.json"
         path.write_text(json.dumps(asdict(self)))
 
     def __str__(self) -> str:

@@ -160,7 +160,7 @@ from windlass.processes import Failure
 ready(); others()
 word = Failure(rank, "h", 12, "backward", "ValueError: it was me" if rank == 1 else "connection closed", time.time(), rank == 1)
 if rank == 1: time.sleep(0.15)
-word.write(os.environ["WINDLASS_WATCH_DIR"])
+word.write(os.environ["WINDLASS_WATCH_DIR"], rank)
 sys.exit(1)
 """
     code, said, _ = run(body)

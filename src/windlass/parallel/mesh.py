@@ -133,15 +133,15 @@ class Ranks:
             first=not lost_contact(error),
             collective=last_collective(),
         )
-        cause = mine
-        if self._watch:
-            cause = self._watch.report(mine, wait=not mine.first) or mine
-            self._watch.stop()
-        if directory := os.environ.get(processes.WATCH_DIR):
-            with contextlib.suppress(OSError):
-                mine.write(directory)
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+        if directory := os.environ.get(processes.WATCH_DIR):
+            with contextlib.suppress(OSError):
+                mine.write(directory, self.rank)
+        if not self._watch:
+            return mine
+        cause = self._watch.report(mine)
+        self._watch.stop()
         return cause
 
     def __enter__(self) -> Ranks:
@@ -151,13 +151,15 @@ class Ranks:
         if error is None or self.world == 1 or _orderly(error):
             self.stop()
             return
+        places = self._watch.places() if self._watch and lost_contact(error) else ""
         cause = self.fail(error)
         if lost_contact(error):
             where = f"rank {self.rank} at step {self.position.step}, phase {self.position.phase}"
             if cause.rank != self.rank:
                 raise RunFailed(f"{where} lost the others; first there was {cause}") from None
+            known = f"; {places}" if places else ""
             raise RunFailed(
-                f"{where} lost the others: {_headline(error)}; last collective: {cause.collective}"
+                f"{where} lost the others: {cause.error}; last collective: {cause.collective or 'unknown'}{known}"
             ) from error
 
     def _groups(self) -> Iterator[dist.ProcessGroup]:
