@@ -62,7 +62,9 @@ class Writer:
                         "mem_reserved_mb": 1900.0 + 60 * rank, "peak_alloc_mb": 1700.0 + 60 * rank,
                         "peak_reserved_mb": 1900.0 + 60 * rank, "rss_mb": 2100.0 + 5 * rank,
                     }  # fmt: skip
-                    only = ("time", "rank", "attempt", "phase", "util_pct", "rss_mb") if self.device == "cpu" else sample
+                    only = (
+                        ("time", "rank", "attempt", "phase", "util_pct", "rss_mb") if self.device == "cpu" else sample
+                    )
                     sample = {k: v for k, v in sample.items() if k in only and (k != "rss_mb" or self.device == "cpu")}
                     file.write(json.dumps(sample) + "\n")
         self.now += seconds
@@ -71,7 +73,13 @@ class Writer:
     def start(self, event: str, step: int) -> None:
         for rank in range(self.ranks):
             with (self.run / "devices" / f"rank-{rank:05d}.jsonl").open("a") as file:
-                about = {"time": stamp(self.now), "rank": rank, "attempt": self.attempt, "kind": "start", "device": self.device}
+                about = {
+                    "time": stamp(self.now),
+                    "rank": rank,
+                    "attempt": self.attempt,
+                    "kind": "start",
+                    "device": self.device,
+                }
                 file.write(json.dumps(about) + "\n")
         self.devices(4.0, "startup")
         self.line(
@@ -112,7 +120,9 @@ class Writer:
             "eval", step, suite="loss", loss=value, perplexity=math.exp(value), epoch=step * 16 / 4000, samples=step * 16,
             runtime_s=2.0, samples_per_s=512 / 2.0,
         )  # fmt: skip
-        self.line("eval", step, suite="hellaswag", accuracy=0.25 + step / 9000, accuracy_norm=0.26 + step / 8000, items=1000)
+        self.line(
+            "eval", step, suite="hellaswag", accuracy=0.25 + step / 9000, accuracy_norm=0.26 + step / 8000, items=1000
+        )
         text = f"def step_{step}(self):\n    return '<b>bold</b>'  # {NASTY}"
         self.line("sample", step, index=0, prompt="def ", text=text)
 
@@ -156,3 +166,36 @@ def build_run(
     if finished:
         writer.finish(steps)
     return Run(path)
+
+
+def build_study(path: Path, rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4), seeds: tuple[int, ...] = (1, 2)) -> Path:
+    """A study of learning rates, schedules and seeds: one cell failed, one waits, the others finished."""
+    path.mkdir(parents=True)
+    recipe = Recipe.load("quickstart", ["train.steps=200"])
+    (path / "recipe.toml").write_text(recipe.toml())
+    cells = []
+    for number, (lr, kind, seed) in enumerate([(r, k, s) for r in rates for k in ("cosine", "wsd") for s in seeds]):
+        assignment = {"optim.lr": lr, "optim.schedule.kind": kind, "run.seed": seed}
+        name = f"runs/cell-{number}"
+        last = (lr, kind, seed) == (rates[-1], "wsd", seeds[-1])
+        digest = recipe.with_overrides(**assignment).digest
+        cells.append({"assignment": assignment, "run": name, "digest": digest})
+        if last:
+            continue  # still waits
+        overrides = [f"optim.schedule.kind={kind}"]
+        run = build_run(
+            path / name, *overrides, steps=200, ranks=1, seed=seed, lr=lr, device="cpu", finished=number != 1
+        )
+        if number == 1:
+            with run.metrics_path.open("a") as file:
+                failure = {"kind": "event", "event": "failed", "step": 200, "time": stamp(999), "attempt": 0}
+                file.write(json.dumps(failure | {"reason": "step 151: loss not finite on rank 0"}) + "\n")
+    axes = [
+        f"optim.lr={','.join(map(str, rates))}",
+        "optim.schedule.kind=cosine,wsd",
+        f"run.seed={','.join(map(str, seeds))}",
+    ]
+    (path / "study.json").write_text(
+        json.dumps({"version": 1, "kind": "sweep", "axes": axes, "cells": cells}, indent=1)
+    )
+    return path

@@ -81,6 +81,14 @@ RANK_CHARTS = (
 TRAINING_ONLY = ("util_pct",)
 
 
+PART_COLOURS = {"train": 0, "eval": 1, "save": 2, "compile": 3, "startup": 4, "data": 5, "lost": 6, "sample": 7}
+PART_NAMES = {
+    "train": "training steps", "eval": "evaluation", "save": "saving", "sample": "generating samples", "compile": "compiling", "startup": "start-up",
+    "data": "waiting for data", "data_wait": "waiting for data", "lost": "steps done again after a failure",
+}  # fmt: skip
+"""What wall time is spent on: the number of its colour in the palette, and its name for people."""
+
+
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which at least one run has numbers, the loss first."""
     found = [LOSS] if any(v.train.has("loss") or "loss" in v.evals for v in views) else []

@@ -44,8 +44,8 @@ const AXES = {
 
 function xAxis(free) {
   if (free) {
-    const named = (at) => (free.names ? free.names[Math.round(at)] ?? "" : valueText(at));
-    const ticks = free.names || free.values ? () => (free.values ?? free.names.map((_, i) => i)).map((value) => ({ value, text: named(value) })) : linearTicks;
+    const named = (at) => free.names[nearest(free.values, at)];
+    const ticks = () => free.values.map((value, i) => ({ value, text: free.names[i] }));
     return { log: free.log, label: () => "", text: (v) => `${free.label} ${named(v)}`, ticks, pad: true };
   }
   const axis = AXES[state.axis];
@@ -198,12 +198,12 @@ function zoom(range) {
   update();
 }
 
-function legend(figure, series) {
+function legend(figure, series, spec) {
   const host = find(".legend", figure);
   if (!host) return;
   host.replaceChildren();
   const names = series.filter((s) => !s.quiet);
-  if (several || names.length < 2) return;
+  if ((several && !spec.free) || names.length < 2) return;
   for (const one of names) {
     const item = html("span", "key", null, host);
     const mark = html("i", one.dash ? "dashed" : "", null, item);
@@ -227,7 +227,7 @@ function update() {
     const height = tall ? (root.clientWidth < 600 ? 270 : 390) : root.clientWidth < 600 ? 180 : 210;
     const log = tall ? state.logY : Boolean(spec.free && spec.free.logY);
     chart.set({ series, seams: seamsOf(spec), x: xAxis(spec.free), y: { log, zero: spec.zero }, height });
-    legend(figure, series);
+    legend(figure, series, spec);
     figure.classList.toggle("empty", series.length === 0);
   }
   for (const button of all("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));

@@ -73,8 +73,9 @@ def page(views: Sequence[RunView], extra: Extra | None = None) -> str:
         "masthead": _masthead(views, extra),
         "bar": _bar(links) if found else "",
         "chips": _chips(views),
-        "charts": _figures(found, len(views) > 1),
+        "lead": _lead(found, len(views) > 1),
         "extra": "\n".join(text for _, _, text in extra.sections),
+        "charts": _rest(found, bool(extra.sections)),
         "sections": "\n".join(text for text in below.values() if text),
         "version": escape(__version__),
         "data": as_json(payload(views, found, extra.looks, extra.free)),
@@ -240,9 +241,9 @@ def figure(chart_id: str, title: str, unit: str, note: str = "", tools: str = ""
     )
 
 
-def _figures(found: Sequence[Chart], several: bool) -> str:
+def _lead(found: Sequence[Chart], several: bool) -> str:
     if not found:
-        return '<p class="note">No step of this run has been logged yet.</p>'
+        return '<p class="note">No step has been logged yet.</p>'
     tools = (
         '<span class="tools" role="group" aria-label="Scales">'
         '<button type="button" data-toggle="logY" aria-pressed="false">Log loss</button>'
@@ -250,8 +251,13 @@ def _figures(found: Sequence[Chart], several: bool) -> str:
     )
     voices = "lines: training, circles: validation" if several else ""
     lead = [figure(c.id, c.title, c.unit, voices, tools) for c in found if c.id == "loss"]
-    rest = [figure(c.id, c.title, c.unit, c.note) for c in found if c.id != "loss"]
-    return (
-        "<noscript><p class='note'>The charts need JavaScript; the tables below do not.</p></noscript>"
-        f'<div class="lead">{"".join(lead)}</div><div class="charts">{"".join(rest)}</div>'
-    )
+    without = '<noscript><p class="note">The charts need JavaScript; the tables below do not.</p></noscript>'
+    return f'{without}<div class="lead">{"".join(lead)}</div>'
+
+
+def _rest(found: Sequence[Chart], headed: bool) -> str:
+    rest = "".join(figure(c.id, c.title, c.unit, c.note) for c in found if c.id != "loss")
+    if not rest:
+        return ""
+    grid = f'<div class="charts">{rest}</div>'
+    return sections.section("curves", "All curves", grid) if headed else grid

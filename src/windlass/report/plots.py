@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from windlass.recipe import Horizon, Recipe
-from windlass.report.charts import LOSS, Chart, Curve, charts, rank_curves, smoothed, thin
+from windlass.report.charts import LOSS, PART_COLOURS, PART_NAMES, Chart, Curve, charts, rank_curves, smoothed, thin
 from windlass.report.tables import goodput
 from windlass.report.view import RunView, Track
 
@@ -44,6 +45,8 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 """The whole style, so that a user's own matplotlibrc changes nothing that matters here."""
 
+RING: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
+"""The mark of a single measurement."""
 SIZE, DPI = (6.4, 3.6), 200
 SMOOTHING = 0.9
 MANY_POINTS = 60
@@ -51,7 +54,9 @@ MANY_POINTS = 60
 WRITTEN_POINTS = 3000
 
 
-def write_plots(views: Sequence[RunView], folder: Path, skip: int | None = None, looks: Looks = ()) -> dict[str, Path]:
+def write_plots(
+    views: Sequence[RunView], folder: Path, skip: int | None = None, looks: Looks = (), names: Sequence[str] = ()
+) -> dict[str, Path]:
     """Draw every chart that has numbers into `folder`, one PNG each; returns their paths by the chart's id.
 
     Args:
@@ -59,14 +64,16 @@ def write_plots(views: Sequence[RunView], folder: Path, skip: int | None = None,
         folder: made where it is missing.
         skip: the second picture of the loss leaves out the steps before this one; None: the first tenth of the run.
         looks: for each run its place on a colour ramp and its kind of dash, where the runs have an order.
+        names: for each run what the legend calls it, runs of one name (and look) once; empty: the runs' own names.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    pens = pens_for(views, looks, names)
     written: dict[str, Path] = {}
     with styled():
         for chart in charts(views):
-            written[chart.id] = save(draw(chart, views, 0, looks), folder / f"{chart.id}.png")
+            written[chart.id] = save(draw(chart, views, pens), folder / f"{chart.id}.png")
             if chart is LOSS:
-                late = late_loss(views, skip, looks)
+                late = late_loss(views, pens, skip)
                 if late is not None:
                     written["loss-late"] = save(late, folder / "loss-late.png")
         if any(goodput(view) for view in views):
@@ -89,17 +96,34 @@ def ramp() -> LinearSegmentedColormap:
     return LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])
 
 
-def look(number: int, looks: Looks) -> tuple[Any, Any]:
-    """Colour and dash of a run."""
-    tone, dash = looks[number] if number < len(looks) else (None, number // len(PALETTE))
-    colour = PALETTE[number % len(PALETTE)] if tone is None else to_hex(ramp()(tone))
-    return colour, DASHES[dash % len(DASHES)]
+@dataclass(frozen=True)
+class Pen:
+    """How a run's curves look; `name` is None where there is one run, and empty where another run has said it."""
+
+    colour: str
+    dash: Any
+    name: str | None
+
+    def said(self, alone: str) -> str | None:
+        """The legend's word for the curve: the run's name, or `alone` where there is one run."""
+        return (alone if self.name is None else self.name) or None
+
+
+def pens_for(views: Sequence[RunView], looks: Looks = (), names: Sequence[str] = ()) -> list[Pen]:
+    """A pen for each run."""
+    called = list(names) or [view.label for view in views]
+    pens = []
+    for number in range(len(views)):
+        tone, dash = looks[number] if number < len(looks) else (None, number // len(PALETTE))
+        colour = PALETTE[number % len(PALETTE)] if tone is None else to_hex(ramp()(tone))
+        name = "" if called[number] in called[:number] else called[number]
+        pens.append(Pen(colour, DASHES[dash % len(DASHES)], name if len(views) > 1 else None))
+    return pens
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, the same bytes each time."""
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=DPI, format="png", metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})  # savefig would draw everything twice
     return path
 
 
@@ -107,7 +131,7 @@ def new_figure(
     title: str, unit: str, x_label: str = "optimizer steps", size: tuple[float, float] = SIZE
 ) -> tuple[Figure, Any]:
     """An empty figure with its axes, in our style."""
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
+    figure = Figure(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
     axes = figure.add_subplot()
     axes.set_title(title)
     axes.set_xlabel(x_label)
@@ -116,111 +140,102 @@ def new_figure(
     return figure, axes
 
 
-def draw(chart: Chart, views: Sequence[RunView], first_step: int = 0, looks: Looks = ()) -> Figure:
+def draw(chart: Chart, views: Sequence[RunView], pens: Sequence[Pen] = (), first_step: int = 0) -> Figure:
     """One chart: of one run all its curves, of several runs the first curve of each."""
     figure, axes = new_figure(chart.title, chart.unit)
-    several = len(views) > 1
-    shown = chart.first_only() if several else chart
-    for number, view in enumerate(views):
-        colour, dash = look(number, looks)
+    pens = pens or pens_for(views)
+    shown = chart.first_only() if len(views) > 1 else chart
+    for view, pen in zip(views, pens, strict=True):
         if chart.source == "ranks":
-            _draw_ranks(axes, shown, view, colour if several else None, dash)
+            _draw_ranks(axes, shown, view, pen)
         elif chart.id == "loss":
-            _draw_loss(axes, view, colour, dash, several, first_step)
+            _draw_loss(axes, view, pen, first_step)
         else:
             track = view.evals.get(chart.source.removeprefix("eval:")) if chart.source != "train" else view.train
             if track is not None:
-                _draw_track(axes, shown, track, view.label if several else "", colour, dash)
-    _seams(axes, views, first_step, looks)
-    _finish(axes, chart, views)
+                _draw_track(axes, shown, track, pen)
+    _seams(axes, views, pens, first_step)
+    _finish(figure, axes, chart)
     return figure
 
 
-def _draw_loss(axes: Any, view: RunView, colour: str, dash: Any, several: bool, first_step: int) -> None:
-    track = view.train
-    if track.has("loss"):
-        _noisy(axes, track, LOSS.curves[0], 1.0, colour, dash, view.label if several else "training", first_step)
+def _draw_loss(axes: Any, view: RunView, pen: Pen, first_step: int) -> None:
+    alone = pen.name is None
+    if view.train.has("loss"):
+        _noisy(axes, view.train, LOSS.curves[0], 1.0, pen, "training", first_step)
     evals = view.evals.get("loss")
     if evals is not None and evals.has("loss"):
         keep = (evals["step"] >= first_step) & np.isfinite(evals["loss"])
-        tone = colour if several else PALETTE[1]
         axes.plot(
-            evals["step"][keep], evals["loss"][keep], color=tone, linestyle="none" if several else "solid", linewidth=1.2,
-            marker="o", markersize=4, markerfacecolor="white", markeredgewidth=1.2, label=None if several else "validation",
-            zorder=4,
+            evals["step"][keep], evals["loss"][keep], color=PALETTE[1] if alone else pen.colour, linewidth=1.2,
+            linestyle="solid" if alone else "none", label="validation" if alone else None, zorder=4, **RING,
         )  # fmt: skip
     bad = [s for s in view.nonfinite_steps if s >= first_step]
     if bad:
         axes.plot(
             bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), linestyle="none", marker="x", color=PALETTE[6],
-            label=f"not finite{f', {view.label}' if several else ''}", zorder=5,
+            label=f"not finite{'' if alone else f', {view.label}'}", zorder=5,
         )  # fmt: skip
 
 
-def _noisy(
-    axes: Any, track: Track, curve: Curve, scale: float, colour: str, dash: Any, name: str, first_step: int = 0
-) -> None:
+def _noisy(axes: Any, track: Track, curve: Curve, scale: float, pen: Pen, alone: str, first_step: int = 0) -> None:
+    """A curve; one of many points pale, with its moving average over it."""
     steps, values = track["step"], track[curve.column] * scale
+    keep = steps >= first_step
     busy = int(np.isfinite(values).sum()) > MANY_POINTS
-    for y, alpha, label in (
-        (values, 0.28 if busy else 1.0, "" if busy else name),
-        (smoothed(values, SMOOTHING), 1.0, name),
-    ):
-        if y is not values and not busy:
-            continue
-        keep = steps >= first_step
-        places = thin(steps[keep], y[keep], WRITTEN_POINTS)
-        style = {"color": colour, "linestyle": "solid" if alpha < 1 else dash, "linewidth": 0.9 if alpha < 1 else 1.6}
-        axes.plot(steps[keep][places], y[keep][places], alpha=alpha, label=label or None, **style)
+    if busy:
+        places = thin(steps[keep], values[keep], WRITTEN_POINTS)
+        axes.plot(steps[keep][places], values[keep][places], color=pen.colour, alpha=0.28, linewidth=0.9)
+        values = smoothed(values, SMOOTHING)
+    places = thin(steps[keep], values[keep], WRITTEN_POINTS)
+    axes.plot(steps[keep][places], values[keep][places], color=pen.colour, linestyle=pen.dash, label=pen.said(alone))
 
 
-def _draw_track(axes: Any, chart: Chart, track: Track, label: str, colour: str, dash: Any) -> None:
+def _draw_track(axes: Any, chart: Chart, track: Track, pen: Pen) -> None:
     present = [c for c in chart.curves if track.has(c.column)]
     for number, curve in enumerate(present):
-        tone = colour if label else PALETTE[number % len(PALETTE)]
-        name = label or (curve.name if len(present) > 1 else "")
+        alone = curve.name if len(present) > 1 else ""
         if chart.smooth and len(present) == 1:
-            _noisy(axes, track, curve, chart.scale, tone, dash, name)
+            _noisy(axes, track, curve, chart.scale, pen, alone)
             continue
         places = thin(track["step"], track[curve.column], WRITTEN_POINTS)
-        marker = "o" if chart.source.startswith("eval") else None
+        ring = RING if chart.source.startswith("eval") else {}
         axes.plot(
-            track["step"][places], track[curve.column][places] * chart.scale, color=tone, linestyle=dash, marker=marker,
-            markersize=4, linewidth=1.1 if curve.minor else 1.6, label=name or None,
+            track["step"][places], track[curve.column][places] * chart.scale, linestyle=pen.dash, label=pen.said(alone),
+            color=PALETTE[number % len(PALETTE)] if pen.name is None else pen.colour,
+            linewidth=1.1 if curve.minor else 1.6, **ring,
         )  # fmt: skip
 
 
-def _draw_ranks(axes: Any, chart: Chart, view: RunView, colour: str | None, dash: Any) -> None:
+def _draw_ranks(axes: Any, chart: Chart, view: RunView, pen: Pen) -> None:
     for curve in chart.curves:
         found = rank_curves(view, curve.column)
         if found is None:
             continue
-        style = (0, (5, 2)) if curve.minor else dash
+        style = (0, (5, 2)) if curve.minor else pen.dash
         suffix = f", {curve.name}" if len(chart.curves) > 1 else ""
-        if found.many or colour is not None:
-            tone = colour or PALETTE[0]
-            axes.fill_between(found.steps, found.low, found.high, color=tone, alpha=0.14, linewidth=0)
-            name = view.label if colour else f"mean of {len(view.ranks)} ranks{suffix}"
-            axes.plot(found.steps, found.mean, color=tone, linestyle=style, label=name)
+        if found.many or pen.name is not None:
+            axes.fill_between(found.steps, found.low, found.high, color=pen.colour, alpha=0.14, linewidth=0)
+            name = pen.said(f"mean of {len(view.ranks)} ranks{suffix}")
+            axes.plot(found.steps, found.mean, color=pen.colour, linestyle=style, label=name)
             continue
         for number, (name, values) in enumerate(found.lines.items()):
             tone = PALETTE[number % len(PALETTE)]
-            label = f"{name}{suffix}"
-            axes.plot(found.steps, values, color=tone, linestyle=style, linewidth=1.2, label=label)
+            axes.plot(found.steps, values, color=tone, linestyle=style, linewidth=1.2, label=f"{name}{suffix}")
 
 
-def _seams(axes: Any, views: Sequence[RunView], first_step: int, looks: Looks) -> None:
+def _seams(axes: Any, views: Sequence[RunView], pens: Sequence[Pen], first_step: int) -> None:
     said: set[str] = set()
-    for number, view in enumerate(views):
+    for view, pen in zip(views, pens, strict=True):
         for seam in view.seams:
             if seam.step >= first_step:
-                tone = SOFT if len(views) == 1 else look(number, looks)[0]
+                tone = SOFT if pen.name is None else pen.colour
                 label = None if seam.what in said else seam.what
                 axes.axvline(seam.step, color=tone, linewidth=0.9, linestyle=(0, (2, 2)), label=label, zorder=1)
                 said.add(seam.what)
 
 
-def _finish(axes: Any, chart: Chart, views: Sequence[RunView]) -> None:
+def _finish(figure: Figure, axes: Any, chart: Chart) -> None:
     if chart.zero:
         axes.set_ylim(bottom=0)
         low, high = axes.get_ylim()
@@ -232,19 +247,31 @@ def _finish(axes: Any, chart: Chart, views: Sequence[RunView]) -> None:
     if axes.get_xlim()[1] >= 20_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    legend(figure, axes)
+
+
+def legend(figure: Figure, axes: Any) -> None:
+    """A few short names inside the axes, more or longer ones below in columns, for which the figure grows."""
     names = axes.get_legend_handles_labels()[1]
-    if names:
-        axes.legend(ncols=1 if len(names) < 5 else 2, loc="best" if len(names) < 7 else "upper left",
-                    bbox_to_anchor=None if len(names) < 7 else (1.0, 1.0))  # fmt: skip
+    if not names:
+        return
+    longest = max(map(len, names))
+    if len(names) <= 4 and longest <= 24:
+        axes.legend(loc="best")
+        return
+    columns = max(1, min(4, len(names), 96 // (longest + 9)))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.19 * -(-len(names) // columns))
+    figure.legend(loc="outside lower center", ncols=columns)
 
 
-def late_loss(views: Sequence[RunView], skip: int | None = None, looks: Looks = ()) -> Figure | None:
+def late_loss(views: Sequence[RunView], pens: Sequence[Pen] = (), skip: int | None = None) -> Figure | None:
     """The loss without its steep beginning; None where nothing is left of it."""
     longest = max(view.step for view in views)
     first_step = skip if skip is not None else math.ceil(longest / 10)
     if not any((v.train["step"] >= first_step).sum() > 1 for v in views):
         return None
-    figure = draw(LOSS, views, first_step, looks)
+    figure = draw(LOSS, views, pens, first_step)
     figure.axes[0].set_title(f"Loss from step {first_step:,} on")
     return figure
 
@@ -255,16 +282,17 @@ def goodput_figure(views: Sequence[RunView]) -> Figure:
     names = list(dict.fromkeys(["train", *(name for found in parts.values() for name in found)]))
     figure, axes = new_figure("Where the time went", "", "% of wall time", (SIZE[0], 1.5 + 0.34 * len(parts)))
     left = np.zeros(len(parts))
-    for number, name in enumerate(names):
+    for name in names:
         widths = np.array([100 * found.get(name, 0.0) / sum(found.values()) for found in parts.values()])
-        labels = f"{name} {widths[0]:.1f} %" if len(parts) == 1 else name
-        axes.barh(range(len(parts)), widths, left=left, height=0.6, color=PALETTE[number % len(PALETTE)], label=labels)
+        said = PART_NAMES.get(name, name) + (f" {widths[0]:.1f} %" if len(parts) == 1 else "")
+        tone = PALETTE[PART_COLOURS.get(name, 7)]
+        axes.barh(range(len(parts)), widths, left=left, height=0.6, color=tone, label=said)
         left += widths
     axes.set_yticks(range(len(parts)), list(parts) if len(parts) > 1 else [""])
     axes.set_ylim(len(parts) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.grid(False)
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -287,6 +315,6 @@ def schedule_plot(recipe: Recipe, path: Path, horizon: Horizon | None = None) ->
     with styled():
         figure, axes = new_figure(f"Learning rate: {recipe.optim.schedule.kind}", "")
         axes.plot(places + 1, values, color=PALETTE[0])
-        _finish(axes, Chart("lr", "", "", (), zero=True), [])
+        _finish(figure, axes, Chart("lr", "", "", (), zero=True))
         path.parent.mkdir(parents=True, exist_ok=True)
         return save(figure, path)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.recipe.load import flatten
+from windlass.report.charts import PART_COLOURS, PART_NAMES
 from windlass.report.tables import (
     MEASURES,
     PRINCIPAL,
@@ -80,36 +81,43 @@ def _evaluation_title(suite: str) -> str:
     return "Evaluations" if suite == "loss" else f"Evaluations: {suite}"
 
 
-PART_COLOURS = {"train": 0, "eval": 1, "save": 2, "compile": 3, "startup": 4, "data": 5, "lost": 6}
-PART_NAMES = {
-    "train": "training steps", "eval": "evaluation", "save": "saving", "compile": "compiling", "startup": "start-up",
-    "data": "waiting for data", "data_wait": "waiting for data", "lost": "steps done again after a failure",
-}  # fmt: skip
-
-
 def time(views: Sequence[RunView]) -> str:
     """Wall time by what it was spent on, a bar a run."""
-    bars = []
-    for view in views:
-        parts = goodput(view)
+    spent = [(view, parts) for view in views if (parts := goodput(view))]
+    if not spent:
+        return ""
+    names = list(dict.fromkeys(["train", *(name for _, parts in spent for name in parts)]))
+    colours = {name: f"var(--c{PART_COLOURS.get(name, 7)})" for name in names}
+    note = "Wall time over all starts; the parts sum to the whole."
+    if len(views) == 1:
+        parts = spent[0][1]
         total = sum(parts.values())
-        if not total:
-            continue
-        ordered = sorted(parts, key=lambda name: (name != "train", list(parts).index(name)))
-        colours = {name: f"var(--c{PART_COLOURS.get(name, 7)})" for name in ordered}
-        stack = "".join(
-            f'<i style="flex:{parts[n] / total:.6f};background:{colours[n]}" title="{escape(PART_NAMES.get(n, n))}"></i>'
-            for n in ordered
-        )
         items = "".join(
             f'<li><i style="background:{colours[n]}"></i>{escape(PART_NAMES.get(n, n))} <b>{100 * parts[n] / total:.1f} %</b>, '
             f"{escape(duration(parts[n]))}</li>"
-            for n in ordered
+            for n in names
+            if n in parts
         )
-        name = f"<p>{escape(view.label)}</p>" if len(views) > 1 else ""
-        bars.append(f'<div class="time">{name}<div class="stack">{stack}</div><ul class="parts">{items}</ul></div>')
-    note = "Wall time over all starts of the run; the parts sum to the whole."
-    return section("time", "Where the time went", "".join(bars), note) if bars else ""
+        return section("time", "Where the time went", f'{_stack(parts, colours)}<ul class="parts">{items}</ul>', note)
+    legend = "".join(f'<li><i style="background:{colours[n]}"></i>{escape(PART_NAMES.get(n, n))}</li>' for n in names)
+    rows = "".join(
+        f'<div class="time"><span title="{escape(view.label)}">{escape(view.label)}</span>{_stack(parts, colours)}'
+        f"<b>{100 * parts.get('train', 0.0) / sum(parts.values()):.1f} %</b></div>"
+        for view, parts in spent
+    )
+    note += " The number is the share of training steps, the goodput."
+    return section("time", "Where the time went", f'<ul class="parts">{legend}</ul>{rows}', note)
+
+
+def _stack(parts: Mapping[str, float], colours: Mapping[str, str]) -> str:
+    total = sum(parts.values())
+    pieces = "".join(
+        f'<i style="flex:{parts[n] / total:.6f};background:{colours[n]}" title="{escape(PART_NAMES.get(n, n))} '
+        f'{100 * parts[n] / total:.1f} %, {escape(duration(parts[n]))}"></i>'
+        for n in colours
+        if n in parts
+    )
+    return f'<div class="stack">{pieces}</div>'
 
 
 def samples(views: Sequence[RunView]) -> str:

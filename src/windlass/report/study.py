@@ -40,7 +40,12 @@ class Cell:
     @property
     def label(self) -> str:
         """The swept settings on one line, by the last part of their keys."""
-        return ", ".join(f"{short(key)} {show(value)}" for key, value in self.assignment.items()) or "the recipe"
+        return named(self.assignment)
+
+    @property
+    def label_without_seed(self) -> str:
+        """The label of the cells that differ in the seed alone."""
+        return named({key: value for key, value in self.assignment.items() if key != SEED})
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class StudyView:
         return [cell.view for cell in self.cells if cell.view is not None]
 
 
+def named(assignment: Assignment) -> str:
+    """Settings on one line, by the last part of their keys."""
+    return ", ".join(f"{short(key)} {show(value)}" for key, value in assignment.items()) or "the recipe"
+
+
 def short(key: str) -> str:
     """The last part of a dotted key."""
     return key.rsplit(".", 1)[-1]
@@ -88,8 +98,7 @@ def cells_of(
         if not run.recipe_path.is_file():
             found.append(Cell(assignment, None, "waiting"))
             continue
-        bare = Cell(assignment, None, "").label
-        seen = view(run, bare)
+        seen = view(run, named(assignment))
         verdict = (verdicts or {}).get(run.recipe.digest, {})
         state, reason = _state(seen)
         if state != "finished" and verdict:
@@ -306,14 +315,19 @@ def sweeps(cells: Sequence[Cell]) -> list[Sweep]:
         values = unique(group.assignment[key] for group in groups if key in group.assignment)
         if len(values) < 2:
             continue
-        numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-        if numeric:
+        numbers = numeric(values)
+        if numbers:
             values.sort()
-        log = numeric and values[0] > 0 and values[-1] / values[0] >= 8
+        log = numbers and values[0] > 0 and values[-1] / values[0] >= 8
         lines = _lines(groups, key, values)
         if any(line.median for line in lines):
-            found.append(Sweep(key, values, numeric, log, lines))
+            found.append(Sweep(key, values, numbers, log, lines))
     return found
+
+
+def numeric(values: Sequence[Any]) -> bool:
+    """Whether all are numbers."""
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
 
 
 def unique(values: Any) -> list[Any]:
@@ -329,7 +343,7 @@ def _lines(groups: Sequence[Group], key: str, values: Sequence[Any]) -> list[Swe
     others: dict[str, list[Group]] = {}
     for group in groups:
         rest = {k: v for k, v in group.assignment.items() if k != key}
-        others.setdefault(", ".join(f"{short(k)} {show(v)}" for k, v in rest.items()), []).append(group)
+        others.setdefault(named(rest) if rest else "", []).append(group)
     lines = []
     for name, members in others.items():
         ordered = sorted(members, key=lambda g: list(values).index(g.assignment[key]))
@@ -357,7 +371,7 @@ def heat(cells: Sequence[Cell]) -> Heat | None:
     groups = by_seed(cells)
     keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
     axes = [(key, unique(g.assignment.get(key) for g in groups)) for key in keys]
-    axes = [(key, values) for key, values in axes if len(values) > 1]
+    axes = [(key, sorted(values) if numeric(values) else values) for key, values in axes if len(values) > 1]
     if len(axes) != 2:
         return None
     (row_key, rows), (column_key, columns) = axes if len(axes[0][1]) <= len(axes[1][1]) else (axes[1], axes[0])
@@ -374,6 +388,6 @@ def sweeps_numeric(cells: Sequence[Cell]) -> list[tuple[str, list[Any]]]:
     found = []
     for key in keys:
         values = unique(cell.assignment[key] for cell in cells if key in cell.assignment)
-        if len(values) > 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        if len(values) > 2 and numeric(values):
             found.append((key, sorted(values)))
     return found

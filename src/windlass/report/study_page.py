@@ -17,6 +17,7 @@ from windlass.report.study import (
     Sweep,
     cell_table,
     heat,
+    named,
     seed_table,
     short,
     sweeps,
@@ -84,8 +85,7 @@ def _states(cells: Sequence[Cell]) -> str:
 
 def _headline(study: StudyView, best: float | None, assignment: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = [measures(view) for view in study.views]
-    label = ", ".join(f"{short(k)} {show(v)}" for k, v in assignment.items())
-    figures = [("Best evaluation loss", show(best, "loss"), label)] if best is not None else []
+    figures = [("Best evaluation loss", show(best, "loss"), named(assignment))] if best is not None else []
     figures.append(("Cells", str(len(study.cells)), _states(study.cells).partition(": ")[2]))
     return figures + totals(found)
 
@@ -99,7 +99,8 @@ def _winner(study: StudyView) -> str:
     count = len(best.cells)
     measure = f"median of the best evaluation loss over {count} seeds" if count > 1 else "best evaluation loss"
     text = f"<p><b>{escape(what)}</b>: {measure} {escape(show(best.loss, 'loss'))}.</p>"
-    return section("winner", "The winner", f'{text}<pre class="command">{escape(command)}</pre>', remark)
+    after = f'<p class="note after">{escape(remark)}</p>' if remark else ""
+    return section("winner", "The winner", f'{text}<pre class="command">{escape(command)}</pre>{after}')
 
 
 def _swept(cells: Sequence[Cell]) -> str:
@@ -145,11 +146,8 @@ def _free(sweep: Sweep, number: int) -> dict[str, Any]:
                     "quiet": True,
                 }
             )
-    free = {"label": short(sweep.key), "log": sweep.log, "series": series}
-    if sweep.numeric:
-        free["values"] = [float(v) for v in sweep.values]
-    else:
-        free["names"] = [show(v) for v in sweep.values]
+    free: dict[str, Any] = {"label": short(sweep.key), "log": sweep.log, "series": series}
+    free |= {"values": [sweep.x(v) for v in sweep.values], "names": [show(v) for v in sweep.values]}
     return {
         "id": f"sweep-{number}",
         "source": "free",

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from windlass.report.plots import DASHES, PALETTE, SIZE, new_figure, ramp, save, styled, write_plots
+from windlass.report.plots import DASHES, PALETTE, RING, SIZE, legend, new_figure, ramp, save, styled, write_plots
 from windlass.report.study import Heat, StudyView, Sweep, heat, short, sweeps
 from windlass.report.study_page import looks
 from windlass.report.text import show
@@ -16,7 +16,8 @@ from windlass.report.text import show
 
 def write_study_plots(study: StudyView, folder: Path, skip: int | None = None) -> dict[str, Path]:
     """Draw the runs' charts over each other, and what was swept; returns the paths by the chart's id."""
-    written = write_plots(study.views, folder, skip, looks(study.cells)) if study.views else {}
+    names = [cell.label_without_seed for cell in study.begun]
+    written = write_plots(study.views, folder, skip, looks(study.cells), names) if study.views else {}
     folder.mkdir(parents=True, exist_ok=True)
     with styled():
         for sweep in sweeps(study.cells):
@@ -38,16 +39,15 @@ def sweep_figure(sweep: Sweep) -> Figure:
         axes.plot(x, y, color=colour, linestyle=dash, label=f"best{suffix}")
         axes.plot([sweep.x(v) for v, _ in line.final], [loss for _, loss in line.final], color=colour, linewidth=1,
                   linestyle=(0, (5, 2)), label=f"final{suffix}")  # fmt: skip
-        axes.plot([sweep.x(v) for v, _ in line.every], [loss for _, loss in line.every], linestyle="none", marker="o",
-                  color=colour, markersize=4, markerfacecolor="white", markeredgewidth=1.2)  # fmt: skip
+        axes.plot([sweep.x(v) for v, _ in line.every], [loss for _, loss in line.every], linestyle="none", color=colour,
+                  **RING)  # fmt: skip
     if sweep.log:
         axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator([sweep.x(v) for v in sweep.values]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([show(v) for v in sweep.values])
     axes.margins(x=0.06)
-    if len(sweep.lines) <= 8:
-        axes.legend(fontsize=8, ncols=1 if len(sweep.lines) < 3 else 2)
+    legend(figure, axes)
     return figure
 
 

@@ -1,7 +1,7 @@
 """What a report needs of a run, read once: columns of numbers on one time line, seams, devices, samples.
 
 Nothing here draws or formats. A run that was killed and resumed is one line: the ledger is the effective one, and hours
-are hours of training, without the pauses between the attempts and without the steps that were done twice.
+are hours since training began, without the pauses between the attempts, their start-up, and the steps done twice.
 """
 
 from __future__ import annotations

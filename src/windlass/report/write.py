@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from windlass.errors import UserError
 from windlass.report.charts import charts
@@ -65,7 +64,7 @@ def write_report(runs: Sequence[Run], out: Path, *, plots: bool = True, skip: in
     if plots:
         from windlass.report.plots import write_plots
 
-        drawn = _write_all(lambda: write_plots(seen, out / "plots", skip), out)
+        drawn = draw_again(lambda: write_plots(seen, out / "plots", skip), out)
     tables = {"results.csv": comparison(seen) if len(seen) > 1 else results(seen), **_long_tables(seen)}
     tables["settings.csv"] = settings_table(seen)
     return _write(out, page(seen), _markdown(seen, drawn), tables, drawn)
@@ -80,7 +79,7 @@ def write_study_report(study: StudyView, out: Path, *, plots: bool = True, skip:
     if plots:
         from windlass.report.study_plots import write_study_plots
 
-        drawn = _write_all(lambda: write_study_plots(study, out / "plots", skip), out)
+        drawn = draw_again(lambda: write_study_plots(study, out / "plots", skip), out)
     tables = {"cells.csv": cell_table(study.cells), "results.csv": comparison(study.views), **_long_tables(study.views)}
     seeds = seed_table(study.cells)
     if seeds is not None:
@@ -98,16 +97,17 @@ def _directory(out: Path) -> Path:
     return out
 
 
-def _write_all(write: Any, out: Path) -> dict[str, Path]:
+def draw_again(write: Callable[[], dict[str, Path]], out: Path) -> dict[str, Path]:
+    """Draw, and take away the pictures of an earlier report on this place that were not drawn again."""
     try:
-        drawn: dict[str, Path] = write()
+        drawn = write()
     except OSError as error:
         raise UserError(
             f"the report cannot be written to {out}: {error.strerror}; give another place with --out"
         ) from None
     for old in sorted((out / "plots").glob("*.png")):
         if old not in drawn.values() and _ours(old.stem):
-            old.unlink()  # of an earlier report on this place, and no longer true
+            old.unlink()
     return drawn
 
 

@@ -1,0 +1,134 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from report_fixtures import BEGIN, STEP_SECONDS, build_run, loss_at, stamp
+
+from windlass.report.view import Clock, interpolate, labels, number, seconds_of, view, views
+from windlass.run import Run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def resumed(folder):
+    return view(build_run(folder / "resumed", killed_at=263))
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    return view(build_run(folder / "straight"))
+
+
+def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_one(resumed, straight):
+    assert list(resumed.train["step"]) == list(range(10, 401, 10))
+    assert list(resumed.train["loss"]) == list(straight.train["loss"])
+    assert resumed.train["loss"][3] == loss_at(40, 1)
+    assert list(resumed.evals["loss"]["step"]) == list(range(0, 401, 50))
+
+
+def test_the_seam_lies_at_the_checkpoint_it_went_on_from(resumed, straight):
+    assert [(s.step, s.what, s.attempt) for s in resumed.seams] == [(200, "resumed", 1)]
+    assert resumed.seams[0].tokens == 200 * 2048
+    assert straight.seams == []
+
+
+def test_hours_leave_out_the_pause_the_start_up_and_the_steps_done_twice(resumed, straight):
+    assert (np.diff(resumed.train["hours"]) > 0).all()
+    assert resumed.train["hours"] * 3600 == pytest.approx(straight.train["hours"] * 3600, abs=0.01)
+
+
+def test_evaluations_get_their_tokens_from_the_train_lines_around_them(resumed):
+    assert resumed.evals["hellaswag"]["tokens"] == pytest.approx(resumed.evals["hellaswag"]["step"] * 2048)
+
+
+def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(resumed):
+    track = resumed.ranks[0]
+    assert (np.diff(track["hours"]) >= 0).all()
+    assert track["hours"].max() <= resumed.hours + 1 / 3600
+    assert [t.rank for t in resumed.ranks] == [0, 1]
+    assert set(np.unique(track["training"])) == {0.0, 1.0}
+    assert np.nanmean(track["util_pct"][track["training"] > 0]) == pytest.approx(93, abs=0.5)
+
+
+def test_wall_time_counts_what_was_lost(resumed):
+    assert resumed.wall["lost"] > 30 * STEP_SECONDS
+    assert sum(v for k, v in resumed.wall.items() if k != "total") == pytest.approx(resumed.wall["total"])
+    assert resumed.device_hours == pytest.approx(2 * resumed.wall["total"] / 3600)
+
+
+def test_what_is_not_finite_stays_visible(folder):
+    run = build_run(folder / "nan", steps=50, finished=False)
+    with run.metrics_path.open("a") as file:
+        for step, loss in ((60, "NaN"), (70, "Infinity")):
+            file.write(
+                json.dumps({"kind": "train", "step": step, "time": stamp(99), "attempt": 0, "loss": loss}) + "\n"
+            )
+    seen = view(run)
+    assert seen.nonfinite_steps == [60, 70]
+    assert math.isinf(seen.train["loss"][-1])
+    assert seen.state == "failed"
+
+
+def test_a_run_without_a_line_is_a_view_without_lines(folder):
+    run = build_run(folder / "empty", steps=50)
+    run.metrics_path.unlink()
+    seen = view(run)
+    assert len(seen.train) == 0
+    assert (seen.step, seen.hours, seen.seams, seen.evals, seen.wall) == (0, 0.0, [], {}, {})
+
+
+def test_a_rewind_is_a_seam_and_its_steps_are_done_again():
+    lines = [
+        {"kind": "event", "event": "started", "step": 0, "time": stamp(0), "attempt": 0},
+        {"kind": "train", "step": 10, "time": stamp(10), "attempt": 0},
+        {"kind": "event", "event": "rewound", "step": 10, "time": stamp(25), "attempt": 1},
+        {"kind": "train", "step": 20, "time": stamp(35), "attempt": 1},
+    ]
+    clock = Clock(lines)
+    assert [(a.start - BEGIN.timestamp(), a.before) for a in clock.attempts] == [(0, 0), (25, 10)]
+    assert clock.hours(seconds_of(stamp(35)), 1) == pytest.approx(20 / 3600)
+    assert math.isnan(clock.hours(seconds_of(stamp(20))))
+
+
+def test_numbers_as_the_ledger_writes_them():
+    assert number("Infinity") == math.inf
+    assert math.isnan(number("NaN"))
+    assert [math.isnan(number(x)) for x in (None, True, "words", [1])] == [True] * 4
+    assert number(3) == 3.0
+    assert math.isnan(seconds_of("yesterday"))
+    assert seconds_of("2026-03-01T09:00:00.000Z") == BEGIN.timestamp()
+
+
+def test_interpolation_holds_the_ends_and_knows_nothing_of_nothing():
+    x = np.array([-1.0, 0.5, 9.0, math.nan])
+    assert interpolate(x, np.array([0.0, 1.0]), np.array([0.0, 10.0]))[:3] == pytest.approx([0, 5, 10])
+    assert np.isnan(interpolate(x, np.array([]), np.array([]))).all()
+
+
+def test_every_run_gets_a_name_of_its_own(tmp_path):
+    runs = [Run(tmp_path / "x" / "a"), Run(tmp_path / "y" / "a"), Run(tmp_path / "b"), Run(tmp_path / "b")]
+    found = labels(runs)
+    assert found[:2] == ["x/a", "y/a"]
+    assert len(set(found)) == 4
+
+
+def test_large_device_files_are_sampled_evenly(folder, monkeypatch):
+    from windlass.report import devices
+
+    run = build_run(folder / "large", steps=400, ranks=1)
+    whole = view(run).ranks[0]
+    monkeypatch.setattr(devices, "MAX_BYTES", 30_000)
+    monkeypatch.setattr(devices, "BLOCK", 2_000)
+    part = view(run).ranks[0]
+    assert 0.1 < len(part["hours"]) / len(whole["hours"]) < 0.9
+    assert part["hours"].max() > 0.9 * whole["hours"].max()
+    assert np.nanmean(part["mem_alloc_mb"]) == pytest.approx(np.nanmean(whole["mem_alloc_mb"]), rel=0.01)
+
+
+def test_views_of_several_runs_keep_their_order(folder, resumed, straight):
+    assert [v.label for v in views([Run(folder / "straight"), Run(folder / "resumed")])] == ["straight", "resumed"]
