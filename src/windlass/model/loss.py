@@ -81,7 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float, chunk: int, grad: bool
     ) -> Tensor:
         dtype = _arithmetic(x, weight)
