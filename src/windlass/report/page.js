@@ -230,6 +230,7 @@ function update() {
     legend(figure, series, spec);
     figure.classList.toggle("empty", series.length === 0);
   }
+  if (!find("#skip")) return; // a run without a step has no controls
   for (const button of all("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
   for (const button of all("[data-toggle]")) button.setAttribute("aria-pressed", String(state[button.dataset.toggle]));
   for (const chip of all(".chip")) chip.setAttribute("aria-pressed", String(!state.hidden.has(Number(chip.dataset.run))));
@@ -241,6 +242,7 @@ function update() {
 // ---------------------------------------------------------------- controls
 
 function bindControls() {
+  if (!find("#skip")) return;
   for (const button of all("[data-axis]")) button.addEventListener("click", () => {
     state.axis = button.dataset.axis;
     zoom(null);
