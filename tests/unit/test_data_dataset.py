@@ -1,0 +1,422 @@
+"""Samples against a plain reference; every damaged, foreign or mistaken shard refused by name before the first step."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from data_fixtures import Told, documents, jsonl, recipe_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.data import verify
+from windlass.data.dataset import DocumentSamples, PackedSamples, Samples, describe, open_data
+from windlass.data.shards import ShardWriter, Stream
+from windlass.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def stream_of(folder, pieces, shard_tokens):
+    """Documents written as shards, and the same tokens as one list."""
+    writer = ShardWriter(folder, "shard", "uint16", shard_tokens)
+    for number, piece in enumerate(pieces):
+        writer.add(np.array(piece, dtype=np.int64), number)
+    return Stream(folder, writer.finish(len(pieces))), [t for piece in pieces for t in piece]
+
+
+PIECES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+@given(PIECES, st.integers(3, 40), st.integers(1, 9), st.booleans(), st.data())
+def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, data):
+    count = iter(range(10**6))
+    pieces = [[next(count) for _ in range(n)] for n in lengths]
+    stream, tokens = stream_of(tmp_path_factory.mktemp("x"), pieces, shard_tokens)
+    assert stream.read(0, len(tokens)).tolist() == tokens
+    start = data.draw(st.integers(0, len(tokens)))
+    stop = data.draw(st.integers(start, len(tokens)))
+    samples = PackedSamples(stream, start, stop, context, ragged=ragged)
+    inside = tokens[start:stop]
+    pairs = list(pairwise(inside))
+    rows = [pairs[i : i + context] for i in range(0, len(pairs), context)]
+    rows = [row for row in rows if ragged or len(row) == context]
+    assert len(samples) == len(rows)
+    assert samples.valid_tokens == sum(map(len, rows))
+    assert sum(samples.shard_samples) == len(rows)
+    found_tokens, found_labels = samples.read(np.arange(len(rows)))
+    assert found_tokens.shape == found_labels.shape == (len(rows), context)
+    for row, x, y in zip(rows, found_tokens.tolist(), found_labels.tolist(), strict=True):
+        padding = context - len(row)
+        assert x == [a for a, _ in row] + [0] * padding
+        assert y == [b for _, b in row] + [-100] * padding
+    place = 0
+    for shard, rows_there in enumerate(samples.shard_samples):
+        for i in range(place, place + rows_there):
+            assert stream.edges[shard] <= start + i * context < stream.edges[shard + 1]
+        place += rows_there
+    if rows:
+        assert samples.sample_tokens() == pytest.approx(samples.valid_tokens / len(rows))
+        assert isinstance(samples, Samples)
+    with pytest.raises(IndexError):
+        samples.read(np.array([len(rows)]))
+
+
+@given(PIECES, st.integers(3, 40), st.integers(1, 35))
+def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
+    eot, count = 60_000, iter(range(10**6))
+    pieces = [[eot] + [next(count) for _ in range(n)] for n in lengths]
+    stream, _ = stream_of(tmp_path_factory.mktemp("x"), pieces, shard_tokens)
+    first, last = len(pieces) // 3, len(pieces)
+    samples = DocumentSamples(stream, (first, last), context, eot)
+    assert len(samples) == last - first
+    tokens, labels = samples.read(np.arange(len(samples)))
+    valid = 0
+    for i, piece in enumerate(pieces[first:last]):
+        whole = [*piece, eot]
+        count_here = min(len(piece), context)
+        valid += count_here
+        assert samples.length(i) == count_here
+        assert tokens[i].tolist() == whole[:count_here] + [0] * (context - count_here)
+        assert labels[i].tolist() == whole[1 : count_here + 1] + [-100] * (context - count_here)
+    assert samples.valid_tokens == valid == (labels != -100).sum()
+    assert sum(samples.shard_samples) == len(samples)
+
+
+def test_more_shards_than_files_are_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 3)
+    stream, tokens = stream_of(tmp_path, [list(range(200))], 7)
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        start = int(draw.integers(0, 190))
+        assert stream.read(start, start + 10).tolist() == tokens[start : start + 10]
+        assert len(stream._open) <= 3
+    stream.close()
+    assert stream.read(5, 9).tolist() == [5, 6, 7, 8]
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(30))
+    recipe = recipe_for(source, tmp_path / "data")
+    return recipe, open_data(recipe, progress=Told())
+
+
+def again(recipe, **options):
+    return open_data(recipe, progress=Told(), **options)
+
+
+def test_opened_data(prepared):
+    recipe, data = prepared
+    assert (data.vocab, data.tokenizer.eot, data.directory.name) == (257, 256, "data")
+    x, y = data.train.read(np.array([0, 3]))
+    assert x.dtype == y.dtype == np.int64 and x.shape == (2, 16) and np.array_equal(x[:, 1:], y[:, :-1])
+    assert again(recipe).fingerprint == data.fingerprint
+    shown = describe(recipe, data)
+    assert shown["tokenizer"] == "byte, 257 ids" and shown["fingerprint"] == data.fingerprint
+    assert f"{data.train.tokens:,} tokens, {len(data.train):,} samples" in shown["training"]
+
+
+def test_missing_data_are_prepared_or_asked_for(tmp_path):
+    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data")
+    with pytest.raises(UserError, match="run `windlass prepare` first"):
+        again(recipe, prepare_if_missing=False)
+    assert not (tmp_path / "data").exists()
+    assert len(again(recipe).train)
+    assert len(again(recipe, prepare_if_missing=False).train)
+
+
+def damage(path, kind):
+    raw = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(raw[:-2])
+    elif kind == "too long":
+        path.write_bytes(raw + b"\0\0")
+    else:
+        path.write_bytes(raw[:100] + bytes([raw[100] ^ 1]) + raw[101:])
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "too long", "damaged"])
+@pytest.mark.parametrize("file", ["shard-00002.bin", "shard-00001.documents"])
+def test_a_damaged_shard_is_refused_by_name(prepared, kind, file):
+    recipe, data = prepared
+    path = data.directory / file
+    if file.endswith("documents") and path.stat().st_size < 101:
+        path = path.with_name("shard-00001.bin")
+    damage(path, kind)
+    with pytest.raises(UserError, match=kind) as caught:
+        again(recipe)
+    assert str(path) in str(caught.value) and "run `windlass prepare` again" in str(caught.value)
+
+
+def test_a_truncated_file_while_reading_is_an_error_not_a_crash(prepared):
+    _, data = prepared
+    (data.directory / "shard-00000.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"shard-00000\.bin ends too early"):
+        data.train.read(np.array([0]))
+
+
+def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch):
+    recipe, data = prepared
+    read = []
+    real = verify.sha256_of
+    monkeypatch.setattr(verify, "sha256_of", lambda path, tick=None: read.append(path.name) or real(path, tick))
+    again(recipe)
+    assert read == []  # what was just written was hashed on its way
+    (data.directory / "verified.json").unlink()
+    again(recipe)
+    assert sorted(read) == sorted(name for name, _, _ in verify.parts(_index(data).shards))
+    read.clear()
+    again(recipe)
+    assert read == []
+    os.utime(data.directory / "shard-00001.bin")
+    again(recipe)
+    assert read == ["shard-00001.bin"]
+    (data.directory / "verified.json").write_text("[1, 2")
+    again(recipe)
+    assert len(read) > 1
+
+
+def _index(data):
+    from windlass.data.shards import Index
+
+    return Index.load(data.directory)
+
+
+def test_a_directory_that_cannot_be_written_is_remembered_elsewhere(prepared, monkeypatch, tmp_path):
+    recipe, data = prepared
+    (data.directory / "verified.json").unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(verify.os, "access", lambda path, mode: False)
+    real = verify.write_json
+
+    def refuse(path, value):
+        if path.parent == data.directory:
+            raise PermissionError(13, "Permission denied")
+        real(path, value)
+
+    monkeypatch.setattr(verify, "write_json", refuse)
+    again(recipe)
+    assert len(list((tmp_path / "cache" / "windlass").glob("verified-*.json"))) == 1
+    monkeypatch.setattr(verify, "sha256_of", lambda path, tick=None: pytest.fail("hashed again"))
+    again(recipe)
+
+
+def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
+    recipe, data = prepared
+    from windlass.data.tokenizer import CharTokenizer
+
+    CharTokenizer("abc", with_eot=True).save(data.directory)
+    with pytest.raises(UserError, match="wrong tokenizer"):
+        again(recipe)
+
+
+def test_a_tokenizer_file_that_changed_is_refused(tmp_path):
+    from windlass.data import bpe
+
+    bpe.train_bpe(documents(20), 270).save(tmp_path / "mine")
+    file = tmp_path / "mine" / "tokenizer" / "tokenizer.json"
+    source = jsonl(tmp_path / "x.jsonl", documents(30))
+    recipe = recipe_for(source, tmp_path / "data", tokenizer=f"hf:{file.parent}")
+    first = again(recipe)
+    bpe.train_bpe(documents(20, seed=4), 266).save(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"wrong tokenizer: .*tokenizer\.json has changed since the data in"):
+        again(recipe)
+    file.unlink()
+    assert again(recipe).fingerprint == first.fingerprint  # what was saved beside the shards is enough
+
+
+def test_a_source_that_changed_is_noted(prepared, tmp_path):
+    recipe, data = prepared
+    jsonl(tmp_path / "x.jsonl", documents(30, seed=8))
+    told = Told()
+    assert open_data(recipe, progress=told).fingerprint == data.fingerprint
+    assert len(told.notes) == 1 and "has changed since it was prepared" in told.notes[0]
+    (tmp_path / "x.jsonl").unlink()
+    told = Told()
+    open_data(recipe, progress=told)
+    assert told.notes == []
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(prepared):
+    recipe, _ = prepared
+    with pytest.raises(
+        UserError, match=r"model\.vocab = 200 is smaller than the vocabulary of the tokenizer byte, 257"
+    ):
+        again(recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab": 200})}))
+    assert len(again(recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab": 300})})).train)
+
+
+def test_too_few_tokens(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", ["short", "texts", "only"])
+    with pytest.raises(UserError, match=r"the training data in .* have 12 tokens, too few for one sample"):
+        again(recipe_for(source, tmp_path / "data", context=32))
+
+
+def test_documents_as_rows(tmp_path):
+    texts = documents(30)
+    source = jsonl(tmp_path / "x.jsonl", texts)
+    data = again(recipe_for(source, tmp_path / "data", packing="documents", context=32))
+    kept = [t for t in texts if t]
+    assert len(data.train) + len(data.val) == len(kept)
+    x, _ = data.train.read(np.array([2]))
+    assert data.tokenizer.decode(x[0]).startswith("<|endoftext|>" + kept[2][:10])
+    assert data.train.valid_tokens == sum(min(len(t.encode()) + 1, 32) for t in kept[: len(data.train)])
+    (tmp_path / "one.txt").write_text("one text " * 99)
+    with pytest.raises(UserError, match="needs a corpus of many documents"):
+        again(recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="documents"))
+
+
+# -- shards that others wrote
+
+
+def nanogpt(path, tokens):
+    np.array(tokens, dtype=np.uint16).tofile(path)
+
+
+def build_nanogpt(path, tokens):
+    with path.open("wb") as file:
+        np.save(file, np.array(tokens, dtype=np.uint16))
+
+
+def llmc(path, tokens):
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    with path.open("wb") as file:
+        file.write(header.tobytes())
+        file.write(np.array(tokens, dtype=np.uint16).tobytes())
+
+
+WRITERS = {"nanogpt.bin": nanogpt, "build.npy": build_nanogpt, "llmc.bin": llmc}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_shards_of_others_are_read_as_they_are(tmp_path, kind):
+    ending = kind.rpartition(".")[2]
+    draw = np.random.default_rng(0)
+    parts = [draw.integers(0, 256, n).tolist() for n in (300, 200, 77)]
+    for name, part in zip(("train_000000", "train_000001", "val_000000"), parts, strict=True):
+        WRITERS[kind](tmp_path / f"x_{name}.{ending}", part)
+    before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    data = again(recipe_for(f"shards:{tmp_path}/*.{ending}", tmp_path / "data", order="shards-shuffled"))
+    train, val = parts[0] + parts[1], parts[2]
+    x, y = data.train.read(np.arange(len(data.train)))
+    assert x.reshape(-1).tolist() == train[: x.size] and y.reshape(-1).tolist() == train[1 : x.size + 1]
+    assert data.val.valid_tokens == len(val) - 1
+    assert data.val.read(np.array([0]))[0][0].tolist() == val[:16]
+    assert sum(data.train.shard_samples) == len(data.train) and len(data.train.shard_samples) == 2
+    assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.is_file()} == before
+    assert not list((tmp_path / "data").glob("*.bin"))
+
+
+def test_which_shards_validate(tmp_path):
+    for i in range(4):
+        nanogpt(tmp_path / f"{i}.bin", [i] * 100)
+    source = f"shards:{tmp_path}/?.bin"
+    held = again(recipe_for(source, tmp_path / "a", val_shards=1)).val
+    assert set(held.read(np.arange(len(held)))[0].reshape(-1).tolist()) <= {0}
+    share = again(recipe_for(source, tmp_path / "b", val_fraction=0.25))
+    assert (share.train.tokens, share.val.tokens) == (300, 100)
+    named = again(recipe_for(f"shards:{tmp_path}/[012].bin", tmp_path / "c", eval_source=f"shards:{tmp_path}/3.bin"))
+    assert (named.train.tokens, named.val.tokens) == (300, 100)
+    assert again(recipe_for(source, tmp_path / "d", val_fraction=0)).val is None
+
+
+def test_bad_shards_of_others_are_refused_by_name(tmp_path):
+    good = list(range(200))
+    header = np.zeros(256, dtype=np.int32)
+    cases = {}
+
+    def case(name, content, message):
+        folder = tmp_path / str(len(cases))
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        cases[folder] = (name, message)
+
+    for name, writer in WRITERS.items():
+        writer(tmp_path / name, good)
+    whole = {name: (tmp_path / name).read_bytes() for name in WRITERS}
+    case("a.bin", whole["nanogpt.bin"][:-1], "no whole number of 16-bit tokens: truncated")
+    case("b.bin", b"", "no whole number")
+    case("c.bin", whole["llmc.bin"][:-2], "should hold 200 tokens by its header, and has 199: truncated")
+    case("d.npy", whole["build.npy"][:-2], "should hold 200 tokens, and has 199: truncated")
+    case("e.npy", whole["build.npy"][:30], "damaged .npy header")
+    case("f.npy", whole["nanogpt.bin"], "is no .npy file")
+    case("g.txt", whole["nanogpt.bin"], "neither .npy nor .bin")
+    header[:3] = 20240520, 3, 200
+    case("h.bin", header.tobytes() + whole["nanogpt.bin"], "llm.c's header of version 3")
+    nanogpt(tmp_path / "x.bin", [*range(200), 257, 5])
+    case("i.bin", (tmp_path / "x.bin").read_bytes(), "holds the token id 257 at place 200, and the vocabulary has 257")
+    for array, message in (
+        (np.zeros(9, np.float32), "holds float32"),
+        (np.zeros((3, 3), np.uint16), "of shape"),
+        (np.zeros(0, np.uint16), "of shape"),
+        (np.array([{}], dtype=object), "holds object"),
+    ):
+        with (tmp_path / "y.npy").open("wb") as file:
+            np.save(file, array)
+        case("j.npy", (tmp_path / "y.npy").read_bytes(), message)
+    for folder, (name, message) in cases.items():
+        with pytest.raises(UserError) as caught:
+            again(recipe_for(f"shards:{folder}/*", tmp_path / "data" / folder.name))
+        assert message in str(caught.value) and name in str(caught.value), (name, str(caught.value))
+
+
+def test_a_changed_shard_of_others_is_refused(tmp_path):
+    nanogpt(tmp_path / "a.bin", range(200))
+    recipe = recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "data")
+    again(recipe)
+    nanogpt(tmp_path / "a.bin", [1, *range(1, 200)])
+    with pytest.raises(UserError, match=r"a\.bin is damaged: its SHA-256"):
+        again(recipe)
+
+
+def test_shards_and_text_do_not_mix(tmp_path):
+    nanogpt(tmp_path / "a.bin", range(200))
+    source = jsonl(tmp_path / "x.jsonl", documents(9))
+    with pytest.raises(UserError, match=r"data\.eval_source: where data\.source is token shards, so is it"):
+        again(recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "d1", eval_source=str(source)))
+    with pytest.raises(UserError, match="must both be token shards, or neither"):
+        again(recipe_for(source, tmp_path / "d2", eval_source=f"shards:{tmp_path}/a.bin"))
+    with pytest.raises(UserError, match=r"no shard is left"):
+        again(recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "d3", eval_source=f"shards:{tmp_path}/a.bin"))
+    with pytest.raises(UserError, match="made from the corpus"):
+        again(recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "d4", tokenizer="char"))
+    with pytest.raises(UserError, match="needs a corpus of many documents"):
+        again(
+            recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "d5").model_copy(
+                update={"data": recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "d5", packing="documents").data}
+            )
+        )
+
+
+def test_the_fingerprint_is_of_the_tokens_not_of_the_place(tmp_path):
+    texts = documents(30)
+    prints = []
+    for name in ("a", "b"):
+        recipe = recipe_for(jsonl(tmp_path / name / f"{name}.jsonl", texts), tmp_path / name / "data")
+        prints.append(again(recipe).fingerprint)
+    assert prints[0] == prints[1]
+    other = again(recipe_for(jsonl(tmp_path / "c.jsonl", texts), tmp_path / "c", val_fraction=0.2))
+    assert other.fingerprint != prints[0]
+
+
+def test_no_pickle_is_opened(tmp_path):
+    """A .npy that holds objects would run code if it were unpickled."""
+
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    with (tmp_path / "x.npy").open("wb") as file:
+        np.save(file, np.array([Bomb()], dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match="holds object"):
+        again(recipe_for(f"shards:{tmp_path}/x.npy", tmp_path / "data"))
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,217 @@
+"""The loader: the same samples for every world, micro-batch and read-ahead; it waits for nobody, hides no error, and ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.data.loader import Loader, eval_batches
+from windlass.data.order import sample_order
+from windlass.recipe import plan_batch
+
+T = 4
+
+
+class Numbers:
+    """Sample i is the row [i, i, i, i]; every third label is masked."""
+
+    def __init__(self, n, shards=None):
+        self.n = n
+        self.shard_samples = shards
+        self.reads = 0
+
+    def __len__(self):
+        return self.n
+
+    def read(self, indices):
+        self.reads += 1
+        tokens = np.repeat(indices[:, None], T, axis=1)
+        labels = np.where(np.arange(T) % 3 == 0, -100, tokens)
+        return tokens, labels
+
+
+class Unequal(Numbers):
+    """Sample i has 1 + i % 7 tokens."""
+
+    def length(self, i):
+        return 1 + i % 7
+
+    def read(self, indices):
+        width = max(self.length(int(i)) for i in indices)
+        tokens = np.zeros((len(indices), width), dtype=np.int64)
+        labels = np.full((len(indices), width), -100, dtype=np.int64)
+        for row, i in enumerate(indices.tolist()):
+            tokens[row, : self.length(i)] = labels[row, : self.length(i)] = i
+        return tokens, labels
+
+
+def samples_of(batch):
+    return {m.k: m.tokens[:, 0].tolist() for m in batch.micro}
+
+
+def run(samples, steps, *, global_batch=12, micro=0, world=1, seed=5, prefetch=2, **options):
+    """The samples of each step, put together from all ranks, micro-batch by micro-batch."""
+    plan = plan_batch(global_batch, micro, world, 512)
+    found = [dict[int, list[int]]() for _ in range(steps)]
+    for rank in range(world):
+        with Loader(samples, plan, rank, seed, prefetch=prefetch, **options) as loader:
+            for at, batch in zip(range(steps), loader, strict=False):
+                assert not set(found[at]) & set(samples_of(batch))
+                found[at] |= samples_of(batch)
+    return [[i for k in sorted(step) for i in step[k]] for step in found]
+
+
+def reference(n, steps, global_batch=12, seed=5, kind="shuffled", shards=None, first=0):
+    numbers = range(first * global_batch, (first + steps) * global_batch)
+    flat = [sample_order(kind, seed, i // n, n, shards)[i % n] for i in numbers]
+    return [flat[i : i + global_batch] for i in range(0, len(flat), global_batch)]
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+    st.sampled_from([1, 0]),
+    st.sampled_from([0, 1, 3]),
+    st.integers(1, 40),
+    st.sampled_from(["shuffled", "shards-shuffled", "sequential"]),
+)
+def test_the_sequence_is_global(world, micro, prefetch, n, kind):
+    """Also where an epoch is shorter than a step, and across the epochs' edges."""
+    shards = [n // 3, n - n // 3 - n // 4, n // 4]
+    found = run(Numbers(n, shards), 5, micro=micro, world=world, prefetch=prefetch, kind=kind)
+    assert found == reference(n, 5, kind=kind, shards=shards)
+
+
+def test_going_on_is_going_on():
+    whole = run(Numbers(50), 12)
+    assert run(Numbers(50), 5, first_step=7) == whole[7:]
+    assert run(Numbers(50), 5, first_step=7, world=4) == whole[7:]
+
+
+def test_steps_are_counted():
+    plan = plan_batch(12, 3, 2, 512)
+    with Loader(Numbers(50), plan, 1, 5, first_step=3) as loader:
+        batch = next(loader)
+        assert (batch.step, batch.first_sample) == (4, 36)
+        assert [m.k for m in batch.micro] == [1, 3]
+        assert batch.valid_tokens == sum(int((m.labels != -100).sum()) for m in batch.micro) == 2 * 3 * 2
+        assert all(m.tokens.dtype == m.labels.dtype == torch.int64 and m.tokens.shape == (3, T) for m in batch.micro)
+        assert batch.wait_ms >= 0
+        assert next(loader).step == 5
+
+
+def test_skipped_samples_are_left_out():
+    whole = [i for step in run(Numbers(50), 10) for i in step]
+    kept = whole[:24] + whole[36:]
+    found = [i for step in run(Numbers(50), 6, skipped=[(24, 36)]) for i in step]
+    assert found == kept[:72]
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 3))
+def test_length_buckets_regroup_inside_one_global_batch(world, first):
+    samples = Unequal(100)
+    plain = run(samples, 3, global_batch=24, micro=3, world=world, first_step=first)
+    bucketed = run(samples, 3, global_batch=24, micro=3, world=world, first_step=first, length_buckets=True)
+    assert bucketed != plain
+    for a, b in zip(plain, bucketed, strict=True):
+        assert sorted(a) == sorted(b)
+        assert [samples.length(i) for i in b] == sorted(samples.length(i) for i in b)
+    assert bucketed == run(samples, 3, global_batch=24, micro=3, world=1, first_step=first, length_buckets=True)
+
+
+def test_it_reads_ahead_while_the_step_computes():
+    """With the loop held up, the thread fills its queue and then stops; nothing is read in the loop's own time."""
+    samples = Numbers(100)
+    plan = plan_batch(4, 4, 1, 512)
+    with Loader(samples, plan, 0, 5, prefetch=3) as loader:
+        deadline = time.monotonic() + 30
+        while samples.reads < 4 and time.monotonic() < deadline:  # three in the queue and one in the hand
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert samples.reads == 4
+        assert loader.poll() is not None
+
+
+def test_a_poll_does_not_wait():
+    gate = threading.Event()
+
+    class Slow(Numbers):
+        def read(self, indices):
+            assert gate.wait(30)
+            return super().read(indices)
+
+    with Loader(Slow(10), plan_batch(2, 2, 1, 512), 0, 5) as loader:
+        assert loader.poll() is None
+        assert loader.poll(0.01) is None
+        gate.set()
+        assert next(loader).step == 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyboardInterrupt(), SystemExit(3)])
+def test_errors_reach_the_loop(prefetch, error):
+    class Broken(Numbers):
+        def read(self, indices):
+            if self.reads == 2:
+                raise error
+            return super().read(indices)
+
+    with Loader(Broken(10), plan_batch(2, 2, 1, 512), 0, 5, prefetch=prefetch) as loader:
+        assert [next(loader).step, next(loader).step] == [1, 2]
+        for _ in range(2):
+            with pytest.raises(type(error)) as caught:
+                next(loader)
+            assert caught.value is error
+
+
+def alive():
+    return [t for t in threading.enumerate() if t.name == "windlass-loader"]
+
+
+def test_it_ends_when_it_is_closed_forgotten_or_full():
+    plan = plan_batch(2, 2, 1, 512)
+    loader = Loader(Numbers(10), plan, 0, 5)
+    next(loader)
+    loader.close()
+    loader.close()
+    assert not alive()
+    with pytest.raises(ValueError, match="is closed"):
+        next(loader)
+    loader = Loader(Numbers(10), plan, 0, 5)
+    del loader
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive()
+    with pytest.raises(ValueError, match="no sample"):
+        Loader(Numbers(0), plan, 0, 5)
+
+
+@given(st.integers(0, 40), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([1, 2, 5]), st.integers(0, 45))
+def test_evaluation_counts_every_sample_once_in_equally_many_batches(n, world, micro, limit):
+    samples = Numbers(n)
+    batches = [list(eval_batches(samples, rank, world, micro, limit)) for rank in range(world)]
+    assert len({len(b) for b in batches}) == 1
+    wanted = min(n, limit) if limit else n
+    seen = []
+    for ranked in batches:
+        for batch in ranked:
+            assert batch.tokens.shape == batch.labels.shape == (micro, T)
+            rows = (batch.labels != -100).any(dim=1)
+            seen += batch.tokens[rows][:, 0].tolist()
+    assert sorted(seen) == list(range(wanted))
+    numbers = sorted(b.k for ranked in batches for b in ranked)
+    assert numbers == list(range(len(numbers))) and len(numbers) < wanted / micro + world
+
+
+def test_evaluation_of_rows_of_unequal_length():
+    found = [b for rank in range(2) for b in eval_batches(Unequal(9), rank, 2, 2)]
+    assert len(found) == 6
+    assert sum(int((b.labels != -100).sum()) for b in found) == sum(1 + i % 7 for i in range(9))
