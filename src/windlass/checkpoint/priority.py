@@ -20,9 +20,15 @@ def lower_this_thread() -> None:
     if not sys.platform.startswith("linux"):
         return
     thread = threading.get_native_id()  # on Linux a thread is scheduled as a process is
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, NICE)
+    set_nice(thread, NICE)
     number = IOPRIO_SET.get(platform.machine())
     if number is not None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).syscall(number, WHO_PROCESS, thread, CLASS_BEST_EFFORT << 13 | LOWEST)
+
+
+def set_nice(thread: int, nice: int) -> None:
+    """Set a thread's priority for the processor; raising it again takes rights that not everybody has."""
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, nice)

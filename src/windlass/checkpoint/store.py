@@ -7,10 +7,12 @@ training's own collectives, and an agreement that needs all ranks alive could no
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from windlass.checkpoint import catalog
 from windlass.checkpoint.commit import Commit, Request, explain
 from windlass.checkpoint.files import PIECE_BYTES, Files, to_json
-from windlass.checkpoint.priority import lower_this_thread
+from windlass.checkpoint.priority import NICE, lower_this_thread, set_nice
 from windlass.checkpoint.retention import PERIODIC, Policy
 from windlass.checkpoint.slices import Slice, State
 from windlass.checkpoint.stage import Stage, Staged
@@ -179,8 +181,21 @@ class Saver:
 
     def wait(self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None) -> list[Outcome]:
         """Wait until nothing is being written, or `timeout` seconds; the outcomes since the last `poll` or `wait`."""
-        self._until_idle(timeout, while_waiting)
+        with self._hurried():
+            self._until_idle(timeout, while_waiting)
         return self.poll()
+
+    @contextlib.contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """While somebody waits for the writer, it gives way to nobody (where the system lets us say so)."""
+        writer = self._thread.native_id if self._thread is not None else None
+        if writer is not None and self.busy:
+            set_nice(writer, os.getpriority(os.PRIO_PROCESS, 0))
+        try:
+            yield
+        finally:
+            if writer is not None:
+                set_nice(writer, NICE)
 
     def close(self) -> None:
         """End the thread, at once where it is idle, else when it has done its work. Does not wait for that: `wait` first."""
