@@ -181,8 +181,7 @@ class Saver:
 
     def wait(self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None) -> list[Outcome]:
         """Wait until nothing is being written, or `timeout` seconds; the outcomes since the last `poll` or `wait`."""
-        with self._hurried():
-            self._until_idle(timeout, while_waiting)
+        self._until_idle(timeout, while_waiting)
         return self.poll()
 
     @contextlib.contextmanager
@@ -208,14 +207,15 @@ class Saver:
 
     def _until_idle(self, timeout: float | None, while_waiting: Callable[[], None] | None) -> None:
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._changed:
-                if not (self._job or self._noting) or time.monotonic() >= end:
-                    return
-                assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
-                self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
-            if while_waiting is not None:
-                while_waiting()
+        with self._hurried():
+            while True:
+                with self._changed:
+                    if not (self._job or self._noting) or time.monotonic() >= end:
+                        return
+                    assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
+                    self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
+                if while_waiting is not None:
+                    while_waiting()
 
     def _start(self, job: _Job) -> None:
         if not self.background:
