@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from windlass.parallel import gloo
 from windlass.parallel.mesh import SHARDED, Ranks
 from windlass.parallel.recompute import checkpoint_activations
 from windlass.recipe import Recipe
@@ -115,6 +116,9 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            if ranks.device.type == "cpu":
+                module.set_custom_all_gather(gloo.AllGather())  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(gloo.ReduceScatter())  # type: ignore[arg-type]
     model.keeps_gathered = not gather_again  # type: ignore[assignment]
     _prefetch([model, *blocks], settings.forward_prefetch, settings.backward_prefetch)
 
