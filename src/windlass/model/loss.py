@@ -108,6 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     dw.addmm_(d.t(), rows) if dtype == total else dw.add_(d.t() @ rows)
                 if db is not None:
                     db += d.sum(0)
+                del logits, slope, d  # or they would still be there while the next chunk's are made
         ctx.grads = tuple(
             None if g is None or t is None else g.to(t.dtype) for g, t in ((dx, x), (dw, weight), (db, bias))
         )

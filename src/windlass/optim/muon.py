@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -134,19 +135,20 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
-        weights = [_local(p) for p in parameters]
-        gradients = [_local(p.grad) for p in parameters]
-        momenta = [_local(self.state[p]["momentum_buffer"]) for p in parameters]
-        lr, decay = g["lr"], 1 - g["lr"] * g["weight_decay"]
-        if self.found_inf is not None:
-            gradients = [
-                self._or_else(gradient, momentum) for gradient, momentum in zip(gradients, momenta, strict=True)
-            ]
-        torch._foreach_lerp_(momenta, gradients, 1 - g["momentum"])
-        ahead = torch._foreach_lerp(gradients, momenta, g["momentum"])
-        for p, weight, update in zip(parameters, weights, self._orthogonalised(parameters, ahead), strict=True):
-            new = torch.add(weight * decay, update.to(weight), alpha=-lr * update_scale(p.shape))
+        lr, keep = g["lr"], 1 - g["lr"] * g["weight_decay"]
+        ahead = (self._momentum(p, g["momentum"]) for p in parameters)
+        for p, update in zip(parameters, self._orthogonalised(parameters, ahead), strict=True):
+            weight = _local(p)
+            new = (weight * keep).add_(update.to(weight), alpha=-lr * update_scale(p.shape))
             weight.copy_(new if self.found_inf is None else self._or_else(new, weight))
+
+    def _momentum(self, p: Tensor, rate: float) -> Tensor:
+        """Move this rank's part of a momentum towards the gradient, and look one step ahead of it."""
+        gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
+        if self.found_inf is not None:
+            gradient = self._or_else(gradient, momentum)
+        momentum.lerp_(gradient, 1 - rate)
+        return gradient.lerp(momentum, rate)
 
     def _or_else(self, new: Tensor, old: Tensor) -> Tensor:
         """`new`, or `old` where this step's gradients were not finite: decided on the device, nobody waits.
@@ -156,23 +158,22 @@ class Muon(torch.optim.Optimizer):
         assert self.found_inf is not None
         return torch.where(self.found_inf.to(new.device) > 0, old, new)
 
-    def _orthogonalised(self, parameters: list[Tensor], ahead: list[Tensor]) -> Iterator[Tensor]:
-        """This rank's part of each orthogonalised update, in order."""
+    def _orthogonalised(self, parameters: list[Tensor], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
+        """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
         dtype = self.dtype or parameters[0].dtype
-        first = parameters[0]
-        if isinstance(first, DTensor):
+        if isinstance(parameters[0], DTensor):
             yield from self._sharded([p for p in parameters if isinstance(p, DTensor)], ahead, dtype)
         elif self.group is not None and dist.get_world_size(self.group) > 1:
             yield from _replicated(ahead, dtype, self.group)
         else:
             yield from (orthogonalise(x, dtype) for x in ahead)
 
-    def _sharded(self, parameters: list[DTensor], ahead: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    def _sharded(self, parameters: list[DTensor], ahead: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
         mesh, dim = _shard_dim(parameters[0])
         group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
-        ahead = [x.to(self.device_type, dtype) for x in ahead]
         for start in range(0, len(parameters), world):
-            batch, local = parameters[start : start + world], ahead[start : start + world]
+            batch = parameters[start : start + world]
+            local = [x.to(self.device_type, dtype) for x in islice(ahead, world)]
             out = [x.numel() for x in local] + [0] * (world - len(batch))
             mine = batch[rank] if rank < len(batch) else None
             into = [rows * mine.size(1) for rows in _rows(mine.size(0), world)] if mine is not None else [0] * world
@@ -185,11 +186,10 @@ class Muon(torch.optim.Optimizer):
             yield from (x.view(like.shape) for x, like in zip(back.split(out[: len(batch)]), local, strict=True))
 
 
-def _replicated(ahead: list[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[Tensor]:
+def _replicated(ahead: Iterator[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[Tensor]:
     """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    for start in range(0, len(ahead), world):
-        batch = ahead[start : start + world]
+    while batch := list(islice(ahead, world)):
         updates = [
             orthogonalise(x, dtype).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
             for owner, x in enumerate(batch)
