@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import platform
 import re
 import sysconfig
@@ -172,7 +173,10 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
 def _stdlib() -> Corpus:
     """The standard library's own modules, in an order drawn from their names: what is held out is then like the rest."""
     root = Path(sysconfig.get_path("stdlib"))
-    names = [p.relative_to(root) for p in root.rglob("*.py") if not NOT_PROSE & set(p.relative_to(root).parts)]
+    names = []
+    for folder, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_PROSE]  # site-packages can be large: don't even look
+        names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
         raise UserError(
             f"data.source: this Python has no source of its standard library at {root}; give a text file instead"

@@ -121,11 +121,12 @@ class DataSettings(Section):
     """The corpus, how it becomes tokens, and the order in which they are seen."""
 
     source: str = "stdlib"
-    """`stdlib` (the Python standard library's own source), a path or glob of .txt, .jsonl, .parquet (also .gz, .zst),
+    """`stdlib` (the Python standard library's own source), a path, glob or directory of .txt, .jsonl, .parquet (also .gz, .zst),
     `https://...` (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (through `datasets`), `squad` or `squad:FILE.json`,
     or token shards that others wrote: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin)."""
     eval_source: str = ""
-    """Validation corpus, written like `source`; empty: held out from `source`."""
+    """Validation corpus, written like `source`; empty: held out from `source`. With one, `max_documents` and `max_tokens`
+    limit it to `val_fraction` of themselves."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """The SHA-256 that a downloaded `source` must have."""
     tokenizer: str = "byte"
@@ -160,7 +161,7 @@ class DataSettings(Section):
     dir: str = ""
     """Where the prepared shards lie; empty: `data/<source>-<digest>`."""
     workers: int = Field(0, ge=0)
-    """Processes that tokenize in parallel; 0: one a core."""
+    """Threads that tokenize in parallel (the tokenizers release Python's lock); 0: one a core."""
     prefetch: int = Field(2, ge=0)
     """Steps whose batches are read ahead in the background."""
     format: Literal["text", "squad", "chat"] = "text"
