@@ -45,10 +45,9 @@ def train(
     from windlass.training.claim import claim
 
     loaded = Recipe.load(recipe, overrides or [])
-    options = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     here = detect(os.environ)
     if here.launcher == "none":
-        claimed = claim(loaded, **options)
+        claimed = claim(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if claimed.finished:
             typer.echo(f"{claimed.run_dir} is finished: all {claimed.run.summary.get('steps', '')} steps are done.")
             show_end(claimed.run)
@@ -57,7 +56,9 @@ def train(
             return _launch(loaded, world or "1", max_restarts, claimed.run)
     from windlass.training import train as run_training
 
-    run = run_training(loaded, **options, stop_at=stop_at, profile=profile)
+    run = run_training(
+        loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
+    )
     if here.launcher == "none" and run.state == "finished":
         show_end(run)
     return 0

@@ -43,10 +43,10 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     """
     if global_batch % world:
         below, above = global_batch // world * world, -(-global_batch // world) * world
-        near = f"{below} or {above}" if below else f"{above}"
+        sizes = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
             f"train.global_batch = {global_batch} sequences cannot be dealt evenly to {world} ranks; "
-            f"write {near}, or use a number of ranks that divides it"
+            f"write {sizes}, or use a number of ranks that divides it"
         )
     share = global_batch // world
     if micro_batch == 0:

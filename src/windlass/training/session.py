@@ -135,7 +135,8 @@ class Session:
         steps = self.recipe.train.steps
         if not isinstance(steps, int) and steps == "compute-optimal" and self.recipe.model.kind != "gpt":
             raise UserError('train.steps = "compute-optimal" needs a model of our own kind; write steps or epochs')
-        steps = resolve_steps(self.recipe, self.data.vocab, self.data.train.sample_tokens(), samples)
+        per_sample = getattr(self.data.train, "sample_tokens", None)  # a source of the user's own may not know
+        steps = resolve_steps(self.recipe, self.data.vocab, per_sample() if per_sample else None, samples)
         self.horizon = Horizon(steps, samples, self.recipe.train.global_batch)
 
     def _open_directory(self) -> None:
@@ -149,6 +150,7 @@ class Session:
             if not self.claim.resuming or self.claim.extends_from:
                 self.data.save_tokenizer(self.run.path)
                 _write(self.run.recipe_path, self.recipe.toml())
+            self.data.tokenizer.save(self.run.path)
             return number
 
         self.attempt = self.agreed("attempt", prepare)
