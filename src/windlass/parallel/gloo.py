@@ -38,7 +38,13 @@ class AllGather(_Plain):
 
 
 class ReduceScatter(_Plain):
-    """Each rank gets everybody's values for its own part, and adds them up in the order of the ranks."""
+    """Each rank gets everybody's values for its own part, and adds them up in the order of the ranks.
+
+    The buffer for what comes in is kept: to get fresh memory from the system costs as much as to fill it.
+    """
+
+    def __init__(self) -> None:
+        self._received = torch.empty(0)
 
     def __call__(
         self,
@@ -50,6 +56,8 @@ class ReduceScatter(_Plain):
     ) -> None:
         """The sum over ranks of this rank's part into `output_tensor`; done on return, whatever `async_op` says."""
         assert op == dist.ReduceOp.SUM, op
-        received = torch.empty_like(input_tensor)
+        if self._received.numel() < input_tensor.numel() or self._received.dtype != input_tensor.dtype:
+            self._received = torch.empty_like(input_tensor)
+        received = self._received[: input_tensor.numel()]
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
