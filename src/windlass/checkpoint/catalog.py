@@ -167,8 +167,9 @@ def discard(path: Path, files: Files) -> None:
         if trash.exists():
             files.remove_tree(trash)
         files.rename(path, trash)
-        if (trash / MARKER).exists():
+        if (trash / MARKER).is_file():
             files.unlink(trash / MARKER)
+            files.sync_dir(trash)
         files.remove_tree(trash)
 
 

@@ -140,8 +140,17 @@ class Files:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as the checkpoint's files hold it; raises ValueError for a NaN or an infinity."""
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    """JSON as the checkpoint's files hold it, two levels spread over lines; raises ValueError for a NaN or an infinity."""
+    return (_lines(value, 2) + "\n").encode()
+
+
+def _lines(value: Any, levels: int) -> str:
+    if levels and isinstance(value, dict) and value:
+        rows = (f"{json.dumps(str(key))}: {_lines(inner, levels - 1)}" for key, inner in value.items())
+        return "{\n" + ",\n".join(rows) + "\n}"
+    if levels and isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(json.dumps(inner, allow_nan=False) for inner in value) + "\n]"
+    return json.dumps(value, allow_nan=False)
 
 
 def _entries(path: Path) -> Iterator[os.DirEntry[str]]:

@@ -33,6 +33,8 @@ FILE_NAME = re.compile(r"^(rank-\d{5,}\.safetensors|state\.json)$")
 LARGEST_JSON = 2**30
 """Bytes of manifest or counters above which they are not read."""
 READ_BYTES = 8 * 2**20
+REMEMBERED = 64
+"""Manifests that are kept parsed, by their digest."""
 
 
 class Damaged(ValueError):
@@ -210,9 +212,17 @@ def committed(path: Path) -> bool:
 def read(path: Path) -> Manifest:
     """The manifest of a committed checkpoint, itself unchanged since the commit; raises Damaged."""
     marker, data = _small(path / MARKER, "it was never committed"), _small(path / MANIFEST)
-    if marker != f"{hashlib.sha256(data).hexdigest()}\n".encode():
+    digest = hashlib.sha256(data).hexdigest()
+    if marker != f"{digest}\n".encode():
         raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {MARKER}")
-    return parse(data)
+    if digest not in _parsed:  # a save looks at all checkpoints; parsing them each time would cost the training more
+        while len(_parsed) >= REMEMBERED:
+            _parsed.pop(next(iter(_parsed)), None)
+        _parsed[digest] = parse(data)
+    return _parsed[digest]
+
+
+_parsed: dict[str, Manifest] = {}
 
 
 def _small(path: Path, meaning: str = "") -> bytes:
