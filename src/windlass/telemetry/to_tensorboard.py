@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from windlass.telemetry.feeder import Source
-from windlass.telemetry.points import Marks, Point, scalars_of
+from windlass.telemetry.points import Marks, Point, pending, scalars_of
 
 
 class TensorBoard:
@@ -34,6 +34,7 @@ class TensorBoard:
         self._file = -1
         self._id = ""
         self._before: list[Path] = []
+        self._owed = 0
 
     @property
     def hint(self) -> str:
@@ -53,6 +54,7 @@ class TensorBoard:
             return marks
         self._directory.mkdir(parents=True, exist_ok=True)
         self._before = sorted(self._directory.glob("events.out.tfevents.*"))
+        self._owed = len(pending(source.lines, {}))
         path = self._directory / _next_name(self._before)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -74,9 +76,9 @@ class TensorBoard:
             summary = summary_pb2.Summary(value=values)
             events.append(event_pb2.Event(wall_time=point.time, step=point.step, summary=summary))
         self._append(events)
-        for path in self._before:  # now there is a good one in their place
-            path.unlink(missing_ok=True)
-        self._before = []
+        self._owed -= len(batch)
+        if self._owed <= 0:  # all that was there when this file was begun is in it
+            self._replace()
         self._remember(marks)
 
     def finish(self, source: Source, state: str, figures: dict[str, Path], marks: Marks) -> None:
@@ -97,7 +99,13 @@ class TensorBoard:
             os.fsync(self._file)
         os.close(self._file)
         self._file = -1
+        self._replace()
         self._remember(marks)
+
+    def _replace(self) -> None:
+        for path in self._before:
+            path.unlink(missing_ok=True)
+        self._before = []
 
     def _append(self, events: list[event_pb2.Event]) -> None:
         """Write all events or none, so that a full disk leaves no torn record."""

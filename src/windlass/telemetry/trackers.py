@@ -21,7 +21,7 @@ from windlass.telemetry.sidecar import remedy
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
-UP_SECONDS = 60.0
+UP_SECONDS = 120.0
 """A tracker that has not said within this time that it is there is reported; it goes on trying."""
 
 
@@ -154,8 +154,8 @@ _LET_GO: list[_Sidecar] = []
 def start_trackers(run: Run | Path, recipe: Recipe, attempt: int = 0) -> Trackers:
     """Start a sidecar for each of `telemetry.trackers`; called on rank 0 alone. Returns at once and never raises OSError.
 
-    A sidecar lives in a session of its own, so that Ctrl-C does not reach it, and ends with this process: it then has
-    `telemetry.flush_seconds` to send the rest.
+    A sidecar lives in a process group of its own, so that Ctrl-C does not reach it, and ends with this process: it then
+    has `telemetry.flush_seconds` to send the rest.
     """
     path = Path(run.path if isinstance(run, Run) else run)
     handle = Trackers(path)
@@ -208,7 +208,7 @@ def _spawn(run: Path, name: str, attempt: int, flush_seconds: float) -> _Sidecar
             stdout=log,
             stderr=log,
             pass_fds=(writing,),
-            start_new_session=True,
+            process_group=0,
             env=_environment(),
         )
     except OSError:

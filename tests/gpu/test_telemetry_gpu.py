@@ -1,0 +1,77 @@
+"""Timing without waiting, and the sampler, on a real CUDA device."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+from windlass.telemetry.devices import CudaProbe, DeviceSampler  # noqa: E402
+from windlass.telemetry.speed import StepTimer  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def work(products: int) -> None:
+    matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(products):
+        matrix @ matrix
+
+
+def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
+    work(10)
+    torch.cuda.synchronize()
+    timer = StepTimer("cuda")
+    timer.read()
+
+    def waited(*_):
+        raise AssertionError("waited for the device between two logs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.Event, "synchronize", waited)
+        patch.setattr(torch.cuda, "synchronize", waited)
+        for _ in range(3):
+            with timer.phase("forward"):
+                work(100)
+            with timer.phase("backward"):
+                work(200)
+            with timer.phase("optimizer"):
+                work(10)
+            with timer.outside():
+                work(300)
+    found = timer.read()
+    assert 1.5 < found["backward_ms"] / found["forward_ms"] < 2.5
+    assert found["step_ms"] == pytest.approx(
+        found["forward_ms"] + found["backward_ms"] + found["optimizer_ms"], rel=0.2
+    )
+
+
+def test_the_probe_finds_this_device(tmp_path):
+    held = torch.zeros(64, 1024, 1024, dtype=torch.uint8, device="cuda")
+    found = CudaProbe(torch.cuda.current_device()).read()
+    assert (
+        found["mem_alloc_mb"] >= 67.1
+        and found["peak_reserved_mb"] >= found["mem_reserved_mb"] >= found["mem_alloc_mb"] - 1
+    )
+    del held
+    if pytest.importorskip("pynvml"):
+        assert found["mem_used_mb"] > 67 and 0 <= found["util_pct"] <= 100
+
+
+def test_the_sampler_sees_a_busy_device(tmp_path):
+    sampler = DeviceSampler(tmp_path, device="cuda:0", every=0.2).start()
+    sampler.phase("train")
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        work(50)
+        torch.cuda.synchronize()
+    sampler.stop()
+    lines = [json.loads(line) for line in sampler.path.read_text().splitlines()]
+    assert sampler.trouble is None and lines[0]["memory_mb"] > 1000
+    utils = [line["util_pct"] for line in lines if "util_pct" in line]
+    if utils:
+        assert max(utils) > 50
