@@ -117,8 +117,8 @@ class Writer:
         self.devices(2.0, "eval")
         value = loss_at(step, self.seed, self.lr) + 0.06
         self.line(
-            "eval", step, suite="loss", loss=value, perplexity=math.exp(value), epoch=step * 16 / 4000, samples=step * 16,
-            runtime_s=2.0, samples_per_s=512 / 2.0,
+            "eval", step, suite="loss", loss=value, perplexity=math.exp(value), epoch=step * 16 / 4000,
+            samples_trained=step * 16, samples=512, tokens=65_536, runtime_s=2.0, samples_per_s=512 / 2.0,
         )  # fmt: skip
         self.line(
             "eval", step, suite="hellaswag", accuracy=0.25 + step / 9000, accuracy_norm=0.26 + step / 8000, items=1000

@@ -44,8 +44,8 @@ def test_thinned_curves_keep_ends_extremes_and_gaps(values, limit):
 def test_smoothing_is_the_weighted_mean_that_it_says(values, weight):
     got = smoothed(np.array(values), weight)
     for n in range(len(values)):
-        weights = [weight ** (n - i) for i in range(n + 1)]
-        expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        weights = [weight ** abs(n - i) for i in range(len(values))]
+        expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
         assert got[n] == pytest.approx(expected, abs=1e-9)
 
 

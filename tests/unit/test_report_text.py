@@ -18,7 +18,7 @@ from windlass.report.text import compact, csv_text, duration, escape, fixed, mar
         (1234.56, "rate", "1,234.6"), (5.234, "rate", "5.23"), (819200, "count", "819,200"), (0.8254, "share", "82.5 %"),
         (math.nan, "loss", "NaN"), (math.inf, "loss", "∞"), (-math.inf, "loss", "−∞"), (None, "loss", "–"), ("", "", "–"),
         (True, "", "yes"), ([0.9, 0.95], "", "0.9, 0.95"), ([], "", "none"), (3e-4, "", "0.0003"), (1e15, "rate", "1e+15"),
-        (31.7, "duration", "31.7 s"), ("words", "loss", "words"), (1764.2, "mb", "1,764"), (3.14159, "mb", "3.1"),
+        (31.7, "duration", "31.7 s"), ("words", "loss", "words"), (1764.2, "mb", "1,764"), (3.14159, "mb", "3.1"), (1969.5, "amount", "1,969.5"), (2.0, "amount", "2"), (0.20309, "amount", "0.203"),
     ],
 )  # fmt: skip
 def test_show(value, kind, text):

@@ -252,8 +252,10 @@ class Chart {
       let path = "";
       let pen = false;
       for (let i = from; i < to; i++) {
-        if (good(i, values)) path += (pen ? "L" : "M") + at(i, values);
-        pen = good(i, values);
+        const down = good(i, values);
+        if (down) path += (pen ? "L" : "M") + at(i, values);
+        if (down && !pen && (i + 1 >= to || !good(i + 1, values))) path += "h.01"; // a lone point is a dot
+        pen = down;
       }
       return path;
     };

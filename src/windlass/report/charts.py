@@ -150,17 +150,28 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
 
 
 def smoothed(y: Numbers, weight: float) -> Numbers:
-    """Exponential moving average, unbiased at the start; bad values are passed over and stay bad.
+    """Each value as the mean of all, the one n places away weighted by weight^n: smooth, and without a lag.
 
-    After n values y_i the average is sum(w^(n-i) y_i) / sum(w^(n-i)), so that the first point is the first value.
+    What is not finite is passed over and left out; at the ends the mean is over what there is.
     """
+    ahead, ahead_norm = _decayed(y, weight)
+    back, back_norm = (part[::-1] for part in _decayed(y[::-1], weight))
+    good = np.isfinite(y)
     out = np.full(len(y), math.nan)
+    np.divide(ahead + back - np.where(good, y, 0.0), ahead_norm + back_norm - 1, out=out, where=good)
+    return out
+
+
+def _decayed(y: Numbers, weight: float) -> tuple[Numbers, Numbers]:
+    """Sum over what came before, the one n places back weighted by weight^n, and the sum of the weights."""
+    sums, norms = np.zeros(len(y)), np.zeros(len(y))
     total = norm = 0.0
     for i, value in enumerate(y):
+        total, norm = weight * total, weight * norm
         if math.isfinite(value):
-            total, norm = weight * total + value, weight * norm + 1
-            out[i] = total / norm
-    return out
+            total, norm = total + value, norm + 1
+        sums[i], norms[i] = total, norm
+    return sums, norms
 
 
 @dataclass(frozen=True)

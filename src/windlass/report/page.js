@@ -74,15 +74,19 @@ function extent() {
 
 // ---------------------------------------------------------------- curves
 
-function smooth(values, weight) {
-  let total = 0;
-  let norm = 0;
+function decayed(values, weight) {
+  let [total, norm] = [0, 0];
   return values.map((value) => {
-    if (value === null) return null;
-    total = weight * total + value;
-    norm = weight * norm + 1;
-    return total / norm;
+    [total, norm] = [weight * total + (value ?? 0), weight * norm + (value === null ? 0 : 1)];
+    return [total, norm];
   });
+}
+
+/** Each value as the mean of all, the one n places away weighted by weight^n: smooth, and without a lag. */
+function smooth(values, weight) {
+  const ahead = decayed(values, weight);
+  const back = decayed([...values].reverse(), weight).reverse();
+  return values.map((value, i) => (value === null ? null : (ahead[i][0] + back[i][0] - value) / (ahead[i][1] + back[i][1] - 1)));
 }
 
 /** The points of a track from the first step that is not left out; `columns` are arrays as long as the track. */

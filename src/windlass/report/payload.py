@@ -51,7 +51,7 @@ def payload(
     for run, (tone, dash) in zip(runs, looks, strict=False):
         run |= {"tone": None if tone is None else rounded(tone), "dash": dash}
     longest = max((len(run["train"]["step"]) for run in runs), default=0)
-    return {"runs": runs, "charts": [*map(_chart, charts), *free], "smoothing": SMOOTHING if longest > 40 else 0}
+    return {"runs": runs, "charts": [*map(_chart, charts), *free], "smoothing": SMOOTHING if longest > 60 else 0}
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

@@ -221,7 +221,9 @@ def _draw_ranks(axes: Any, chart: Chart, view: RunView, pen: Pen) -> None:
             continue
         for number, (name, values) in enumerate(found.lines.items()):
             tone = PALETTE[number % len(PALETTE)]
-            axes.plot(found.steps, values, color=tone, linestyle=style, linewidth=1.2, label=f"{name}{suffix}")
+            label = f"{name}{suffix}" if len(found.lines) > 1 or suffix else None
+            dot = "." if len(values) == 1 else None
+            axes.plot(found.steps, values, color=tone, linestyle=style, linewidth=1.2, marker=dot, label=label)
 
 
 def _seams(axes: Any, views: Sequence[RunView], pens: Sequence[Pen], first_step: int) -> None:

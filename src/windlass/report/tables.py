@@ -25,7 +25,7 @@ MANY_EVALUATIONS = 12
 MEASURES: dict[str, tuple[str, str]] = {
     "state": ("State", ""),
     "steps": ("Steps", "count"),
-    "epochs": ("Epochs", ""),
+    "epochs": ("Epochs", "amount"),
     "tokens": ("Tokens", "count"),
     "samples": ("Samples", "count"),
     "parameters": ("Parameters", "count"),
@@ -40,7 +40,7 @@ MEASURES: dict[str, tuple[str, str]] = {
     "train_tokens_per_s": ("Training speed (tokens/s)", "rate"),
     "train_steps_per_s": ("Training speed (steps/s)", "rate"),
     "eval_samples_per_s": ("Evaluation speed (samples/s)", "rate"),
-    "steps_per_epoch": ("Steps per epoch", ""),
+    "steps_per_epoch": ("Steps per epoch", "amount"),
     "mem_alloc_mb": ("Memory allocated per rank, mean (MB)", "mb"),
     "mem_reserved_mb": ("Memory reserved per rank, mean (MB)", "mb"),
     "peak_mem_mb": ("Peak memory, fullest rank (MB)", "mb"),
@@ -214,9 +214,14 @@ def steps_per_epoch(begun: Mapping[str, Any], train: Track) -> float | None:
     return step / epoch if epoch and step else None
 
 
+PARTS = ("train", "data", "eval", "save", "sample", "compile", "startup", "lost")
+"""The order in which parts of the wall time are told."""
+
+
 def goodput(view: RunView) -> dict[str, float]:
     """Seconds of wall time over all starts by what they were spent on, without those that took none."""
-    return {name: seconds for name, seconds in view.wall.items() if name != "total" and seconds > 0}
+    order = [*(name for name in PARTS if name in view.wall), *(n for n in view.wall if n not in PARTS and n != "total")]
+    return {name: view.wall[name] for name in order if view.wall[name] > 0}
 
 
 def goodput_share(view: RunView) -> float | None:
@@ -258,7 +263,7 @@ def evaluations(view: RunView) -> list[tuple[Table, str]]:
         for i, what in enumerate(evaluation_names(track, view.settings.get("eval.every"))):
             numbers = [_plain(track[n][i]) for n in names]
             rows.append((what, int(track["step"][i]), _plain(track["epoch"][i]), _plain(track["tokens"][i]), *numbers))
-        kinds = ["count", "", "count", *("duration" if n == "runtime_s" else _kind(n) for n in names)]
+        kinds = ["count", "amount", "count", *("duration" if n == "runtime_s" else _kind(n) for n in names)]
         columns = ("evaluation", "step", "epoch", "tokens", *names)
         heads = (
             "Evaluation",

@@ -16,7 +16,7 @@ DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "pct": 1, "hours": 3}
 
 
 def show(value: Any, kind: str = "") -> str:
-    """A value for a reader. `kind`: loss, score, rate, count, mb, pct, share (a fraction as %), duration (s), hours."""
+    """A value for a reader. `kind`: loss, score, rate, count, amount (with a fraction), mb, pct, share (a fraction as %), duration (s), hours."""
     if value is None or value == "":
         return MISSING
     if isinstance(value, bool):
@@ -33,6 +33,8 @@ def show(value: Any, kind: str = "") -> str:
         return f"{100 * value:.1f} %"
     if kind == "count":
         return f"{value:,.0f}"
+    if kind == "amount":
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
     if kind == "pct":
         return f"{value:.1f} %"
     if kind in DECIMALS:

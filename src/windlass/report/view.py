@@ -232,12 +232,9 @@ def _train_track(lines: Sequence[Line], clock: Clock) -> Track:
 
 
 def _eval_track(lines: Sequence[Line], clock: Clock, train: Track) -> Track:
+    """Here `tokens` are those trained on so far; the ledger's own are those that were evaluated on."""
     columns = _columns(lines, clock, _keys(lines))
-    tokens = tokens_at(columns["step"], train)
-    columns["tokens"] = (
-        np.where(np.isfinite(columns["tokens"]), columns["tokens"], tokens) if "tokens" in columns else tokens
-    )
-    return Track(columns)
+    return Track(columns | {"tokens": tokens_at(columns["step"], train)})
 
 
 def tokens_at(steps: Numbers, train: Track) -> Numbers:
