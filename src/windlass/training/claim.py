@@ -64,7 +64,9 @@ def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_fro
         source = _branch_source(recipe, branch_from) if branch_from else None
         return Claim(recipe, run, resuming=False, finished=False, branch_from=source)
     old = run.recipe
-    if extend_to:
+    if extend_to and old.train.steps == extend_to:  # the same command again: the run is that long already
+        recipe = recipe.with_overrides(f"train.steps={extend_to}")
+    elif extend_to:
         return _extension(recipe, run, old, extend_to)
     changed = differences(old, recipe)
     if changed:

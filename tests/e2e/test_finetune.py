@@ -1,0 +1,163 @@
+"""A tiny BLOOM with random weights learns real SQuAD questions: on 1, 2 and 4 ranks alike, and by heart."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "dist"))
+
+from harness import Join, run_ranks
+
+import hf_fixtures
+from windlass.recipe import Recipe
+from windlass.run import Run
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory: pytest.TempPathFactory, data_files: Path) -> Iterator[Path]:
+    """Two questions each on SQuAD's shortest paragraphs, as a file; a BLOOM of two blocks and a tokenizer trained on them."""
+    folder = tmp_path_factory.mktemp("lesson")
+    tree = json.loads((data_files / "squad" / "train-v1.1.first-44-articles.json").read_text(encoding="utf-8"))
+    parts = [part for article in tree["data"] for part in article["paragraphs"] if len(part["qas"]) >= 2]
+    short = sorted(parts, key=lambda part: len(part["context"]))[:6]
+    paragraphs = [{"context": part["context"], "qas": part["qas"][:2]} for part in short]
+    (folder / "few.json").write_text(
+        json.dumps({"version": "1.1", "data": [{"title": "few", "paragraphs": paragraphs}]})
+    )
+    hf_fixtures.save("bloom", folder / "bloom", hidden_size=64, n_layer=2)
+    texts = [part["context"] for part in short] + [q["question"] for part in short for q in part["qas"]]
+    hf_fixtures.save_tokenizer(texts, folder / "bloom")
+    yield folder
+
+
+def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
+    few = f"squad:{lesson / 'few.json'}"
+    tree = {
+        "preset": "lesson",
+        "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
+        "data": {
+            "format": "squad", "source": few, "eval_source": few, "tokenizer": f"hf:{lesson / 'bloom'}",
+            "dir": str(lesson / "data"),
+        },
+        "train": {"steps": 4, "global_batch": 12, "micro_batch": 3},
+        "optim": {"lr": 3e-3, "weight_decay": 0.0, "schedule": {"kind": "constant", "warmup": 0}},
+        "eval": {"every": "4 epochs", "suites": ["loss", "squad"]},
+        "checkpoint": {"every": 0},
+        "telemetry": {"every": 1},
+        "run": {"dir": str(lesson / name)},
+    }  # fmt: skip
+    made = Recipe.model_validate(tree)
+    return made.with_overrides(**{k.replace("__", "."): v for k, v in changes.items()})
+
+
+def rank(join: Join, wanted: Recipe, port: int) -> None:
+    """Train as one of the ranks that a launcher set up through the environment."""
+    from windlass import train
+
+    os.environ.update(
+        RANK=str(join.rank),
+        WORLD_SIZE=str(join.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        LOCAL_RANK=str(join.rank),
+    )
+    train(wanted)
+
+
+def trained(wanted: Recipe, world: int) -> Run:
+    """The run, trained by forked ranks: `transformers` is imported once, here."""
+    import transformers.models.bloom.modeling_bloom  # noqa: F401
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run_ranks(rank, world, wanted, port, timeout=200)
+    return Run(wanted.run_dir)
+
+
+def curve(run: Run) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in run.lines("train")]
+
+
+@pytest.fixture(scope="module")
+def alone(lesson: Path) -> Run:
+    return trained(recipe(lesson, "alone"), 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"parallel__strategy": "ddp"}),
+        (2, {"parallel__strategy": "full_shard"}),
+        (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
+        pytest.param(1, {"train__micro_batch": 12}, marks=pytest.mark.full),
+        pytest.param(1, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
+        pytest.param(4, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
+        pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=pytest.mark.full),
+        pytest.param(2, {"parallel__strategy": "full_shard", "data__length_buckets": False}, marks=pytest.mark.full),
+    ],
+)
+def test_every_strategy_has_the_losses_of_one_process(
+    lesson: Path, alone: Run, world: int, changes: dict[str, Any]
+) -> None:
+    run = trained(recipe(lesson, "-".join(map(str, [world, *changes.values()])), **changes), world)
+    assert len(curve(run)) == 4
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve(run), curve(alone), strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    for line, expected in zip(run.lines("eval"), alone.lines("eval"), strict=True):
+        keys = ("suite", "step", "tokens", "items", "exact_match", "f1")
+        assert [line.get(k) for k in keys] == [expected.get(k) for k in keys]
+        assert line.get("loss", 0.0) == pytest.approx(expected.get("loss", 0.0), rel=1e-4)
+
+
+def adapters(lesson: Path, name: str, **changes: Any) -> Recipe:
+    targets = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+    return recipe(lesson, name, model__lora__rank=8, model__lora__targets=targets, optim__lr=1e-2, **changes)
+
+
+def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson: Path) -> None:
+    import torch
+
+    from windlass.checkpoint.load import newest
+    from windlass.model.build import build_model
+    from windlass.model.init import initialise
+
+    runs = [trained(adapters(lesson, "lora-1"), 1)]
+    runs += [trained(adapters(lesson, f"lora-{s}", parallel__strategy=s), 2) for s in ("full_shard",)]
+    for other in runs[1:]:
+        assert [c[0] for c in curve(other)] == pytest.approx([c[0] for c in curve(runs[0])], rel=1e-5)
+    assert curve(runs[0])[-1][0] < curve(runs[0])[0][0]
+    start = build_model(runs[0].recipe, 100, device="cpu")
+    initialise(start, runs[0].recipe.run.seed)
+    saved = newest(runs[0].path)
+    assert saved is not None
+    for name, parameter in start.named_parameters():
+        same = torch.equal(saved.tensor(f"model/{name}"), parameter.detach())
+        assert same == (not parameter.requires_grad), name
+
+
+def test_the_questions_are_learned_by_heart(lesson: Path) -> None:
+    run = trained(
+        recipe(lesson, "heart", train__steps=90, train__micro_batch=12, eval__every=45, telemetry__every=10), 1
+    )
+    scores = {line["step"]: line["f1"] for line in run.lines("eval", suite="squad")}
+    losses = {line["step"]: line["loss"] for line in run.lines("eval", suite="loss")}
+    assert scores[0] < 10 and scores[90] > 90 and losses[90] < 0.1 < losses[0]
+    assert run.lines("eval", suite="squad")[-1]["exact_match"] > 90
+
+
+@pytest.mark.full
+def test_adapters_learn_them_by_heart(lesson: Path) -> None:
+    run = trained(adapters(lesson, "lora-heart", train__steps=220, train__micro_batch=12, eval__every=110), 1)
+    scores = [line["f1"] for line in run.lines("eval", suite="squad")]
+    assert scores[0] < 10 and scores[-1] > 90
