@@ -14,7 +14,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 for _key in ("OMP_NUM_THREADS",):
     os.environ.setdefault(_key, "1")  # tests run side by side on few cores, and small tensors gain nothing from two
 
-hypothesis.settings.register_profile("windlass", deadline=None, database=None, derandomize=True)  # the same in each run
+hypothesis.settings.register_profile("windlass", deadline=None, database=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("windlass")
 
 REPOSITORY = Path(__file__).parent.parent

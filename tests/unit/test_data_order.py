@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data.order import Permutation, position, sample_order, step_samples
@@ -22,7 +22,6 @@ def whole(order):
 
 
 @given(SIZES, SEEDS, EPOCHS)
-@settings(max_examples=60)
 def test_an_epoch_has_every_sample_once(n, seed, epoch):
     found = whole(sample_order("shuffled", seed, epoch, n))
     assert found.dtype == np.int64
@@ -30,7 +29,6 @@ def test_an_epoch_has_every_sample_once(n, seed, epoch):
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), SEEDS, EPOCHS)
-@settings(max_examples=60)
 def test_shards_are_shuffled_whole(shards, seed, epoch):
     n = sum(shards)
     found = whole(sample_order("shards-shuffled", seed, epoch, n, shards))
@@ -58,7 +56,6 @@ def test_sequential_is_as_it_lies():
 
 
 @given(st.integers(50, 3000), SEEDS, EPOCHS)
-@settings(max_examples=50)
 def test_epochs_and_seeds_differ(n, seed, epoch):
     here = whole(sample_order("shuffled", seed, epoch, n))
     for other in (sample_order("shuffled", seed, epoch + 1, n), sample_order("shuffled", seed ^ 1, epoch, n)):

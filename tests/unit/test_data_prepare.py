@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -117,7 +118,7 @@ def test_a_large_vocabulary_lies_in_32_bits(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
 def test_workers_change_no_byte(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("windlass.data.prepare.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 300)
     source = jsonl(tmp_path / "x.jsonl", documents(80))
     found = []
     for workers in (1, 5):
@@ -134,14 +135,40 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
 def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, monkeypatch):
-    """At each of the first renames of a preparation the process 'dies', before or after it; the next one goes on."""
-    monkeypatch.setattr("windlass.data.prepare.BATCH_CHARACTERS", 500)
+    """Wherever the process dies, the next one goes on to the same files."""
+    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 500)
     texts = [*documents(20), "a very long one " * 300, *documents(20, seed=1)]
     source, held = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", documents(12, 2))
     changes = {"tokenizer": tokenizer, "eval_source": str(held), "max_tokens": 9000}
     whole_directory, whole = run(recipe_for(source, tmp_path / "whole", **changes))
     assert len(whole.shards) > 8
 
+    index, deaths = killed_until_done(recipe_for(source, tmp_path / "broken", **changes), monkeypatch)
+    assert deaths > 8
+    assert files_of(tmp_path / "broken") == files_of(whole_directory)
+    assert index.fingerprint == whole.fingerprint
+
+
+def test_interrupted_in_a_single_text(tmp_path, monkeypatch, data_files):
+    """One document in many stretches over many shards."""
+    monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
+    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 1500)
+    text = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:12_000]
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    for tokenizer in ("byte", "char"):
+        folder = tmp_path / tokenizer
+        changes = {"tokenizer": tokenizer, "val_fraction": 0.2, "max_tokens": 0}
+        whole_directory, whole = run(recipe_for(tmp_path / "x.txt", folder / "whole", **changes))
+        index, deaths = killed_until_done(recipe_for(tmp_path / "x.txt", folder / "broken", **changes), monkeypatch)
+        assert deaths > 2 and index.fingerprint == whole.fingerprint
+        assert files_of(folder / "broken") == files_of(whole_directory)
+        tokens = [split_tokens(whole_directory, whole, name) for name in ("train", "val")]
+        found = [load_tokenizer(recipe_for("x", tokenizer=tokenizer).data, whole_directory).decode(t) for t in tokens]
+        assert found == [text[:9600], text[9600:]]
+
+
+def killed_until_done(recipe, monkeypatch):
+    """Prepare, dying before or after a rename, now an early one, now a later one; the index, and how often it died."""
     real, calls, die_at, after = shards_module.commit_file, 0, 0, False
 
     def deadly(partial, final):
@@ -153,20 +180,13 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, 
         if calls == die_at:
             raise Killed
 
-    monkeypatch.setattr(shards_module, "commit_file", deadly)
-    recipe = recipe_for(source, tmp_path / "broken", **changes)
-    deaths = 0
-    while True:
-        calls, die_at, after = 0, 1 + deaths % 5, deaths % 2 == 1
-        try:
-            directory, index = run(recipe)
-            break
-        except Killed:
-            deaths += 1
-            assert deaths < 200
-    assert deaths > 8
-    assert files_of(directory) == files_of(whole_directory)
-    assert index.fingerprint == whole.fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(shards_module, "commit_file", deadly)
+        for deaths in range(200):
+            calls, die_at, after = 0, 1 + deaths % 5, deaths % 2 == 1
+            with contextlib.suppress(Killed):
+                return run(recipe)[1], deaths
+    raise AssertionError("it never ends")
 
 
 def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch):
@@ -387,9 +407,11 @@ def test_a_damaged_index(tmp_path):
 
 
 def test_progress_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.data.prepare.BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 2000)
     told = Told()
-    run(recipe_for(jsonl(tmp_path / "x.jsonl", documents(100)), tmp_path / "data", workers=1, shard_tokens=20_000), told)
+    run(
+        recipe_for(jsonl(tmp_path / "x.jsonl", documents(100)), tmp_path / "data", workers=1, shard_tokens=20_000), told
+    )
     fractions = [f for _, f, _ in told.updates]
     tokens = [t for _, _, t in told.updates]
     assert len(told.updates) > 5 and fractions == sorted(fractions) and tokens == sorted(tokens)

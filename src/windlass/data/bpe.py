@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class Gpt2Tokenizer:
         none = np.zeros(0, dtype=np.int64)
         parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
         return np.concatenate([none, *parts]).astype(np.int64)
+
+    def pieces(self, text: str) -> Iterable[str]:
+        """The text in stretches that can be encoded one by one."""
+        return pieces(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
@@ -161,6 +166,10 @@ class JsonTokenizer:
         found = np.array(ids, dtype=np.int64)
         return found if self.eot is None else found[found != self.eot]
 
+    def pieces(self, text: str) -> Iterable[str]:
+        """The text as a whole: what a normaliser does to its parts is not known."""
+        return [text]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids."""
         parts: list[str] = []
@@ -178,8 +187,12 @@ class JsonTokenizer:
         sizes = np.zeros(self.vocab, dtype=np.int64)
         letters = _byte_letters()
         for piece, i in self._inner.get_vocab(with_added_tokens=True).items():
-            plain = all(c in letters for c in piece)
-            sizes[i] = len(piece) if plain else len(piece.replace("\u2581", " ").encode())
+            if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+                sizes[i] = 1  # a byte on its own, as sentencepiece writes it
+            elif all(c in letters for c in piece):
+                sizes[i] = len(piece)
+            else:
+                sizes[i] = len(piece.replace("\u2581", " ").encode())
         if self.eot is not None:
             sizes[self.eot] = 0
         return sizes

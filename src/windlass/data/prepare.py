@@ -1,27 +1,25 @@
 """Corpus -> tokenizer -> token shards: in parallel, committed shard by shard, going on where a kill left it.
 
 The result is a pure function of the corpus and the settings: the number of workers, and any number of kills, change no
-byte of it. Workers are threads, because the tokenizers release Python's lock: nothing is forked, nothing outlives us.
+byte of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from windlass.data import foreign, verify
 from windlass.data.corpus import find_files, open_corpus, slug
+from windlass.data.encode import encode_documents
 from windlass.data.items import directory_of, prepare_items
 from windlass.data.lock import LOCK, only_one
 from windlass.data.progress import Progress, console
@@ -47,8 +45,6 @@ SHAPING = (
     "max_documents", "max_tokens", "val_fraction", "val_shards", "shard_tokens",
 )  # fmt: skip
 """The settings that determine the shards; the rest (order, packing, workers ...) only says how they are read."""
-BATCH_CHARACTERS = 1 << 18
-"""Text that a worker gets at once: enough that the hand-over costs nothing."""
 BPE_CHARACTERS = 200_000_000
 """Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
 
@@ -247,34 +243,23 @@ class _Preparation:
         return shards
 
     def _pour(self, part: Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
-        """Tokenize the documents in order on all workers; returns the number of documents of the source that were used."""
-        start = [tokenizer.eot] if not part.corpus.single_text else []
-        number = writer.resume[0]
+        """Write the documents' tokens in order; returns the number of documents of the source that were used."""
         what = "validation data" if part.stem == EVAL else "training data"
-
-        def encode(texts: list[str]) -> list[np.ndarray]:
-            return [np.concatenate([np.array(start, np.int64), tokenizer.encode(t)]) if t else _NONE for t in texts]
-
-        if writer.resume[1] == 0 and part.enough(writer.tokens):
+        number, carried = writer.resume
+        if not carried and part.enough(writer.tokens):
             return number
-        with ThreadPoolExecutor(self.workers) as pool:
-            waiting: deque[Future[list[np.ndarray]]] = deque()
-            batches = _batches(part.corpus.documents(number))
-            try:
-                while True:
-                    while len(waiting) < 2 * self.workers and (batch := next(batches, None)) is not None:
-                        waiting.append(pool.submit(encode, batch))
-                    if not waiting:
-                        return number
-                    for tokens in waiting.popleft().result():
-                        writer.add(tokens[: part.cut] if part.cut else tokens, number)
-                        number += 1
-                        if part.enough(writer.tokens):
-                            return number
-                    self.shown.update(what, self._fraction(part, writer.tokens), writer.tokens)
-            finally:
-                for future in waiting:
-                    future.cancel()
+        eot = None if part.corpus.single_text else tokenizer.eot
+        batches = encode_documents(part.corpus.documents(number), number, tokenizer, eot, self.workers)
+        seen = 0
+        with contextlib.closing(batches):
+            for batch in batches:
+                for number, tokens, last in batch:
+                    writer.add(tokens[: max(0, part.cut - seen)] if part.cut else tokens, number)
+                    seen += len(tokens)
+                    if last and part.enough(writer.tokens):
+                        return number + 1
+                self.shown.update(what, self._fraction(part, writer.tokens), writer.tokens)
+        return number + 1
 
     def _fraction(self, part: Part, tokens: int) -> float | None:
         shares = [part.corpus.fraction]
@@ -335,9 +320,6 @@ class _Preparation:
         return Index(shaping(d), source, _describe(d, tokenizer), streams, splits)
 
 
-_NONE = np.zeros(0, np.int64)
-
-
 def _describe(data: DataSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "name": data.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab, "eot": tokenizer.eot,
@@ -351,16 +333,3 @@ def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
         characters -= len(text)
         if characters <= 0:
             return
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text) + 64
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

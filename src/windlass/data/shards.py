@@ -187,8 +187,8 @@ def commit_file(partial: Path, final: Path) -> None:
 class ShardWriter:
     """Writes a stream of documents as shards of equal size, each committed whole.
 
-    A document may go on in the next shard. `resume` says where the next shard goes on: the number of documents that are
-    completely in committed shards, and how many tokens of the document after them are.
+    A document may go on in the next shard. `resume` says where the next shard goes on: the number of the document that the
+    last committed shard ends in, and how many of its tokens are committed.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ShardWriter:
         self.documents = sum(s.documents for s in self.shards)
         """Documents started so far."""
         self._on_commit = on_commit
-        self._skip = resume[1]
+        self._number, self._done, self._skip = resume[0], 0, resume[1]
         self._file: BinaryIO | None = None
         self._begin()
 
@@ -216,18 +216,26 @@ class ShardWriter:
         return temporary(self.directory / self.stem)
 
     def add(self, tokens: np.ndarray, number: int) -> None:
-        """Append document `number` of the source; documents come in order, and those without a token are passed over."""
-        done = self._skip
-        self._skip = 0
-        if done == 0 and len(tokens):
+        """Append tokens of document `number` of the source; documents come in order, one may come in several stretches.
+
+        After a resumption the document is added from its start again, and what was committed of it is passed over.
+        """
+        if number != self._number:
+            self._number, self._done = number, 0
+        passed = min(len(tokens), self._skip)
+        self._skip -= passed
+        self._done += passed
+        tokens = tokens[passed:]
+        if len(tokens) and self._done == 0:
             self._starts.append(self._count)
             self.documents += 1
-        while done < len(tokens):
-            part = tokens[done : done + self.shard_tokens - self._count]
+        while len(tokens):
+            part = tokens[: self.shard_tokens - self._count]
             self._write(part)
-            done += len(part)
+            tokens = tokens[len(part) :]
+            self._done += len(part)
             if self._count == self.shard_tokens:
-                self._commit((number + 1, 0) if done == len(tokens) else (number, done))
+                self._commit((number, self._done))
 
     def _write(self, part: np.ndarray) -> None:
         if self._file is None:

@@ -18,6 +18,8 @@ from windlass.recipe.settings import DataSettings
 
 END_OF_TEXT = "<|endoftext|>"
 """How the end-of-text token is written in decoded text."""
+STRETCH = 1 << 20
+"""Characters in a stretch."""
 FOLDER, DESCRIPTION = "tokenizer", "windlass.json"
 
 
@@ -39,6 +41,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]; never the end-of-text token, whatever the text says."""
 
+    def pieces(self, text: str) -> Iterable[str]:
+        """The text in stretches that can be encoded one by one with the same result, so that many can share the work."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
 
@@ -47,6 +52,11 @@ class Tokenizer(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write what `load_tokenizer` needs into `directory/tokenizer`."""
+
+
+def stretches(text: str) -> Iterable[str]:
+    """A text cut anywhere: for tokenizers whose tokens are no longer than a character."""
+    return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
 
 
 def hash_of(kind: str, *parts: str | bytes) -> str:
@@ -79,6 +89,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]."""
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
+
+    def pieces(self, text: str) -> Iterable[str]:
+        """The text in stretches that can be encoded one by one."""
+        return stretches(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
@@ -121,6 +135,10 @@ class CharTokenizer:
                 f"the character tokenizer does not know {named}: the corpus it was made from has none of them"
             )
         return ids
+
+    def pieces(self, text: str) -> Iterable[str]:
+        """The text in stretches that can be encoded one by one."""
+        return stretches(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids."""
