@@ -11,7 +11,7 @@ from harness import Join, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
 from windlass.parallel.env import World
-from windlass.parallel.mesh import choose_device, shard_size, start
+from windlass.parallel.mesh import choose_device, shard_size, shared_device, start
 from windlass.parallel.reduce import Agreement, global_grad_norm, sum_async, sum_over_ranks
 
 pytestmark = pytest.mark.dist
@@ -94,6 +94,12 @@ def test_cuda_where_there_is_none_is_refused():
     with pytest.raises(UserError, match="finds no CUDA device"):
         start(World(), recipe(parallel__device="cuda"))
     assert choose_device("auto", World()) == torch.device("cpu")
+
+
+def test_two_ranks_on_one_device_are_seen():
+    assert shared_device([["a", "gpu-1"], ["a", "gpu-2"], ["b", "gpu-1"]]) is None
+    assert shared_device([["a", ""], ["a", ""]]) is None
+    assert "ranks 0 and 2 on a" in str(shared_device([["a", "gpu-1"], ["b", "gpu-1"], ["a", "gpu-1"]]))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,13 @@ import torch
 from harness import Join, recipe, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from toy import Toy, fill, micro_batch, toy
 
 from windlass.parallel.env import World
 from windlass.parallel.mesh import start
+from windlass.parallel.recompute import keep
 from windlass.parallel.reduce import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
 from windlass.parallel.wrap import autocast, named_buffers, named_parameters, sync_gradients, unwrap, wrap
 
@@ -312,6 +315,41 @@ def saved_bytes(how: str) -> int:
 
 def test_recomputing_whole_blocks_keeps_less():
     assert saved_bytes("full") < saved_bytes("none") / 3
+
+
+def products_in_backward(how: str) -> dict[str, int]:
+    """How often the matrix products and the attention of the forward pass run again in the backward pass."""
+    settings, seen = (
+        recipe(parallel__strategy="single", parallel__activation_checkpointing=how),
+        collections.Counter[str](),
+    )
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    with start(World(), settings) as ranks:
+        loss = wrap(toy(dtype=torch.float32), ranks, settings)(*micro_batch(2))
+        with Count():
+            loss.backward()
+    forward = ("aten.addmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.gelu.default")
+    return {name: seen[name] for name in forward}
+
+
+def test_selective_recomputes_all_but_products_and_attention():
+    assert list(products_in_backward("full").values()) == [6, 3, 3]  # of 9: the last one of a block is not needed again
+    assert list(products_in_backward("selective").values()) == [0, 0, 3]
+    assert list(products_in_backward("none").values()) == [0, 0, 0]
+
+
+def test_attention_that_draws_dropout_is_recomputed():
+    flash, q = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1)
+    assert keep(None, flash, q, q, q, 0.0) == keep(None, flash, q, q, q) == CheckpointPolicy.MUST_SAVE
+    assert keep(None, flash, q, q, q, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert keep(None, efficient, q, q, q, None, True, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep(None, torch.ops.aten.gelu.default, q) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_names_come_clean_whatever_wraps_the_model():

@@ -231,7 +231,11 @@ def _join(ranks: Ranks, recipe: Recipe, store: dist.Store | None) -> None:
     )
     if place.world > 1:
         ranks.control = dist.new_group(backend="gloo", timeout=timeout)
-        ranks.hosts = ranks.gather("host", socket.gethostname())
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        homes = ranks.gather("home", [socket.gethostname(), uuid])
+        ranks.hosts = [host for host, _ in homes]
+        if wrong := shared_device(homes):
+            raise UserError(wrong)
         ranks._watch = Watch(ranks.position, place, ranks.hosts, ranks.store, settings.heartbeat_seconds)
         ranks._watch.start()
     if ranks.strategy == "hybrid_shard":
@@ -287,7 +291,7 @@ def choose_device(wanted: str, place: World) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
     visible = torch.cuda.device_count()
-    if place.local_world > visible > 1 or (visible == 1 < place.local_world and not _one_each()):
+    if place.local_world > visible > 1:  # one visible device may be this rank's own: `_join` sees to that
         raise UserError(
             f"{place.local_world} ranks on this host and {visible} CUDA device(s): start as many ranks as devices, "
             'or set parallel.device = "cpu"'
@@ -297,16 +301,22 @@ def choose_device(wanted: str, place: World) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _one_each() -> bool:
-    """Whether the scheduler lets each rank see one device of its own."""
-    return any(name in os.environ for name in ("SLURM_STEP_GPUS", "SLURM_GPUS_PER_TASK", "PALS_LOCAL_RANKID"))
+def shared_device(homes: list[list[str]]) -> str | None:
+    """What is wrong where two ranks would use one device; `homes` holds each rank's host and the UUID of its device."""
+    seen: dict[tuple[str, ...], int] = {}
+    for rank, (host, uuid) in enumerate(homes):
+        if uuid and (host, uuid) in seen:
+            return f"ranks {seen[host, uuid]} and {rank} on {host} both see the same one CUDA device: give each rank its own"
+        seen[host, uuid] = rank
+    return None
 
 
 def _set_threads(wanted: int, place: World, device: torch.device) -> None:
     if wanted:
         torch.set_num_threads(wanted)
     elif place.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // place.local_world))
 
 
 def _loopback() -> str | None:

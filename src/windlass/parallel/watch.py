@@ -76,7 +76,9 @@ class Watch:
         if self.first is None:
             word = _within(LAST_SECONDS, lambda: self.reports.compare_set("failure", "", json.dumps(asdict(failure))))
             self.first = Failure(**json.loads(word)) if word else failure
-        if self.place.rank == 0 and failure.first:
+        if self.place.rank:
+            _within(LAST_SECONDS, lambda: self.reports.set(f"heard/{self.place.rank}", "1"))
+        elif failure.first:
             _within(TICK_SECONDS + LAST_SECONDS, lambda: self.reports.wait([f"heard/{rank}" for rank in self._peers]))
         return self.first
 
