@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,14 @@ class Question:
 def read_file(path: str | Path) -> list[Question]:
     """The questions of a SQuAD v1.1 JSON file; raises UserError where it is not one."""
     try:
+        return list(_read_file(str(path), Path(path).stat().st_mtime_ns))
+    except OSError as error:
+        raise UserError(f"data.source: {path} cannot be read: {error.strerror}") from None
+
+
+@lru_cache(maxsize=4)  # an evaluation reads the same file again and again
+def _read_file(path: str, _changed: int) -> tuple[Question, ...]:
+    try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
         found = [
             _question(str(qa["id"]), qa["question"], part["context"], qa["answers"], str(article.get("title", "")))
@@ -51,13 +60,11 @@ def read_file(path: str | Path) -> list[Question]:
             for part in article["paragraphs"]
             for qa in part["qas"]
         ]
-    except OSError as error:
-        raise UserError(f"data.source: {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"data.source: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
-    return _checked(found, str(path))
+    return tuple(_checked(found, path))
 
 
 def read_hub(split: str) -> list[Question]:

@@ -26,6 +26,7 @@ class Decoder(Protocol):
     """What generation needs of a model: our GPT and the models of `transformers` both have it."""
 
     context: int
+    """Tokens in its window; where it has a `limit`, it can see so many."""
 
     def new_cache(self, batch: int, length: int) -> Any:
         """Room for the keys and values of `batch` rows of up to `length` tokens."""
@@ -84,7 +85,7 @@ def generate(
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
     texts = [_Text(index, [int(t) for t in prompt]) for index, prompt in zip(indices, prompts, strict=True)]
-    groups = batches([text.prompt_length for text in texts], batch, model.context, sampling.max_tokens)
+    groups = batches([text.prompt_length for text in texts], batch, window(model), sampling.max_tokens)
     device = ranks.device if ranks else next(model.parameters()).device
 
     def forward(work: Pass | None) -> Tensor:
@@ -130,6 +131,11 @@ class _Text:
             on_token(self.index, None)
 
 
+def window(model: Any) -> int:
+    """Tokens that the model can see at once: its `limit`, which may lie past the `context` that it is trained on."""
+    return int(getattr(model, "limit", model.context))
+
+
 def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
     """Which prompts are continued together: neighbours in length, so that few columns are spent on waiting.
 
@@ -157,17 +163,18 @@ def _continue(
     """
     column = min(text.prompt_length for text in texts)
     longest = max(text.prompt_length for text in texts) + sampling.max_tokens
-    start = first = max(0, column - model.context)  # `start`: the first column that the model still sees
-    cache = model.new_cache(len(texts), min(longest - start, model.context))
+    limit = window(model)
+    start = first = max(0, column - limit)  # `start`: the first column that the model still sees
+    cache = model.new_cache(len(texts), min(longest - start, limit))
     while True:
         logits = yield Pass([text.row[first:column] for text in texts], cache)
         _extend(texts, column, logits, sampling, on_token)
         if all(text.end is not None for text in texts):
             return
         first = column
-        if column - start == model.context:  # the window is full: forget its first half
-            start = first = column - model.context // 2
-            cache = model.new_cache(len(texts), min(longest - start, model.context))
+        if column - start == limit:  # the window is full: forget its first half
+            start = first = column - limit // 2
+            cache = model.new_cache(len(texts), min(longest - start, limit))
         column += 1
 
 

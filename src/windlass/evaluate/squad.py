@@ -6,6 +6,7 @@ differs from later ones and from common libraries: where a normalised text is em
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.squad import end_of_text, prompt
 from windlass.errors import UserError
-from windlass.evaluate.generate import generate
+from windlass.evaluate.generate import generate, window
 from windlass.evaluate.sampling import Sampling
 from windlass.parallel.wrap import unwrap
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
     from windlass.parallel.mesh import Ranks
 
-MAX_ANSWER_TOKENS = 48
-"""Tokens an answer may have: nearly all of SQuAD's have fewer than 30 in any common vocabulary."""
+MAX_ANSWER_CHARACTERS = 160
+"""How long an answer may get: of a thousand of SQuAD's one is longer."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -92,25 +93,23 @@ def answer(
     questions: Sequence[Question],
     ranks: Ranks,
     *,
-    max_tokens: int = MAX_ANSWER_TOKENS,
+    max_tokens: int = 0,
     batch: int = 16,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
 ) -> dict[str, str] | None:
     """The model's answer to each question, by greedy generation on all ranks, each question on one of them.
 
-    The answer is what comes before the end-of-text token, at most `max_tokens` long, without surrounding white space. A
-    prompt that leaves no room for it in the model's context loses the end of its paragraph.
+    The answer is what comes before the end-of-text token, at most `max_tokens` long (0: about 160 characters), without
+    surrounding white space. A prompt that is longer than the model's context, or that leaves no room for an answer in a
+    window that cannot grow, loses the end of its paragraph.
 
     Returns:
         Question id → answer, the same on every rank; None where `poll` cut it short.
     """
     model = unwrap(model)
-    room = model.context - max_tokens
-    if room < 1:
-        raise UserError(
-            f"model.context = {model.context} tokens leaves no room for a question beside {max_tokens} for its answer"
-        )
+    max_tokens = max_tokens or min(answer_tokens(tokenizer, questions), model.context // 2)
+    room = min(model.context, window(model) - max_tokens)
     # Dealt out in the order of length, so that the ranks have about the same work.
     order = sorted(range(len(questions)), key=lambda i: (len(questions[i].context) + len(questions[i].question), i))
     mine = [questions[i] for i in order[ranks.rank :: ranks.world]]
@@ -129,6 +128,13 @@ def answer(
     own = {question.id: tokenizer.decode(ids).strip() for question, ids in zip(mine, made, strict=True)}
     everyone = {key: text for part in ranks.gather("squad", own) for key, text in part.items()}
     return {question.id: everyone[question.id] for question in questions}
+
+
+def answer_tokens(tokenizer: Tokenizer, questions: Sequence[Question]) -> int:
+    """Tokens in `MAX_ANSWER_CHARACTERS` characters of such text as the first 64 questions are made of."""
+    texts = [question.question + " " + question.context for question in questions[:64]]
+    rate = sum(len(tokenizer.encode(text)) for text in texts) / max(1, sum(map(len, texts)))
+    return max(1, math.ceil(rate * MAX_ANSWER_CHARACTERS))
 
 
 def evaluate_squad(

@@ -20,6 +20,8 @@ from windlass.model.loss import cross_entropy_sum
 from windlass.recipe import Recipe
 from windlass.recipe.settings import LoraSettings, ModelSettings
 
+UNLIMITED = 2**31
+"""The limit of a model whose configuration has none."""
 UNKNOWN_CONTEXT = 2048
 """The window of a model whose configuration has no limit (ALiBi, for one), where the recipe does not set it."""
 
@@ -37,6 +39,7 @@ class HfModel(nn.Module):
     def __init__(self, model: nn.Module, context: int, directory: Path, settings: ModelSettings):
         super().__init__()
         self.model, self.context, self.directory, self.settings = model, context, directory, settings
+        self.limit = longest_context(model.config) or UNLIMITED
         self.vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._plain_head = has_plain_head(model)
         accepted = inspect.signature(model.forward).parameters  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
             "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
         }  # fmt: skip
     kinds = {"bloom": "BloomConfig", "gpt2": "GPT2Config", "llama": "LlamaConfig", "gemma2": "Gemma2Config"}
-    return getattr(transformers, kinds[kind])(vocab_size=vocab, **fields, **special, **changes)
+    return getattr(transformers, kinds[kind])(**{"vocab_size": vocab, **fields, **special, **changes})
 
 
 def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
