@@ -126,7 +126,7 @@ def table(study: Study) -> Table:
         "tokens/s",
         "reason",
     ]:
-        drawn.add_column(name, justify="left" if name in ("state", "reason") else "right")
+        drawn.add_column(name, justify="left" if name in ("state", "reason") else "right", no_wrap=name == "state")
     for row in rows(study):
         step = f"{row['step']}/{row['steps'] or '?'}" if row["step"] else ""
         losses = ["" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss", "best_loss")]

@@ -146,6 +146,7 @@ class Session:
             if self.options.fresh and self.ranks.place.attempt == 0:
                 set_aside(self.run.path)
             self.run.path.mkdir(parents=True, exist_ok=True)
+            self.run.heartbeat_path.touch()
             number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
             if not self.claim.resuming or self.claim.extends_from:
                 self.data.save_tokenizer(self.run.path)

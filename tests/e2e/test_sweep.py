@@ -1,0 +1,126 @@
+"""A sweep: killed on the way, gone on with, one cell failing, and a table that is computed from the ledgers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_resume import corpus, settings
+
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.study.cells import DIVERGED_NATS, progress
+from windlass.study.study import Study
+from windlass.study.submit import array_script
+from windlass.study.table import by_seed, rows, winner
+
+__all__ = ["corpus"]
+
+AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
+
+
+def command(corpus, folder, *more: str, axes=AXES) -> list[str]:
+    shared = [s for s in settings(corpus, folder / "none", **{"train.steps": 6}) if not s.startswith("run.dir")]
+    flags = [part for s in shared for part in ("--set", s)]
+    return [
+        sys.executable,
+        "-m",
+        "windlass",
+        "sweep",
+        "quickstart",
+        *axes,
+        "--dir",
+        str(folder / "study"),
+        *flags,
+        *more,
+    ]
+
+
+@pytest.mark.dist
+def test_a_killed_sweep_goes_on_and_leaves_finished_cells_alone(corpus, tmp_path):
+    process = subprocess.Popen(command(corpus, tmp_path), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    first = tmp_path / "study"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (first / "study.json").is_file() and any(r.state == "finished" for _, r in Study.open(first).runs()):
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    study = Study.open(first)
+    done = {r.path: r.metrics_path.read_bytes() for _, r in study.runs() if r.state == "finished"}
+    assert done
+    again = subprocess.run(command(corpus, tmp_path, "--json", "--workers", "2"), capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert all(Run(path).metrics_path.read_bytes() == before for path, before in done.items())
+    table = rows(study)
+    assert [(r["optim.lr"], r["run.seed"], r["state"], r["step"]) for r in table] == [
+        (0.01, 1, "finished", 6), (0.01, 2, "finished", 6), (0.001, 1, "finished", 6), (0.001, 2, "finished", 6)
+    ]  # fmt: skip
+    for row in table:
+        losses = [x["loss"] for x in Run(row["run"]).lines("eval")]
+        assert (row["eval_loss"], row["best_loss"]) == (losses[-1], min(losses))
+    medians = by_seed(study)
+    assert [m["seeds"] for m in medians] == [2, 2]
+    assert medians[0]["median"] == pytest.approx((table[0]["best_loss"] + table[1]["best_loss"]) / 2)
+    best = winner(study)
+    assert best is not None
+    assert best["optim.lr"] == min(medians, key=lambda m: m["median"])["optim.lr"]
+    assert f"optim.lr={best['optim.lr']}" in again.stdout
+    listed = json.loads(again.stdout[again.stdout.index("[\n") : again.stdout.index("\n]") + 2])
+    assert [r["best_loss"] for r in listed] == [r["best_loss"] for r in table]
+
+
+@pytest.mark.dist
+def test_a_failing_cell_stays_visible_with_its_reason_and_stops_nobody(corpus, tmp_path):
+    axes = ["model.dropout=0.0,0.1", "train.spike_sigmas=1,2"]
+    study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "other")
+    with pytest.raises(UserError, match="another study"):
+        Study.create(Recipe.load("quickstart"), ["optim.lr=1,2"], tmp_path / "other")
+    study.judge(study.cells[1], "failed", "exit code 1: no luck")
+    assert study.state_of(study.cells[1]) == ("failed", "exit code 1: no luck")
+    assert study.state_of(study.cells[0]) == ("waiting", "")
+    axes = ["train.global_batch+train.micro_batch=8+8,8+4,6+4", "run.seed=1"]
+    with pytest.raises(UserError, match="does not divide"):
+        Study.create(Recipe.load("quickstart"), axes, tmp_path / "bad")
+    damaged = command(corpus, tmp_path, axes=[f"data.max_tokens+data.dir=0+{corpus / 'data'},10+{tmp_path / 'small'}"])
+    done = subprocess.run(damaged, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    states = [Study.open(tmp_path / "study").state_of(c) for c in Study.open(tmp_path / "study").cells]
+    assert states[0][0] == "finished"
+    assert states[1][0] == "failed"
+    assert "bad input" in states[1][1]
+    assert "bad input" in done.stdout
+
+
+def test_divergence_is_read_from_the_ledger(tmp_path):
+    run = Run(tmp_path)
+    lines = [{"kind": "train", "step": s, "attempt": 0, "loss": 4.0 + s, "tokens": s} for s in (1, 2)]
+    run.metrics_path.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert progress(run).diverged == ""
+    with run.metrics_path.open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": 3, "attempt": 0, "loss": 5.1 + DIVERGED_NATS}) + "\n")
+    assert "above the first" in progress(run).diverged
+    with run.metrics_path.open("a") as file:
+        file.write('{"kind": "train", "step": 4, "attempt": 0, "loss": "NaN"}\n')
+    assert "nan" in progress(run).diverged
+
+
+def test_the_array_script_names_the_cells_that_are_left(tmp_path):
+    study = Study.create(Recipe.load("quickstart"), AXES, tmp_path / "study")
+    for scheduler, array, index in (
+        ("slurm", "#SBATCH --array=0,2,3", "SLURM_ARRAY_TASK_ID"),
+        ("pbs", "#PBS -J 0-3", "PBS_ARRAY_INDEX"),
+    ):
+        script = array_script(study, scheduler, 2, [0, 2, 3], tmp_path, "/usr/bin/python3")
+        assert array in script
+        assert f"--only ${index}" in script
+        assert "--world 2" in script
+        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr
