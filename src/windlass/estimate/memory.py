@@ -147,8 +147,10 @@ def memory(model: ModelSettings, vocab: int, layout: Layout, optimizer: str = "a
     host = 0
     if layout.offload:
         host, resident, moments = resident + moments + resident, 0, 0
-    inputs = 16 * p.tokens  # tokens and labels
-    found = [replace(e, parameters=resident, moments=moments, host=host, buffers=e.buffers + inputs) for e in events]
+    always = 16 * p.tokens  # tokens and labels
+    if layout.sharded and layout.device == "cpu":
+        always += max(sizes.root, sizes.block)  # what `parallel.gloo` receives into is kept
+    found = [replace(e, parameters=resident, moments=moments, host=host, buffers=e.buffers + always) for e in events]
     return max(found, key=lambda e: e.total)
 
 
@@ -238,6 +240,7 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
     p, sizes, layers, shard = step.p, step.sizes, step.p.model.layers, step.layout.shard
     several, keeps = step.layout.accumulation > 1, step.layout.strategy == "shard_grad_op"
     block, root = sizes.gathered_block, sizes.root
+    here = not step.layout.offload  # with offload reduced gradients go to the host
     before = step.whole if several else 0  # whole gradients lie between micro-batches
     last = 0 if keeps else before  # `shard_grad_op` gathers in the first micro-batch alone, before any gradient
 
@@ -263,16 +266,16 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
         reducing = sizes.block if done else 0
         pending = sizes.head if step.tied or not several else 0
         unreduced = (root + left * sizes.block if several else 0) + pending
-        shards = done * sizes.block // shard
-        common = {"buffers": root + gathered * block + reducing, "at": f"backward of block {left}"}
-        yield Memory(gradients=unreduced + shards + step.largest, activations=step.kept(left) + step.inside(), **common)
-        own = 0 if several else block
-        yield Memory(gradients=unreduced + shards + own, activations=step.kept(left - 1) + p.stream, **common)
+        shards = here * done * sizes.block // shard
+        event = Memory(buffers=root + gathered * block + reducing, at=f"backward of block {left}")
+        begins, ends = unreduced + shards + step.largest, unreduced + shards + (0 if several else block)
+        yield replace(event, gradients=begins, activations=step.kept(left) + step.inside())
+        yield replace(event, gradients=ends, activations=step.kept(left - 1) + p.stream)
     yield Memory(
-        gradients=root + layers * sizes.block // shard + step.embedding(several),
+        gradients=root + here * layers * sizes.block // shard + step.embedding(several),
         activations=p.stream,
         buffers=root,
         at="backward of the embedding",
     )
-    yield Memory(gradients=root + step.whole // shard, buffers=2 * root, at="reduction of embedding and head")
-    yield Memory(gradients=-(-step.whole // shard), buffers=step.update(), at="update")
+    yield Memory(gradients=root + here * step.whole // shard, buffers=2 * root, at="reduction of embedding and head")
+    yield Memory(gradients=-(-here * step.whole // shard), buffers=step.update(), at="update")

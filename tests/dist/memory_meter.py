@@ -1,0 +1,71 @@
+"""How much memory tensors take, seen from outside: every operation's results, until the last reference is gone."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the live bytes of all storages made inside of it, and the most of them.
+
+    What a kernel allocates and frees again within one operation is not seen. FSDP2 frees parameters by resizing their
+    storage, which is no operation: that is watched by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.total = self.peak = 0
+        self._lock = threading.RLock()
+
+    def restart(self) -> int:
+        """Forget the peak; the live bytes."""
+        self.peak = self.total
+        return self.total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(getattr(leaf, "_local_tensor", leaf))
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta" or storage._cdata in self.live:
+            return
+        self._set(storage._cdata, storage.nbytes())
+        weakref.finalize(storage, self._set, storage._cdata, 0)
+
+    def _set(self, key: int, size: int) -> None:
+        with self._lock:
+            self.total += size - self.live.pop(key, 0)
+            if size:
+                self.live[key] = size
+            self.peak = max(self.peak, self.total)
+
+    def __enter__(self) -> MemoryMeter:
+        original = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            if storage._cdata in self.live:
+                with self._lock:
+                    self.total += size - self.live[storage._cdata]
+                    self.live[storage._cdata] = size
+                    self.peak = max(self.peak, self.total)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)

@@ -1,0 +1,116 @@
+"""What the plan says of memory, against what real steps of real modules on real ranks take."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from harness import recipe, run_ranks
+from memory_meter import MemoryMeter
+
+from windlass.estimate.memory import layout_of, memory
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.optim.build import build_optimizer
+from windlass.parallel import reduce
+from windlass.parallel.wrap import autocast, sync_gradients, wrap
+
+SHAPES = {
+    "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
+    "weights": ({"layers": 4, "heads": 4, "width": 256, "context": 32}, 100, 1),
+    "activations": ({"layers": 10, "heads": 4, "width": 128, "context": 64, "tie_head": False}, 50, 4),
+    "modern": (
+        {"layers": 6, "heads": 4, "kv_heads": 2, "width": 128, "context": 64, "activation": "swiglu", "norm": "rmsnorm",
+         "position": "rope", "qk_norm": True, "attn_bias": False, "ff_bias": False}, 300, 2,
+    ),
+}  # fmt: skip
+"""Models in which one thing or another takes most of the memory: settings, vocabulary, micro-batch."""
+
+
+def one_step(model, ranks, r, optimizer, tokens, accumulation):
+    parameters = list(model.parameters())
+    for k in range(accumulation):
+        with sync_gradients(model, k == accumulation - 1):
+            with autocast(r, ranks.device):
+                loss = model(tokens, tokens)
+            (loss / 1000).backward()
+            del loss
+    reduce.global_grad_norm(parameters, ranks)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def measured(join, r, vocab, micro, accumulation):
+    """Bytes at rest after two steps, and at the peak of the third."""
+    with join(r) as ranks, MemoryMeter() as meter:
+        model = wrap(build_model(r, vocab), ranks, r)
+        initialise(model, 0)
+        optimizer = build_optimizer(model, r.optim, "cpu")
+        tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
+        for _ in range(2):
+            one_step(model, ranks, r, optimizer, tokens, accumulation)
+        gc.collect()
+        rest = meter.restart()
+        one_step(model, ranks, r, optimizer, tokens, accumulation)
+        return rest, meter.peak
+
+
+def compare(shape, world=1, accumulation=1, **overrides):
+    settings, vocab, micro = SHAPES[shape]
+    model = {f"model__{key}": value for key, value in settings.items()}
+    batch = {"train__micro_batch": micro, "train__global_batch": micro * world * accumulation}
+    r = recipe(**model, **batch, **overrides)
+    rest, peak = max(run_ranks(measured, world, r, vocab, micro, accumulation), key=lambda found: found[1])
+    return memory(r.model, vocab, layout_of(r, world), r.optim.kind), rest, peak
+
+
+ONE_RANK = [
+    {},
+    {"accumulation": 2},
+    {"train__precision": "bf16"},
+    {"parallel__activation_checkpointing": "full"},
+    {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
+    {"optim__kind": "muon"},
+]
+
+
+def slow_but(name):
+    """All shapes, those but one among the slower proofs."""
+    return [name, *(pytest.param(other, marks=pytest.mark.full) for other in SHAPES if other != name)]
+
+
+@pytest.mark.parametrize("shape", slow_but("modern"))
+@pytest.mark.parametrize("settings", ONE_RANK, ids=lambda s: "-".join(str(v) for v in s.values()) or "plain")
+def test_one_rank(shape, settings):
+    predicted, rest, peak = compare(shape, **settings)
+    assert predicted.parameters + predicted.moments == pytest.approx(rest, rel=0.002)
+    assert predicted.total == pytest.approx(peak, rel=0.02), predicted
+
+
+SEVERAL_RANKS = [
+    {"parallel__strategy": "ddp"},
+    {"parallel__strategy": "ddp", "accumulation": 2},
+    {"parallel__strategy": "full_shard"},
+    {"parallel__strategy": "full_shard", "accumulation": 2},
+    {"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"},
+    {"parallel__strategy": "shard_grad_op"},
+    {"parallel__strategy": "shard_grad_op", "accumulation": 2},
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shape", slow_but("weights"))
+@pytest.mark.parametrize("settings", SEVERAL_RANKS, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_two_ranks(shape, settings):
+    predicted, _, peak = compare(shape, world=2, **settings)
+    assert predicted.total == pytest.approx(peak, rel=0.04), predicted
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+def test_four_ranks(shape, strategy):
+    predicted, _, peak = compare(shape, world=4, parallel__strategy=strategy)
+    assert predicted.total == pytest.approx(peak, rel=0.05), predicted
