@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 
-MAX_BYTES = 24_000_000
+MAX_BYTES = 8_000_000
 """All ranks' files together are read whole up to this size; of larger ones, evenly spaced blocks."""
 BLOCK = 16_384
 
