@@ -113,6 +113,8 @@ class Loader:
         if not len(samples):
             raise ValueError("there is no sample to load")
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         reader = _Reader(
             Plan(samples, batch.global_batch, seed, kind, skipped, length_buckets), batch, rank, self.device
         )
@@ -207,23 +209,24 @@ class _Reader:
 def _read_ahead(
     reader: _Reader, step: int, full: queue.Queue[StepBatch | BaseException], stop: threading.Event
 ) -> None:
-    if reader.device.type == "cuda":
-        torch.cuda.set_device(reader.device)  # a thread starts on device 0, and pinning would open a context there
+    """Fill the queue until it is over or something goes wrong, which is then the last thing in the queue."""
+    try:
+        if reader.device.type == "cuda":
+            torch.cuda.set_device(reader.device)  # a thread starts on device 0, and pinning would open a context there
+        while _put(reader.read(step), full, stop):
+            step += 1
+    except BaseException as error:
+        _put(error, full, stop)
+
+
+def _put(found: StepBatch | BaseException, full: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> bool:
     while not stop.is_set():
-        found: StepBatch | BaseException
         try:
-            found = reader.read(step)
-        except BaseException as error:
-            found = error
-        while not stop.is_set():
-            try:
-                full.put(found, timeout=0.1)
-                break
-            except queue.Full:
-                continue
-        if isinstance(found, BaseException):
-            return
-        step += 1
+            full.put(found, timeout=0.1)
+        except queue.Full:
+            continue
+        return True
+    return False
 
 
 def eval_batches(
