@@ -175,7 +175,11 @@ class Run:
     @property
     def state(self) -> str:
         """`new`, `running`, `finished`, `preempted` (stopped with everything saved) or `failed` (also: killed)."""
-        seams = [line for line in read_lines(self.metrics_path) if line["kind"] == "event" and _seam(line)]
+        return self.state_by(read_lines(self.metrics_path))
+
+    def state_by(self, lines: Iterable[Line]) -> str:
+        """The state by the raw lines of the ledger, for who has read them already."""
+        seams = [line for line in lines if line["kind"] == "event" and _seam(line)]
         if not seams:
             return "running" if self.alive else "new"
         last = next((s["event"] for s in reversed(seams) if s["event"] in (*ENDINGS, "started", "resumed")), "started")

@@ -282,7 +282,7 @@ def view(run: Run, label: str | None = None) -> RunView:
     wall = wall_time(raw)
     return RunView(
         label=label or run.name,
-        state=run.state,
+        state=run.state_by(raw),
         settings=run.recipe.flat(),
         train=train,
         evals={suite: _eval_track(lines, clock, train) for suite, lines in suites.items()},
