@@ -98,7 +98,7 @@ def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A line's fields under names with slashes: numbers as floats, texts as they are, lists by their place."""
     found: dict[str, Any] = {}
     for key, value in line.items():
-        if not prefix and key in ("kind", "time"):
+        if not prefix and key in ("kind", "step", "time", "attempt", "seconds"):
             continue
         if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{key}/")
