@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter for FSDP2 on a CPU mesh, out of the collectives that gloo is good at.
 
-gloo makes a reduce-scatter out of an all-reduce of everything, and its all-gather copies more than it sends. Measured over
-loopback, 64 MB in float32, 2 ranks (4 ranks): reduce-scatter 366 (568) ms against 69 (123) ms for an all-to-all and a local
-sum; all-gather 233 (352) ms against 78 (143) ms for one broadcast from each rank (`benchmarks/gloo.py`).
+gloo makes a reduce-scatter out of an all-reduce of everything, and its all-gather copies more than it sends. Over loopback,
+64 MB of float32, 2 ranks (4 ranks), on a busy machine: reduce-scatter 265 (527) ms, against 88 (142) ms for an all-to-all and
+a local sum; all-gather 232 (334) ms, against 71 (109) ms for one broadcast from each rank (`benchmarks/gloo.py`).
 """
 
 from __future__ import annotations
