@@ -28,7 +28,7 @@ def test_plain_lines_come_now_and_then(monkeypatch):
     lines.note("something")
     lines.close()
     shown = out.getvalue().splitlines()
-    assert shown[0] == "data: training data: 2%, 1,000,000 tokens, 1.00 M tokens/s"
+    assert shown[0] == "data: training data: 2%, 1,000,000 tokens, 1.00 M tokens/s"  # the rate since the first update
     assert len(shown) == 6 and shown[-1] == "data: something"
 
 

@@ -41,8 +41,8 @@ class Lines:
 
     def __init__(self, out: TextIO | None = None):
         self._out = out or sys.stderr
-        self._start = time.monotonic()
-        self._next = self._start + QUIET_SECONDS
+        self._next = time.monotonic() + QUIET_SECONDS
+        self._first: tuple[float, int] | None = None
 
     def note(self, text: str) -> None:
         """A line."""
@@ -51,10 +51,13 @@ class Lines:
     def update(self, what: str, fraction: float | None, tokens: int) -> None:
         """A line, if it is time for one."""
         now = time.monotonic()
+        begin, had = self._first = self._first or (now, tokens)
         if now >= self._next:
             parts = [] if fraction is None else [f"{fraction:.0%}"]
             if tokens:
-                parts += [f"{tokens:,} tokens", f"{tokens / (now - self._start) / 1e6:.2f} M tokens/s"]
+                parts.append(f"{tokens:,} tokens")
+            if tokens > had and now > begin:  # what an earlier go did is not this one's speed
+                parts.append(f"{(tokens - had) / (now - begin) / 1e6:.2f} M tokens/s")
             self.note(f"{what}: {', '.join(parts)}")
             self._next = now + LINE_SECONDS
 
