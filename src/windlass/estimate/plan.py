@@ -1,0 +1,273 @@
+"""Everything that can be said of a run before it begins, or while it goes on, as plain values for a table or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from windlass.estimate.devices import Device
+from windlass.estimate.disk import disk
+from windlass.estimate.memory import Layout, Memory, layout_of, memory, shard_size
+from windlass.estimate.milestones import Milestone, clock, milestones, rows
+from windlass.estimate.optimum import known_vocab, optimal_tokens, resolve_steps
+from windlass.estimate.recommend import largest_micro_batch, recommend
+from windlass.estimate.time import Duration, Speed, project, time_left
+from windlass.model.size import count, flops_per_token, forward_flops
+from windlass.recipe import Horizon
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+
+PARTS = ("parameters", "gradients", "moments", "activations", "logits", "buffers")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What only the prepared data or a run knows; None or 0 where it is not known yet."""
+
+    vocab: int | None = None
+    """Ids of the tokenizer."""
+    samples_per_epoch: int = 0
+    tokens_per_sample: float | None = None
+    """Real tokens in a sample on average."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for."""
+
+    recipe: Recipe
+    world: int
+    device: Device
+    precision: str
+    """With `auto` resolved."""
+    facts: Facts
+    now: int = 0
+    """Steps done."""
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding."""
+        vocab = self.recipe.model.vocab or self.facts.vocab or known_vocab(self.recipe)
+        assert vocab, "resolve_steps has said so before"
+        return vocab
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Real tokens in a sample, or all of them where the data is not known."""
+        return self.facts.tokens_per_sample or float(self.recipe.model.context)
+
+
+def horizon_of(setting: Setting, steps: int | None = None) -> Horizon:
+    """The run's length; UserError where it follows from data that are not prepared."""
+    facts = setting.facts
+    if steps is None:
+        steps = resolve_steps(setting.recipe, facts.vocab, facts.tokens_per_sample, facts.samples_per_epoch)
+    return Horizon(steps, facts.samples_per_epoch, setting.recipe.train.global_batch)
+
+
+def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = None) -> dict[str, Any]:
+    """The whole plan of a run of our own GPT.
+
+    Args:
+        setting: recipe, ranks, device.
+        speeds: measured or assumed speeds, on any worlds; empty where nothing is known of it.
+        horizon: the run's length where it is known already.
+    """
+    horizon = horizon or horizon_of(setting)
+    found = milestones(setting.recipe, horizon)
+    speed = project(speeds, setting.world) if speeds else None
+    return {
+        "recipe": setting.recipe.preset,
+        "digest": setting.recipe.digest,
+        "run_dir": str(setting.recipe.run_dir),
+        "world": setting.world,
+        "device": asdict(setting.device) | {"usable_bytes": setting.device.usable_bytes},
+        "precision": setting.precision,
+        "model": model_part(setting),
+        "length": length_part(setting, horizon),
+        "flops": flops_part(setting, horizon),
+        "memory": memory_part(setting),
+        "recommendation": recommendation_part(setting),
+        "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found),
+        "time": time_part(setting, horizon, found, speed),
+        "worlds": worlds_part(setting, horizon, found, speeds),
+        "milestones": milestones_part(setting, horizon, found, speed),
+    }
+
+
+def model_part(setting: Setting) -> dict[str, Any]:
+    """Parameters, in all and by part."""
+    parts = count(setting.recipe.model, setting.vocab)
+    names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
+    return {
+        "vocab": setting.vocab,
+        "parameters": parts.total,
+        "non_embedding": parts.non_embedding,
+        "parts": {name: getattr(parts, name) for name in names},
+    }
+
+
+def length_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
+    """Steps and tokens, beside the compute-optimal ones."""
+    recipe, per_sample = setting.recipe, setting.tokens_per_sample
+    parameters = count(recipe.model, setting.vocab).total
+    ratio = recipe.train.tokens_per_parameter
+    optimal = replace_steps(recipe, "compute-optimal")
+    tokens = round(horizon.steps * recipe.train.global_batch * per_sample)
+    samples = setting.facts.samples_per_epoch
+    return {
+        "steps": horizon.steps,
+        "done": setting.now,
+        "tokens_per_step": recipe.train.global_batch * per_sample,
+        "padded_tokens_per_step": recipe.train.global_batch * recipe.model.context,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / parameters,
+        "epochs": horizon.steps * recipe.train.global_batch / samples if samples else None,
+        "data_is_prepared": bool(samples),
+        "optimal_tokens": optimal_tokens(parameters, ratio),
+        "optimal_ratio": ratio,
+        "optimal_steps": resolve_steps(optimal, setting.vocab, per_sample),
+    }
+
+
+def replace_steps(recipe: Recipe, steps: int | str) -> Recipe:
+    """The recipe with another length."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+
+
+def flops_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
+    """FLOPs of a token and of the run: by the 6N rule, with attention, and counted product by product."""
+    model, batch = setting.recipe.model, setting.recipe.train.global_batch
+    by_rule = 6 * count(model, setting.vocab).total
+    with_attention = flops_per_token(model, setting.vocab)
+    counted = 3 * forward_flops(model, setting.vocab, 1, model.context) / model.context
+    padded = horizon.steps * batch * model.context
+    return {
+        "per_token_6n": by_rule,
+        "per_token": with_attention,
+        "per_token_counted": counted,
+        "per_step": with_attention * batch * model.context,
+        "run": with_attention * padded,
+        "run_counted": counted * padded,
+    }
+
+
+def memory_part(setting: Setting) -> list[dict[str, Any]]:
+    """A row for each strategy that the world allows, with the recipe's precision, checkpointing and micro-batch."""
+    recipe, world = setting.recipe, setting.world
+    base = layout_of(recipe, world, setting.device.kind, setting.precision)
+    share = recipe.train.global_batch // world
+    strategies = ["ddp", "shard_grad_op", "full_shard"] if world > 1 else ["single"]
+    if world > 3 or base.strategy == "hybrid_shard":
+        strategies.append("hybrid_shard")
+    if base.strategy not in strategies:
+        strategies.append(base.strategy)
+    found = []
+    for strategy in strategies:
+        for checkpointing in ("none", "selective", "full"):
+            offload = base.offload and strategy not in ("single", "ddp")
+            layout = replace(
+                base, strategy=strategy, shard=shard_size(strategy, world, recipe.parallel.shard_size),
+                checkpointing=checkpointing, offload=offload,
+            )  # fmt: skip
+            chosen = strategy == base.strategy and checkpointing == base.checkpointing
+            found.append(_row(setting, layout, share) | {"chosen": chosen})
+    return found
+
+
+def _row(setting: Setting, layout: Layout, share: int) -> dict[str, Any]:
+    recipe, room = setting.recipe, setting.device.usable_bytes
+    taken = memory(recipe.model, setting.vocab, layout, recipe.optim.kind)
+    largest = None
+    if room is not None:
+        largest = largest_micro_batch(recipe.model, setting.vocab, layout, share, room, recipe.optim.kind)
+    return {
+        **asdict(layout),
+        **memory_dict(taken),
+        "fits": None if room is None else taken.total <= room,
+        "largest_micro_batch": largest,
+    }
+
+
+def memory_dict(taken: Memory) -> dict[str, Any]:
+    """A memory as plain values: bytes by part, `total_bytes`, `host_bytes` and where in the step the peak lies."""
+    parts = {f"{name}_bytes": getattr(taken, name) for name in PARTS}
+    return parts | {"total_bytes": taken.total, "host_bytes": taken.host, "peak_at": taken.at}
+
+
+def recommendation_part(setting: Setting) -> dict[str, Any]:
+    """The cheapest layout that fits, or what to change."""
+    recipe = setting.recipe
+    base = layout_of(recipe, setting.world, setting.device.kind, setting.precision)
+    share = recipe.train.global_batch // setting.world
+    base = replace(base, micro_batch=recipe.train.micro_batch)
+    found = recommend(recipe.model, setting.vocab, base, share, setting.device.usable_bytes, recipe.optim.kind)
+    if found.fit is None:
+        return {"fits": False if setting.device.usable_bytes is not None else None, "why": found.why, "settings": {}}
+    return {
+        "fits": True,
+        "why": found.why,
+        "settings": found.fit.settings(),
+        "accumulation": found.fit.layout.accumulation,
+        **memory_dict(found.fit.memory),
+    }
+
+
+def time_part(setting: Setting, horizon: Horizon, found: list[Milestone], speed: Speed | None) -> dict[str, Any] | None:
+    """How long it takes from now, and where the number comes from; None where nothing is known."""
+    if speed is None:
+        return None
+    left = _left(setting, horizon, found, speed)
+    return {
+        **asdict(left),
+        "tokens_per_s": speed.tokens_per_s,
+        "seconds_per_step": setting.recipe.train.global_batch * setting.tokens_per_sample / speed.tokens_per_s,
+        "detail": speed.detail,
+        "costs": speed.costs,
+    }
+
+
+def _left(setting: Setting, horizon: Horizon, found: list[Milestone], speed: Speed) -> Duration:
+    per_step = setting.recipe.train.global_batch * setting.tokens_per_sample
+    return time_left(found, setting.now, horizon.steps, per_step, speed)
+
+
+def worlds_part(
+    setting: Setting, horizon: Horizon, found: list[Milestone], speeds: Sequence[Speed]
+) -> list[dict[str, Any]]:
+    """The same on other worlds: those measured, and doublings around them that the global batch can be dealt to."""
+    if not speeds:
+        return []
+    worlds = {s.world for s in speeds} | {setting.world}
+    worlds |= {2 * max(worlds), 4 * max(worlds)} | {w for w in (1, 2, 4, 8) if w < setting.world}
+    table = []
+    for world in sorted(w for w in worlds if setting.recipe.train.global_batch % w == 0):
+        speed = project(speeds, world)
+        left = _left(setting, horizon, found, speed)
+        table.append(
+            {
+                "world": world, "tokens_per_s": speed.tokens_per_s, "seconds": left.seconds,
+                "device_hours": left.device_hours, "basis": speed.basis, "detail": speed.detail,
+            }
+        )  # fmt: skip
+    return table
+
+
+def milestones_part(
+    setting: Setting, horizon: Horizon, found: list[Milestone], speed: Speed | None
+) -> list[dict[str, Any]]:
+    """What is still to come, a row a kind, with the seconds from now to the first and the last of them."""
+    seconds = None
+    if speed is not None:
+        per_step = setting.recipe.train.global_batch * setting.tokens_per_sample / speed.tokens_per_s
+        seconds = clock(found, setting.now, per_step, speed.costs)
+    return [
+        asdict(row)
+        | {
+            "first_seconds": seconds(row.first) if seconds else None,
+            "last_seconds": seconds(row.last) if seconds else None,
+        }
+        for row in rows(found, setting.now)
+    ]
