@@ -1,12 +1,11 @@
-"""Weights of our GPT in the layouts of `transformers`, and back: GPT-2 and LLaMA. Torch only.
+"""Our GPT as GPT-2 or Llama of `transformers`, and back: which it is, its configuration, and the names of its weights.
 
-GPT-2 holds models with learned positions, LayerNorm and an ungated feed-forward layer; LLaMA those with RoPE, RMSNorm and
-SwiGLU. Both give the same logits. What neither can say (QK-norm, capped logits, no final norm, ...) is refused by name.
+Arithmetic on names and shapes; a tensor is asked for only when it is needed, so that no side is held as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,261 +15,255 @@ from windlass.errors import UserError
 from windlass.model.gpt import NORM_EPS
 from windlass.recipe.settings import ModelSettings
 
-Weights = Mapping[str, Tensor]
+Read = Callable[[str], Tensor]
+"""Gives the tensor of a name, whole, on the CPU."""
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
-"""Our names and those of GPT-2's `activation_function`."""
-_SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_python": "gelu"}
-
-_GPT2 = {
-    "embedding": "transformer.wte",
-    "positions": "transformer.wpe",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-    "attn_norm": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.out": "attn.c_proj",
-    "ff_norm": "ln_2",
-    "ff.up": "mlp.c_fc",
-    "ff.down": "mlp.c_proj",
-}
-_LLAMA = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn.qkv": "self_attn.{}_proj",  # three matrices there, one here
-    "attn.out": "self_attn.o_proj",
-    "ff_norm": "post_attention_layernorm",
-    "ff.gate": "mlp.gate_proj",
-    "ff.up": "mlp.up_proj",
-    "ff.down": "mlp.down_proj",
-}
+GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
+"""Our names of activations, and those of `transformers`."""
 
 
-def family(settings: ModelSettings) -> str:
-    """Which architecture of `transformers` gives the same logits: `gpt2` or `llama`.
-
-    Raises:
-        UserError: Neither does; the message names the settings that stand in the way.
-    """
+def differences(settings: ModelSettings) -> dict[str, list[str]]:
+    """For each architecture of `transformers` what about a model is not as there; empty where it matches."""
     m = settings
-    never = {
-        "model.final_norm = false": not m.final_norm,
+    both = {
         "model.qk_norm": m.qk_norm,
         "model.logit_cap": m.logit_cap > 0,
         "model.head_bias": m.head_bias,
+        "model.final_norm = false": not m.final_norm,
     }
     gpt2 = {
-        f'model.position = "{m.position}"': m.position != "learned",
-        f'model.norm = "{m.norm}"': m.norm != "layernorm",
-        f'model.activation = "{m.activation}"': m.activation not in ACTIVATIONS,
-        f"model.kv_heads = {m.kv_heads}": m.kv_heads_ != m.heads,
+        f'model.position = "{m.position}" (GPT-2 has "learned")': m.position != "learned",
+        f'model.norm = "{m.norm}" (GPT-2 has "layernorm")': m.norm != "layernorm",
+        f'model.activation = "{m.activation}" (GPT-2 has no gated one)': m.activation not in GPT2_ACTIVATIONS,
+        f"model.kv_heads = {m.kv_heads} (GPT-2 has as many as heads)": m.kv_heads_ != m.heads,
     }
     llama = {
-        f'model.position = "{m.position}"': m.position != "rope",
-        f'model.norm = "{m.norm}"': m.norm != "rmsnorm",
-        f'model.activation = "{m.activation}"': m.activation != "swiglu",
+        f'model.position = "{m.position}" (Llama has "rope")': m.position != "rope",
+        f'model.norm = "{m.norm}" (Llama has "rmsnorm")': m.norm != "rmsnorm",
+        f'model.activation = "{m.activation}" (Llama has "swiglu")': m.activation != "swiglu",
     }
-    name, against = min((("gpt2", gpt2), ("llama", llama)), key=lambda pair: sum(pair[1].values()))
-    reasons = [key for key, stands in {**never, **against}.items() if stands]
-    if reasons:
+    return {
+        name: [text for text, differs in {**own, **both}.items() if differs]
+        for name, own in (("gpt2", gpt2), ("llama", llama))
+    }
+
+
+def architecture(settings: ModelSettings) -> str:
+    """`gpt2` or `llama`; a UserError says what differs from the nearer of them where it is neither."""
+    found = differences(settings)
+    name = min(found, key=lambda n: len(found[n]))
+    if found[name]:
+        titles = {"gpt2": "GPT-2", "llama": "Llama"}
         raise UserError(
-            f"no architecture of transformers gives this model's logits: nearest is {name}, but for {', '.join(reasons)}"
+            f"no architecture of transformers computes what this model does; from {titles[name]}, the nearest, it differs in "
+            + ", ".join(found[name])
         )
     return name
 
 
-def hf_config(settings: ModelSettings, vocab: int) -> dict[str, Any]:
-    """The `config.json` of a model in its `family`; tokens that begin and end a text are left to the caller."""
-    m, kind = settings, family(settings)
-    shared = {"vocab_size": vocab, "tie_word_embeddings": m.tie_head, "initializer_range": m.init_std}
-    if kind == "gpt2":
-        return shared | {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "n_positions": m.context,
-            "n_embd": m.width,
-            "n_layer": m.layers,
-            "n_head": m.heads,
-            "n_inner": m.ff_width_,
-            "activation_function": ACTIVATIONS[m.activation],
-            "layer_norm_epsilon": NORM_EPS,
-            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), m.dropout),
-        }
-    return shared | {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "max_position_embeddings": m.context,
-        "hidden_size": m.width,
-        "intermediate_size": m.ff_width_,
-        "num_hidden_layers": m.layers,
-        "num_attention_heads": m.heads,
-        "num_key_value_heads": m.kv_heads_,
-        "head_dim": m.width // m.heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": m.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
-        "attention_bias": m.attn_bias,
-        "mlp_bias": m.ff_bias,
-        "attention_dropout": m.dropout,
+def config(settings: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
+    """The `config.json` that goes with a model's weights."""
+    m, name = settings, architecture(settings)
+    common = {
+        "vocab_size": vocab,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "tie_word_embeddings": m.tie_head,
+        "dtype": "float32",
     }
+    if name == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": m.layers, "n_head": m.heads,
+            "n_embd": m.width, "n_inner": m.ff_width_, "n_positions": m.context, "layer_norm_epsilon": NORM_EPS,
+            "activation_function": GPT2_ACTIVATIONS[m.activation], "initializer_range": m.init_std,
+            "attn_pdrop": m.dropout, "embd_pdrop": m.dropout, "resid_pdrop": m.dropout, **common,
+        }  # fmt: skip
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": m.layers,
+        "num_attention_heads": m.heads, "num_key_value_heads": m.kv_heads_, "hidden_size": m.width,
+        "head_dim": m.width // m.heads, "intermediate_size": m.ff_width_, "max_position_embeddings": m.context,
+        "rms_norm_eps": NORM_EPS, "hidden_act": "silu", "attention_bias": m.attn_bias, "mlp_bias": m.ff_bias,
+        "attention_dropout": m.dropout, "initializer_range": m.init_std,
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta}, "rope_theta": m.rope_theta, **common,
+    }  # fmt: skip
 
 
-def to_hf(weights: Weights, settings: ModelSettings) -> dict[str, Tensor]:
-    """A GPT's state dict under the names and in the layout of its `family`; a tied head is left out.
-
-    GPT-2 has a bias everywhere: those that our model lacks are zero there.
-    """
-    kind, found = family(settings), {}
-    for ours, tensor in weights.items():
-        theirs = _their_name(ours, kind)
-        if kind == "llama" and ".attn.qkv." in ours:
-            for part, piece in zip("qkv", tensor.split(_qkv_rows(settings)), strict=True):
-                found[theirs.format(part)] = piece.contiguous()
-        elif kind == "gpt2" and _is_transposed(ours):
-            found[theirs] = tensor.t().contiguous()
-        else:
-            found[theirs] = tensor.contiguous()
-    if kind == "gpt2":
-        for name in [n for n in found if (n.endswith(".weight") and ".h." in n) or ".ln_f." in n]:
-            found.setdefault(name.removesuffix("weight") + "bias", found[name].new_zeros(found[name].shape[-1]))
-    return found
+def to_hf(settings: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names of `transformers`, one after the other; biases that we do not have are zero there."""
+    if architecture(settings) == "gpt2":
+        yield from _to_gpt2(settings, read)
+    else:
+        yield from _to_llama(settings, read)
 
 
-def from_hf(weights: Weights, config: Mapping[str, Any], settings: ModelSettings, vocab: int) -> dict[str, Tensor]:
-    """The reverse of `to_hf`, for a model of these settings.
+def _to_gpt2(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
+    def bias(name: str, there: bool, like: Tensor) -> Tensor:
+        return read(name) if there else torch.zeros(like.shape[0], dtype=like.dtype)
 
-    A file with more positions than the model's context is cut; one with fewer tokens than `vocab` (which may be padded for
-    speed) is filled up with its mean embedding.
+    yield "transformer.wte.weight", read("embedding.weight")
+    yield "transformer.wpe.weight", read("positions.weight")
+    for i in range(m.layers):
+        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
+        for mine, name in (("attn_norm", "ln_1"), ("ff_norm", "ln_2")):
+            weight = read(f"{ours}.{mine}.weight")
+            yield f"{theirs}.{name}.weight", weight
+            yield f"{theirs}.{name}.bias", bias(f"{ours}.{mine}.bias", m.norm_bias, weight)
+        for mine, name, has_bias in (
+            ("attn.qkv", "attn.c_attn", m.attn_bias), ("attn.out", "attn.c_proj", m.attn_bias),
+            ("ff.up", "mlp.c_fc", m.ff_bias), ("ff.down", "mlp.c_proj", m.ff_bias),
+        ):  # fmt: skip
+            weight = read(f"{ours}.{mine}.weight")
+            yield f"{theirs}.{name}.weight", weight.t().contiguous()  # GPT-2 keeps its matrices the other way round
+            yield f"{theirs}.{name}.bias", bias(f"{ours}.{mine}.bias", has_bias, weight)
+    weight = read("norm.weight")
+    yield "transformer.ln_f.weight", weight
+    yield "transformer.ln_f.bias", bias("norm.bias", m.norm_bias, weight)
+    if not m.tie_head:
+        yield "lm_head.weight", read("head.weight")
 
-    Args:
-        weights: The file's tensors, with or without the prefix `transformer.` or `model.`.
-        config: The file's `config.json`.
-        settings: The model that takes the weights.
-        vocab: Rows of its embedding.
+
+def _to_llama(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
+    parts = _qkv_rows(m)
+    yield "model.embed_tokens.weight", read("embedding.weight")
+    for i in range(m.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        yield f"{theirs}.input_layernorm.weight", read(f"{ours}.attn_norm.weight")
+        yield f"{theirs}.post_attention_layernorm.weight", read(f"{ours}.ff_norm.weight")
+        for kind in ["weight"] + ["bias"] * m.attn_bias:
+            for name, rows in zip("qkv", read(f"{ours}.attn.qkv.{kind}").split(parts), strict=True):
+                yield f"{theirs}.self_attn.{name}_proj.{kind}", rows.contiguous()
+            yield f"{theirs}.self_attn.o_proj.{kind}", read(f"{ours}.attn.out.{kind}")
+        for kind in ["weight"] + ["bias"] * m.ff_bias:
+            for name in ("gate", "up", "down"):
+                yield f"{theirs}.mlp.{name}_proj.{kind}", read(f"{ours}.ff.{name}.{kind}")
+    yield "model.norm.weight", read("norm.weight")
+    if not m.tie_head:
+        yield "lm_head.weight", read("head.weight")
+
+
+def _qkv_rows(m: ModelSettings) -> list[int]:
+    head = m.width // m.heads
+    return [m.heads * head, m.kv_heads_ * head, m.kv_heads_ * head]
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The settings `[model]` of our GPT that compute what a GPT-2 or Llama of `transformers` does; `vocab` among them.
 
     Raises:
-        UserError: The file's architecture, shape or vocabulary is another one, or it has biases that the model lacks.
+        UserError: It is neither, or a variant of them that ours is not.
     """
-    kind = family(settings)
-    _check_config(config, hf_config(settings, vocab))
-    given = {_with_prefix(name, kind): tensor for name, tensor in weights.items()}
-    found = {}
-    for ours, shape in _shapes(settings, vocab).items():
-        theirs = _their_name(ours, kind)
-        parts = [theirs.format(p) for p in "qkv"] if "{}" in theirs else [theirs]
-        missing = [part for part in parts if part not in given]
-        if missing:
-            raise UserError(f"the weights hold no {missing[0]}")
-        tensor = torch.cat([given.pop(part) for part in parts])
-        if kind == "gpt2" and _is_transposed(ours):
-            tensor = tensor.t().contiguous()
-        found[ours] = _fitted(ours, theirs, tensor, shape)
-    if settings.tie_head:
-        given.pop("lm_head.weight", None)
-    left = [name for name, tensor in given.items() if _matters(name, tensor)]
-    if left:
-        raise UserError(
-            f"the weights hold {left[0]}, for which the model has no place "
-            "(model.attn_bias, ff_bias and norm_bias say whether it has biases)"
-        )
-    return found
+    kind = getattr(config, "model_type", "")
+    if kind == "gpt2":
+        ours = {theirs: mine for mine, theirs in GPT2_ACTIVATIONS.items()}
+        unlike = {
+            "activation_function": config.activation_function not in ours,
+            "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
+            "layer_norm_epsilon": config.layer_norm_epsilon != NORM_EPS,
+        }
+        _refuse(kind, unlike)
+        return {
+            "layers": config.n_layer, "heads": config.n_head, "kv_heads": 0, "width": config.n_embd,
+            "ff_width": config.n_inner or 4 * config.n_embd, "context": config.n_positions, "position": "learned",
+            "norm": "layernorm", "norm_bias": True, "final_norm": True, "activation": ours[config.activation_function],
+            "attn_bias": True, "ff_bias": True, "tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size,
+        }  # fmt: skip
+    if kind == "llama":
+        rope = getattr(config, "rope_parameters", None) or {}
+        unlike = {
+            "hidden_act": config.hidden_act != "silu",
+            "rope scaling": rope.get("rope_type", "default") != "default",
+            "rms_norm_eps": config.rms_norm_eps != NORM_EPS,
+            "head_dim": (config.head_dim or config.hidden_size // config.num_attention_heads)
+            * config.num_attention_heads
+            != config.hidden_size,
+        }
+        _refuse(kind, unlike)
+        return {
+            "layers": config.num_hidden_layers, "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads, "width": config.hidden_size, "ff_width": config.intermediate_size,
+            "context": config.max_position_embeddings, "position": "rope",
+            "rope_theta": float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))), "norm": "rmsnorm",
+            "final_norm": True, "activation": "swiglu", "attn_bias": config.attention_bias, "ff_bias": config.mlp_bias,
+            "tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size,
+        }  # fmt: skip
+    raise UserError(
+        f"model.init_from: weights of {kind or 'an unknown architecture'} do not fit our GPT; GPT-2 and Llama do"
+    )
 
 
-def _their_name(ours: str, kind: str) -> str:
-    """`blocks.3.attn.out.weight` as the family calls it; `{}` stands for q, k and v where they are apart."""
-    table, folder = (_GPT2, "transformer.h") if kind == "gpt2" else (_LLAMA, "model.layers")
-    if ours.startswith("blocks."):
-        _, number, rest = ours.split(".", 2)
-        module, tensor = rest.rsplit(".", 1)
-        return f"{folder}.{number}.{table[module]}.{tensor}"
-    module, tensor = ours.rsplit(".", 1)
-    return f"{table[module]}.{tensor}"
+def _refuse(kind: str, unlike: dict[str, bool]) -> None:
+    if names := [name for name, differs in unlike.items() if differs]:
+        raise UserError(f"model.init_from: this {kind} is a variant that our GPT is not: {', '.join(names)}")
 
 
-def _is_transposed(ours: str) -> bool:
-    """Whether GPT-2 keeps this matrix as [in, out]: those inside the blocks."""
-    return ours.startswith("blocks.") and ours.endswith(".weight") and "norm" not in ours
+def check_fit(settings: ModelSettings, vocab: int, theirs: dict[str, Any], where: str) -> None:
+    """Raise a UserError that lists every setting that must be changed for weights to fit.
 
-
-def _qkv_rows(settings: ModelSettings) -> list[int]:
-    head = settings.width // settings.heads
-    return [settings.width, settings.kv_heads_ * head, settings.kv_heads_ * head]
-
-
-def _shapes(settings: ModelSettings, vocab: int) -> dict[str, torch.Size]:
-    from windlass.model.gpt import GPT
-
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in GPT(settings, vocab).state_dict().items()}
-
-
-def _with_prefix(name: str, kind: str) -> str:
-    prefix = "transformer." if kind == "gpt2" else "model."
-    return name if name.startswith((prefix, "lm_head.")) else prefix + name
-
-
-def _matters(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor that is left over changes the logits: a mask of old GPT-2 files and a zero bias do not."""
-    if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
-        return False
-    return not (name.endswith(".bias") and not bool(tensor.any()))
-
-
-def _fitted(ours: str, theirs: str, tensor: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor in the model's shape: positions cut, vocabulary filled up, everything else as it is."""
-    if ours == "positions.weight" and tensor.shape[0] > shape[0]:
-        tensor = tensor[: shape[0]]
-    if ours in ("embedding.weight", "head.weight") and tensor.shape[0] < shape[0]:
-        rows = tensor.mean(0, keepdim=True).expand(shape[0] - tensor.shape[0], -1)
-        tensor = torch.cat([tensor, rows])
-    if tensor.shape != shape:
-        raise UserError(f"{theirs} has the shape {list(tensor.shape)}, and the model wants {list(shape)}")
-    return tensor.clone()
-
-
-def _check_config(theirs: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a file whose architecture is not the model's; sizes that only tables have are looked at later."""
-    if theirs.get("model_type") != wanted["model_type"]:
-        raise UserError(
-            f"the weights are those of a {theirs.get('model_type')!r}, and the model's settings are those of a "
-            f"{wanted['model_type']!r}"
-        )
-    free = {
-        "vocab_size", "n_positions", "max_position_embeddings", "initializer_range", "architectures", "rope_theta",
-        "embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout",
+    A shorter context is fine, and so are more rows of the embedding than there are weights for.
+    """
+    m = settings
+    mine = {
+        **m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab,
+        "qk_norm": m.qk_norm, "logit_cap": m.logit_cap, "head_bias": m.head_bias,
     }  # fmt: skip
-    given = _normalised(theirs)
+    wanted = {
+        **theirs,
+        "kv_heads": theirs["kv_heads"] or theirs["heads"],
+        "qk_norm": False,
+        "logit_cap": 0.0,
+        "head_bias": False,
+    }
     wrong = [
-        f"{key} is {given.get(key)!r} there and {value!r} here"
-        for key, value in _normalised(wanted).items()
-        if key not in free and given.get(key) != value
+        key
+        for key, value in wanted.items()
+        if (mine[key] > value if key == "context" else mine[key] < value if key == "vocab" else mine[key] != value)
     ]
     if wrong:
-        raise UserError(f"the weights belong to another model: {'; '.join(wrong)}")
+        lines = [f"  model.{key} = {_toml(wanted[key])}  (it is {_toml(mine[key])})" for key in wrong]
+        raise UserError("\n".join([f"model.init_from: the weights of {where} are of another shape; write", *lines]))
 
 
-def _normalised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with defaults and synonyms resolved."""
-    c = dict(config)
-    if c["model_type"] == "gpt2":
-        c["n_inner"] = c.get("n_inner") or 4 * c.get("n_embd", 768)
-        c["activation_function"] = c.get("activation_function", "gelu_new")
-        c["activation_function"] = _SAME_ACTIVATION.get(c["activation_function"], c["activation_function"])
-        c.setdefault("layer_norm_epsilon", 1e-5)
-        c.setdefault("tie_word_embeddings", True)
-        return c
-    c["num_key_value_heads"] = c.get("num_key_value_heads") or c.get("num_attention_heads")
-    c["head_dim"] = c.get("head_dim") or c.get("hidden_size", 0) // c.get("num_attention_heads", 1)
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    c["rope_parameters"] = {
-        "rope_type": rope.get("rope_type", rope.get("type", "default")),
-        "rope_theta": float(rope.get("rope_theta", c.get("rope_theta", 10_000.0))),
-    }
-    for key, value in {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}.items():
-        c.setdefault(key, value)
-    c.setdefault("hidden_act", "silu")
-    c.setdefault("rms_norm_eps", 1e-6)
-    return c
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def from_hf(settings: ModelSettings, name: str, read: Read) -> Tensor:
+    """One of our weights, by its name, from the weights of the matching architecture."""
+    m = settings
+    if m.position == "learned":
+        found = _from_gpt2(name, read)
+        return found[: m.context] if name == "positions.weight" else found
+    return _from_llama(name, read)
+
+
+def _from_gpt2(name: str, read: Read) -> Tensor:
+    whole = {
+        "embedding.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight",
+        "norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias", "head.weight": "lm_head.weight",
+    }  # fmt: skip
+    if name in whole:
+        return read(whole[name])
+    _, block, module, *rest, kind = name.split(".")
+    layers = {
+        ("attn_norm",): "ln_1", ("ff_norm",): "ln_2", ("attn", "qkv"): "attn.c_attn", ("attn", "out"): "attn.c_proj",
+        ("ff", "up"): "mlp.c_fc", ("ff", "down"): "mlp.c_proj",
+    }  # fmt: skip
+    found = read(f"transformer.h.{block}.{layers[(module, *rest)]}.{kind}")
+    return found.t() if found.dim() == 2 else found
+
+
+def _from_llama(name: str, read: Read) -> Tensor:
+    whole = {
+        "embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight",
+    }  # fmt: skip
+    if name in whole:
+        return read(whole[name])
+    _, block, module, *rest, kind = name.split(".")
+    prefix = f"model.layers.{block}"
+    if (module, *rest) == ("attn", "qkv"):
+        return torch.cat([read(f"{prefix}.self_attn.{part}_proj.{kind}") for part in "qkv"])
+    layers = {
+        ("attn_norm",): "input_layernorm", ("ff_norm",): "post_attention_layernorm", ("attn", "out"): "self_attn.o_proj",
+        ("ff", "gate"): "mlp.gate_proj", ("ff", "up"): "mlp.up_proj", ("ff", "down"): "mlp.down_proj",
+    }  # fmt: skip
+    return read(f"{prefix}.{layers[(module, *rest)]}.{kind}")
