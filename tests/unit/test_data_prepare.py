@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.data import shards as shards_module
+from windlass.data.dataset import open_data
 from windlass.data.prepare import data_dir, prepare, ready
 from windlass.data.shards import Index, Stream, dtype_for
 from windlass.data.tokenizer import load_tokenizer
@@ -236,6 +237,20 @@ def test_a_committed_shard_that_went_missing_is_made_again(tmp_path, monkeypatch
     directory, _ = run(recipe_for(source, tmp_path / "data"))
     whole, _ = run(recipe_for(source, tmp_path / "whole"))
     assert files_of(directory) == files_of(whole)
+
+
+def test_a_committed_shard_that_was_damaged_in_between_is_found(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    recipe = recipe_for(source, tmp_path / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "save", lambda self, directory: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            prepare(recipe, Told())
+    path = tmp_path / "data" / "shard-00001.bin"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"shard-00001\.bin is damaged"):
+        open_data(recipe, progress=Told())
 
 
 @given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))

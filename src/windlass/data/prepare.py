@@ -137,6 +137,8 @@ class _Preparation:
         self.recipe, self.data, self.directory, self.shown = recipe, recipe.data, directory, shown
         self.workers = self.data.workers or len(os.sched_getaffinity(0))
         self.state: dict[str, Any] = {}
+        self.inherited: set[str] = set()
+        """Files that an earlier go committed: what the disk has of them is checked when they are opened."""
 
     def run(self) -> None:
         """Do what is left to do, and write the index."""
@@ -144,7 +146,7 @@ class _Preparation:
         index = self._foreign() if self.data.source.startswith("shards:") else self._own()
         index = index.save(self.directory)
         seen = {file: verify.state_of(self.directory / file, sha256) for file, _, sha256 in verify.parts(index.shards)}
-        verify.remember(self.directory, seen)
+        verify.remember(self.directory, {file: state for file, state in seen.items() if file not in self.inherited})
         (self.directory / PROGRESS).unlink(missing_ok=True)
         for stray in [p for stem in (MAIN, EVAL) for p in self.directory.glob(f"{stem}-[0-9]*") if p.name not in seen]:
             stray.unlink(missing_ok=True)  # of an earlier go with another corpus
@@ -282,13 +284,14 @@ class _Preparation:
             same = self.state["settings"] == shaping(self.data) and self.state["source"] == source
             shards = [Shard(**s) for stream in self.state["streams"].values() for s in stream["shards"]]
             whole = all((self.directory / f).stat().st_size == size for f, size, _ in verify.parts(shards))
+            self.inherited = {file for file, _, _ in verify.parts(shards)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             same = whole = False
         if not (same and whole):
             self._forget(source)
 
     def _forget(self, source: dict[str, Any]) -> None:
-        self.state = {"settings": shaping(self.data), "source": source, "streams": {}}
+        self.state, self.inherited = {"settings": shaping(self.data), "source": source, "streams": {}}, set()
 
     def _foreign(self) -> Index:
         """The index of shards that others wrote: they are read once, and stay where they are."""
