@@ -8,12 +8,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from report_fixtures import NASTY, build_run, build_study
 
+from windlass.report.charts import smoothed
 from windlass.report.study import read_study
 from windlass.report.write import write_report, write_study_report
 
@@ -106,6 +108,10 @@ class Opened:
         self.page.mouse.up()
 
 
+def heights(path):
+    return [float(point.split()[1]) for point in path.replace("M", "").split("L")]
+
+
 @pytest.mark.parametrize("name", ["one", "two", "bad", "empty", "many", "study"])
 @pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (400, "dark")])
 def test_every_page_opens_without_a_complaint_and_fits_its_window(browser, reports, name, width, theme):
@@ -184,7 +190,11 @@ def test_smoothing(browser, reports):
         assert faint == [raw]
         smooth = opened.curves("loss")[1]
         assert smooth != raw
-        assert smooth.count("L") == raw.count("L")
+        data = json.loads(opened.page.text_content("#data"))["runs"][0]["train"]["loss"]
+        before, after = heights(raw), heights(smooth)
+        slope = (before[-1] - before[0]) / (data[-1] - data[0])
+        expected = before[0] + slope * (smoothed(np.array(data), 0.9) - data[0])
+        assert after == pytest.approx(list(expected), abs=0.3)
         assert opened.curves("lr", ".faint") == []
         opened.page.fill("#smoothing", "0")
         assert opened.curves("loss")[0] == raw

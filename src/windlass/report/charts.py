@@ -149,6 +149,11 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
     return np.array(sorted(keep), dtype=np.int64)
 
 
+def smoothing_for(points: int) -> float:
+    """The weight that evens out a curve of so many points without taking its shape: a reach of about 1/80 of it."""
+    return min(0.98, round(1 - 1 / max(1.0, points / 80), 2))
+
+
 def smoothed(y: Numbers, weight: float) -> Numbers:
     """Each value as the mean of all, the one n places away weighted by weight^n: smooth, and without a lag.
 

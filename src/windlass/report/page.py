@@ -208,7 +208,7 @@ def _bar(links: Sequence[tuple[str, str]]) -> str:
     return (
         '<div class="bar"><div class="wrap">'
         f'<span class="control"><span class="segments" role="group" aria-label="Horizontal axis">{axes}</span></span>'
-        '<label class="control">Smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02">'
+        '<label class="control">Smoothing <input id="smoothing" type="range" min="0" max="0.99" step="0.01">'
         '<output id="smoothing-value" for="smoothing"></output></label>'
         '<label class="control">Leave out the first <input id="skip" type="number" min="0" step="10" value="0"> steps</label>'
         '<button id="reset" class="quiet" type="button" disabled>Whole range</button>'
@@ -252,7 +252,7 @@ def _lead(found: Sequence[Chart], several: bool) -> str:
     voices = "lines: training, circles: validation" if several else ""
     lead = [figure(c.id, c.title, c.unit, voices, tools) for c in found if c.id == "loss"]
     without = '<noscript><p class="note">The charts need JavaScript; the tables below do not.</p></noscript>'
-    return f'{without}<div class="lead">{"".join(lead)}</div>'
+    return f'{without}<h2 class="unseen">Curves</h2><div class="lead">{"".join(lead)}</div>'
 
 
 def _rest(found: Sequence[Chart], headed: bool) -> str:

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.report.charts import GRID, POINTS, Chart, rank_curves, thin, tokens_at
+from windlass.report.charts import GRID, POINTS, Chart, rank_curves, smoothing_for, thin, tokens_at
 from windlass.report.view import RunView, Seam, Track
 
 DIGITS = 6
-SMOOTHING = 0.6
-"""Where the slider stands at first, if the curves have more than a few points."""
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:
@@ -51,7 +49,7 @@ def payload(
     for run, (tone, dash) in zip(runs, looks, strict=False):
         run |= {"tone": None if tone is None else rounded(tone), "dash": dash}
     longest = max((len(run["train"]["step"]) for run in runs), default=0)
-    return {"runs": runs, "charts": [*map(_chart, charts), *free], "smoothing": SMOOTHING if longest > 60 else 0}
+    return {"runs": runs, "charts": [*map(_chart, charts), *free], "smoothing": smoothing_for(longest)}
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

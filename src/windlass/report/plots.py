@@ -21,7 +21,18 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from windlass.recipe import Horizon, Recipe
-from windlass.report.charts import LOSS, PART_COLOURS, PART_NAMES, Chart, Curve, charts, rank_curves, smoothed, thin
+from windlass.report.charts import (
+    LOSS,
+    PART_COLOURS,
+    PART_NAMES,
+    Chart,
+    Curve,
+    charts,
+    rank_curves,
+    smoothed,
+    smoothing_for,
+    thin,
+)
 from windlass.report.tables import goodput
 from windlass.report.view import RunView, Track
 
@@ -48,7 +59,6 @@ STYLE: dict[str, Any] = {
 RING: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
 """The mark of a single measurement."""
 SIZE, DPI = (6.4, 3.6), 200
-SMOOTHING = 0.9
 MANY_POINTS = 60
 """A noisy curve of more points is drawn pale with its moving average over it."""
 WRITTEN_POINTS = 3000
@@ -186,7 +196,7 @@ def _noisy(axes: Any, track: Track, curve: Curve, scale: float, pen: Pen, alone:
     if busy:
         places = thin(steps[keep], values[keep], WRITTEN_POINTS)
         axes.plot(steps[keep][places], values[keep][places], color=pen.colour, alpha=0.28, linewidth=0.9)
-        values = smoothed(values, SMOOTHING)
+        values = smoothed(values, smoothing_for(int(keep.sum())))
     places = thin(steps[keep], values[keep], WRITTEN_POINTS)
     axes.plot(steps[keep][places], values[keep][places], color=pen.colour, linestyle=pen.dash, label=pen.said(alone))
 
@@ -294,7 +304,8 @@ def goodput_figure(views: Sequence[RunView]) -> Figure:
     axes.set_ylim(len(parts) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.grid(False)
-    figure.legend(loc="outside lower center", ncols=3)
+    _, said = axes.get_legend_handles_labels()
+    figure.legend(loc="outside lower center", ncols=3 if max(map(len, said)) < 30 else 2)
     return figure
 
 

@@ -148,7 +148,7 @@ def _article(run: int, sample: Sample) -> str:
     text, prompt = sample.text, sample.prompt
     rest = text[len(prompt) :] if prompt and text.startswith(prompt) else text
     return (
-        f'<article data-run="{run}" data-step="{sample.step}"><pre class="sample" tabindex="0">'
+        f'<article data-run="{run}" data-step="{sample.step}"><h3>step {sample.step:,}</h3><pre class="sample" tabindex="0">'
         f"<b>{escape(prompt)}</b>{escape(rest)}</pre></article>"
     )
 
