@@ -20,8 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## train the embedded default on this machine, then show curve, sample and report
-	@$(BIN)/windlass train quickstart --world 1
-	@$(BIN)/windlass report --demo quickstart
+	@$(BIN)/windlass train quickstart
 
 test: lint  ## what CI runs
 	$(BIN)/pytest -m "not full and not gpu"

@@ -66,12 +66,51 @@ def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, poison):
     assert run.summary["attempts"] == 2
 
 
+def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, monkeypatch):
+    recipe = Recipe.load(
+        "quickstart", settings(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind", "train.steps": 5})
+    )
+    opened: list[Session] = []
+    original = Session.open
+    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
+
+    def on_step(done, _):
+        if done == 4:
+            with torch.no_grad():
+                next(iter(opened[-1].model.parameters())).fill_(float("nan"))
+
+    with pytest.raises(RunFailed, match="went back to step 3 3 times"):
+        train(recipe, on_step=on_step)
+
+
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, poison):
     overrides = settings(corpus, tmp_path / "run", **{"train.on_nonfinite": "skip", "train.max_skips": 3})
     with pytest.raises(RunFailed, match="3 updates in a row were skipped"):
         train(Recipe.load("quickstart", overrides), on_step=poison(7))
     skipped = [e for e in Run(tmp_path / "run").events if e["event"] == "skipped"]
     assert [(e["step"], e["in_a_row"]) for e in skipped] == [(8, 1), (9, 2), (10, 3)]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
+def test_a_loss_spike_has_a_policy(corpus, tmp_path, monkeypatch, policy):
+    more = {"train.on_spike": policy, "train.steps": 40, "telemetry.every": 7, "train.spike_sigmas": 50.0}
+    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **more))
+    opened: list[Session] = []
+    original = Session.open
+    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
+
+    def on_step(done, _):
+        if done == 31 and not any(e.get("event") in ("spike", "rewound") for e in Run(tmp_path / "run").events):
+            with torch.no_grad():
+                for parameter in opened[-1].model.parameters():
+                    parameter.mul_(-40.0)
+
+    if policy == "stop":
+        with pytest.raises(RunFailed, match="step 32: the loss .* is a spike"):
+            train(recipe, on_step=on_step)
+        return
+    events = [(e["event"], e["step"]) for e in train(recipe, on_step=on_step).events]
+    assert ("rewound", 30) in events if policy == "rewind" else ("spike", 32) in events
 
 
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):

@@ -199,9 +199,10 @@ class TrainSettings(Section):
     """What a non-finite loss or gradient does: stop before the update; skip the step's samples; or go back to the last
     checkpoint and leave out the samples since then."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
-    """What a loss spike does, see `spike_sigmas`."""
+    """What a loss spike does (see `spike_sigmas`), before its update is made; anything but `ignore` looks at the loss of each
+    step, for which the host waits."""
     spike_sigmas: float = Field(6.0, gt=0)
-    """A loss this many standard deviations above the mean of the last 128 logged steps is a spike."""
+    """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
     """So many skipped steps in a row (fp16 overflows or policy) stop the run."""
     replica_check_every: Duration = 0

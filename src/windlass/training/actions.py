@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from windlass.training.step import StepResult
 
 
+REWINDS = 3
+"""How often a run goes back to the same checkpoint before it gives up."""
+
+
 @dataclass
 class Rewind(Exception):
     """Go back to the last checkpoint and leave out the samples up to here."""
@@ -69,7 +73,10 @@ class Actions:
         self.logged_samples = self.logged_tokens = 0
         self.batch_end = 0
         self.last_loss: float | None = None
+        self.rewinds: dict[int, int] = {}
         self.profiler: Any = None
+        if self.recipe.train.on_spike != "ignore":
+            session.step.is_spike = self._is_spike
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
@@ -140,6 +147,8 @@ class Actions:
         self.s.console.tick(state.step)
         if not self.s.step.deferred:
             self._examine(result)
+        if self.s.step.spiked:
+            self._spiked(result)
         if self.profiler is not None:
             self._profile_step()
 
@@ -204,24 +213,29 @@ class Actions:
         )  # fmt: skip
         self.last_loss = loss
         s.console.step(line | {"mem_mb": _memory_mb(s.ranks.device)})
-        self._spike(loss)
 
-    def _spike(self, loss: float) -> None:
-        policy, window = self.recipe.train.on_spike, self.state.spike_window
-        if policy == "ignore":
-            return
+    def _is_spike(self, loss: float) -> bool:
+        """Whether a step's loss is a spike; if not, it joins those that the next one is measured against."""
+        window = self.state.spike_window
         if is_spike(window, loss, self.recipe.train.spike_sigmas):
-            reason = (
-                f"step {self.state.step}: loss {loss:.4f} is a spike ({self.recipe.train.spike_sigmas:g} deviations)"
-            )
-            if policy == "stop":
-                raise RunFailed(f"{reason}; the checkpoints before it are kept")
-            if policy == "rewind":
-                raise Rewind(reason, self.batch_end)
-            self.event("spike", reason=reason)
-            return
+            return True
         window.append(loss)
         del window[:-SPIKE_WINDOW]
+        return False
+
+    def _spiked(self, result: StepResult) -> None:
+        """The policy for a loss spike; every rank saw the same loss. The update was not made."""
+        policy, step = self.recipe.train.on_spike, self.state.step
+        loss = float(reduce.sum_over_ranks(result.loss.clone(), self.s.ranks))
+        reason = (
+            f"step {step}: the loss {loss:.4f} is a spike of more than {self.recipe.train.spike_sigmas:g} deviations"
+        )
+        if policy == "stop":
+            raise RunFailed(f"{reason}; the update was not made (train.on_spike)")
+        if policy == "rewind":
+            raise Rewind(reason, self.batch_end)
+        self.state.updates_skipped += 1
+        self.event("spike", reason=reason)
 
     def look_around(self) -> None:
         """What happened beside the steps: committed or failed saves, words of the trackers, a sampler that gave up."""
@@ -403,6 +417,12 @@ class Actions:
             return str(choice.path)
 
         checkpoint = checkpoints.open_checkpoint(Path(s.agreed("rewind", choose)), deep=False)
+        self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
+        if self.rewinds[checkpoint.step] > REWINDS:
+            raise RunFailed(
+                f"{back.reason}; the run went back to step {checkpoint.step} {REWINDS} times already: the samples are not what is "
+                f"wrong. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
+            )
         skipped = self.state.skipped
         restore(checkpoint, s.model, s.optimizer)
         old = TrainState.from_json(checkpoint.counters)

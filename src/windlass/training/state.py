@@ -33,7 +33,7 @@ class TrainState:
     scale_good_steps: int = 0
     """Steps without an overflow since the scale last changed."""
     spike_window: list[float] = field(default_factory=list)
-    """The last logged losses, against which a spike is measured."""
+    """The last losses, against which a spike is measured (kept only where `train.on_spike` asks for it)."""
 
     def to_json(self) -> dict[str, Any]:
         """The counters as JSON values."""

@@ -7,6 +7,7 @@ accumulation and padding change nothing but rounding.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,9 @@ class Step:
         zero = torch.zeros((), dtype=torch.float32, device=self.device)
         self.bad, self.bad_steps, self.loss_bad = zero.clone(), zero.clone(), zero.clone()
         self.scale, self.good = torch.ones_like(zero), zero.clone()
+        self.is_spike: Callable[[float], bool] | None = None
+        """Asked with each step's loss before the update, where spikes have a policy: then the host waits at each step."""
+        self.spiked = False
         self.loss_kind = torch.float64 if recipe.train.precision == "fp64" else torch.float32
 
     def __call__(self, batch: StepBatch, lr_factor: float) -> StepResult:
@@ -100,7 +104,10 @@ class Step:
     def _update(self, loss: Tensor, lr_factor: float) -> Tensor:
         scaled = reduce.global_grad_norm(self.parameters, self.ranks)
         grad_norm = scaled / self.scale if self.fp16 else scaled
-        if self._judge(grad_norm, loss):
+        self.spiked = self.is_spike is not None and self.is_spike(
+            float(reduce.sum_over_ranks(loss.clone(), self.ranks))
+        )
+        if self._judge(grad_norm, loss) and not self.spiked:
             self._rescale_and_clip(grad_norm)
             set_lr(self.optimizer, lr_factor)
             self.optimizer.step()

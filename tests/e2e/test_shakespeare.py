@@ -1,0 +1,64 @@
+"""Tiny Shakespeare, the real file: what the presets reach. Minutes each, so only in `make test-full`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from windlass.launch.local import launch, worker_command
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.training import train
+
+
+def overrides(data_files, tmp_path, *more: str) -> list[str]:
+    source = data_files / "tinyshakespeare" / "input.txt"
+    return [
+        f"data.source='{source}'",
+        "data.sha256=''",
+        f"data.dir='{tmp_path / 'data'}'",
+        f"run.dir='{tmp_path / 'run'}'",
+        *more,
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("preset", "reaches"), [("shakespeare-char-cpu", 1.93), ("shakespeare-char-fast", 1.72)])
+def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches):
+    """Over the whole validation split. nanoGPT's own train.py at these settings, over 400 random batches: 1.912."""
+    recipe = Recipe.load(preset, overrides(data_files, tmp_path))
+    assert (recipe.train.steps, recipe.train.global_batch, recipe.model.context, recipe.eval.batches) == (
+        2000,
+        12,
+        64,
+        0,
+    )
+    run = train(recipe)
+    last = run.lines("eval")[-1]
+    assert last["tokens"] == 111_539, "every token of the split that has one before it"
+    assert last["loss"] <= reaches
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path):
+    """100 steps at batch 64 without dropout; the first loss is that of knowing nothing, ln 65 = 4.17."""
+    shared = [
+        "train.steps=100",
+        "model.dropout=0.0",
+        "eval.every=0",
+        "eval.sample_every=0",
+        "telemetry.every=1",
+        "checkpoint.every=0",
+    ]
+    curves = {}
+    for world in (1, 2):
+        where = [*overrides(data_files, tmp_path, *shared), f"run.dir='{tmp_path / str(world)}'"]
+        assert launch(worker_command(["train", "shakespeare-char", *where]), world) == 0
+        curves[world] = [line["loss"] for line in Run(tmp_path / str(world)).lines("train")]
+    assert curves[1][0] == pytest.approx(math.log(65), abs=0.15)
+    assert curves[1][-1] < 2.6
+    assert curves[2] == pytest.approx(curves[1], rel=2e-3)
+    assert curves[2][:5] == pytest.approx(curves[1][:5], rel=1e-5)
