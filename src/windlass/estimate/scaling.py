@@ -13,14 +13,18 @@ far outside the sizes it was fitted to is not known; `back_test` says how well i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windlass.errors import UserError
+
+if TYPE_CHECKING:
+    from windlass.run import Run
 
 Array = NDArray[np.float64]
 
@@ -94,6 +98,10 @@ class ScalingFit:
             low, high = (float(x) for x in np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]))
         return Prediction(parameters, tokens, self.law.loss(parameters, tokens), low, high, level)
 
+    def grows(self) -> float:
+        """The power of N with which the runs' tokens grow; a larger size is looked for along it (1: D in proportion to N)."""
+        return _slope(self.points)
+
     def interval(self, what: str, level: float = 0.9) -> tuple[float, float] | None:
         """The interval of one constant of the law: `"E"`, `"N"` or `"D"` (the exponent of that variable)."""
         if not self.samples:
@@ -101,6 +109,12 @@ class ScalingFit:
         values = [s.E if what == "E" else s.exponents[s.variables.index(what)] for s, _ in self.samples]
         low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
+
+
+def _slope(points: Iterable[Point]) -> float:
+    points = list(points)
+    n, d = np.log([p.parameters for p in points]), np.log([p.tokens for p in points])
+    return float(np.polyfit(n, d, 1)[0]) if np.ptp(n) > 0 else 1.0
 
 
 def fit_scaling(points: list[Point], samples: int = 300, seed: int = 0) -> ScalingFit:
@@ -214,3 +228,18 @@ def _solve(exponents: Array, x: Array, y: Array) -> tuple[Array, Array]:
                 least, chosen, linear = float(sums[i]), i, np.zeros(k)
                 linear[list(used)] = solution[i]
     return exponents[chosen], linear
+
+
+def points_of(runs: Iterable[Run]) -> tuple[list[Point], list[str]]:
+    """The finished runs among `runs` as points, and why each of the others is none."""
+    points, left_out = [], []
+    for run in runs:
+        summary = run.summary
+        parameters, tokens, loss = (summary.get(k) for k in ("parameters", "tokens", "final_eval_loss"))
+        if run.state != "finished" or not parameters or not tokens:
+            left_out.append(f"{run.name}: {run.state}, not finished")
+        elif not isinstance(loss, int | float) or not np.isfinite(loss):
+            left_out.append(f"{run.name}: no finite validation loss at its end")
+        else:
+            points.append(Point(float(parameters), float(tokens), float(loss), run.name))
+    return points, left_out

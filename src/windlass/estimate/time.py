@@ -38,7 +38,7 @@ class Speed:
 
 def assumed_speed(flops_per_token: float, peak: float, world: int, device: str, mfu: float = ASSUMED_MFU) -> Speed:
     """What `world` devices do at a share `mfu` of their peak FLOP/s; a guess, and called one."""
-    detail = f"{device}: peak {peak / 1e12:.4g} TFLOP/s x an assumed MFU of {100 * mfu:g} %"
+    detail = f"{device}: peak {peak / 1e12:.4g} TFLOP/s x an assumed MFU of {100 * mfu:g} %, nothing measured"
     return Speed(peak * mfu * world / flops_per_token, world, ASSUMED, detail)
 
 
@@ -101,6 +101,8 @@ def project(measured: Sequence[Speed], world: int) -> Speed:
     worlds = sorted(known)
     if len(worlds) == 1:
         one = known[worlds[0]]
+        if one.basis == ASSUMED:
+            return Speed(one.tokens_per_s * world / one.world, world, ASSUMED, one.detail)
         detail = f"{one.detail}; scaled by {world}/{one.world} as if nothing were lost: no efficiency was measured"
         return Speed(one.tokens_per_s * world / one.world, world, BOUND, detail, one.costs)
     pairs = list(pairwise(worlds))

@@ -1,0 +1,330 @@
+"""`windlass plan`: what a run will take, before a penny is spent; and what is left of a live one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from windlass.estimate.devices import Device
+    from windlass.estimate.plan import Facts, Setting
+    from windlass.estimate.time import Speed
+    from windlass.recipe import Horizon, Recipe
+    from windlass.run import Run
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("plan")(plan)
+
+
+def plan(
+    recipe: str = typer.Argument("", metavar="[RECIPE|RUN]", help="A preset's name, a .toml file or a run directory."),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4."),
+    world: int = typer.Option(0, min=0, help="Ranks; default: 1, or those of the run."),
+    device: str = typer.Option("", metavar="NAME", help="A kind of device, as A100-80GB; default: this machine's."),
+    memory: float = typer.Option(0.0, min=0, metavar="GB", help="Memory of the device, where it is not in the table."),
+    mfu: float = typer.Option(0.4, min=0.001, max=1, help="Share of the peak to assume where nothing was measured."),
+    from_: list[str] = typer.Option([], "--from", metavar="RUN|STUDY", help="Take the speed from past runs' ledgers."),
+    measure: bool = typer.Option(False, "--measure", help="Make a few real steps here, and take the speed from them."),
+    compute: float = typer.Option(0.0, metavar="FLOPS", help="Which N and D a budget of so many FLOPs buys."),
+    fit_scaling: str = typer.Option("", metavar="STUDY", help="Fit a loss law to a study of several sizes."),
+    schedule_plot: str = typer.Option("", metavar="FILE", help="Draw the learning rate over the run into a PNG."),
+    json_: bool = typer.Option(False, "--json", help="Print everything as JSON: bytes, seconds, tokens a second."),
+) -> None:
+    """Say what a run needs: parameters, steps, FLOPs, memory for each strategy, time, disk, and what happens when.
+
+    All of it is arithmetic from the recipe, and takes no torch. Time comes from a measured speed (--from, --measure, or the
+    recipe's own run directory) or from the device's published peak and an assumed MFU; the table says which. A run
+    directory gives the plan of what is left of it, by its own ledger.
+    """
+    from windlass.errors import UserError
+
+    if not (recipe or compute or fit_scaling):
+        raise UserError("name a recipe or a run, for example `windlass plan c4-30m --world 4 --device A100-80GB`")
+    out: dict[str, Any] = {}
+    shown: list[Any] = []
+    if compute:
+        _compute(compute, out, shown)
+    setting = None
+    if recipe:
+        room = int(memory * 1e9) or None
+        setting, speeds, horizon, live = _open(recipe, overrides or [], world, device, room, from_, measure, mfu)
+        _plan(setting, speeds, horizon, live, out, shown)
+        if schedule_plot:
+            _draw(setting, horizon, schedule_plot)
+    if fit_scaling:
+        _fit(fit_scaling, setting, out, shown)
+    if json_:
+        typer.echo(json.dumps(out, indent=1))
+    else:
+        from rich.console import Console
+
+        from windlass.report.plan import show
+
+        show(shown, Console(highlight=False))
+
+
+def _open(
+    name: str,
+    overrides: list[str],
+    world: int,
+    device: str,
+    room: int | None,
+    from_: list[str],
+    measured: bool,
+    mfu: float,
+) -> tuple[Setting, list[Speed], Horizon | None, Run | None]:
+    """What the plan is for, the speeds that are known, and the run where there is one to go on with."""
+    from windlass.errors import UserError
+    from windlass.estimate.plan import Facts, Setting
+    from windlass.recipe import Horizon, Recipe
+    from windlass.run import Run
+
+    live = Run(Path(name)) if (Path(name) / "recipe.toml").is_file() and not overrides else None
+    loaded = Recipe.load(name, overrides)
+    facts, started, horizon, done = _facts(loaded) if live is None else Facts(), {}, None, 0
+    if live is not None:
+        started = next((e for e in reversed(live.events) if "world" in e), {})
+        if not started:
+            live, facts = None, _facts(loaded)
+        else:
+            train = live.lines("train")
+            done = train[-1]["step"] if train else int(started["step"])
+            samples = int(started.get("samples_per_epoch", 0))
+            per_sample = train[-1]["tokens"] / train[-1]["samples"] if train and train[-1].get("samples") else None
+            vocab = _vocab(loaded, int(started["parameters"]) if "parameters" in started else None)
+            facts = Facts(vocab, samples, per_sample)
+            horizon = Horizon(int(started["steps"]), samples, loaded.train.global_batch)
+    ranks = world or int(started.get("world", 1))
+    where = _device(loaded, device, room, ranks, str(started.get("device", "")) if not device else "")
+    loaded.batch(ranks, where.kind)  # a UserError where the batch cannot be dealt out
+    if loaded.strategy(ranks) == "single" and ranks > 1:
+        raise UserError(
+            f'parallel.strategy = "single" is for one rank, and the plan is for {ranks}; use "auto" or "ddp"'
+        )
+    precision = str(started["precision"]) if "precision" in started and not device else _precision(loaded, where)
+    setting = Setting(loaded, ranks, where, precision, facts, done)
+    return setting, _speeds(setting, live, from_, measured, mfu, bool(device)), horizon, live
+
+
+def _facts(recipe: Recipe) -> Facts:
+    """What the prepared data know, where there are any."""
+    from windlass.estimate.plan import Facts
+
+    if recipe.data.format != "text":
+        return Facts()
+    from windlass.data.prepare import data_dir, ready
+
+    directory = data_dir(recipe)
+    index = ready(recipe, directory)
+    if index is None:
+        return Facts()
+    from windlass.data.dataset import DocumentSamples, PackedSamples
+    from windlass.data.shards import Stream
+
+    vocab, split, eot = index.tokenizer["vocab"], index.splits["train"], index.tokenizer.get("eot")
+    stream, context = Stream(directory, index.streams[split.stream]), recipe.model.context
+    if recipe.data.packing == "documents" and eot is not None:
+        samples: Any = DocumentSamples(stream, (split.first_document, split.last_document), context, eot)
+    else:
+        samples = PackedSamples(stream, split.start, split.stop, context)
+    return Facts(vocab, len(samples), samples.sample_tokens())
+
+
+def _vocab(recipe: Recipe, parameters: int | None) -> int | None:
+    """The vocabulary of a run, from the recipe or the number of its parameters, which grows with it row by row."""
+    from windlass.estimate.optimum import known_vocab
+    from windlass.model.size import count
+
+    known = known_vocab(recipe)
+    if known or parameters is None or recipe.model.kind != "gpt":
+        return known
+    none, one = (count(recipe.model, rows).total for rows in (0, 1))
+    return (parameters - none) // (one - none)
+
+
+def _device(recipe: Recipe, name: str, room: int | None, ranks: int, of_run: str) -> Device:
+    """The device that was named, that of a run, or this machine's; ranks on a CPU share its memory."""
+    from windlass.estimate.devices import Device, find_device
+
+    name = name or of_run
+    if name and name.lower() != "cpu":
+        return find_device(name, room)
+    if not name and recipe.parallel.device != "cpu":
+        here = _gpu()
+        if here is not None:
+            return Device(here[0], "cuda", room or here[1])
+    import psutil
+
+    return Device("CPU", "cpu", room or psutil.virtual_memory().total // ranks)
+
+
+def _gpu() -> tuple[str, int] | None:
+    """Name and memory of this machine's first NVIDIA device, without torch; None where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name = pynvml.nvmlDeviceGetName(handle)
+        return (name if isinstance(name, str) else name.decode()), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except Exception:  # no driver, no device, or a driver that does not answer: then there is none to plan for
+        return None
+
+
+def _precision(recipe: Recipe, device: Device) -> str:
+    """`auto` as training would resolve it: bf16 on GPUs that have it, else fp16; fp32 on a CPU."""
+    from windlass.telemetry.peaks import peak_flops
+
+    wanted = recipe.train.precision
+    if wanted != "auto":
+        return wanted
+    if device.kind == "cpu":
+        return "fp32"
+    only_half = peak_flops(device.name, "fp16") is not None and peak_flops(device.name, "bf16") is None
+    return "fp16" if only_half else "bf16"
+
+
+def _speeds(
+    setting: Setting, live: Run | None, from_: list[str], measured: bool, mfu: float, device_named: bool
+) -> list[Speed]:
+    """Measured speeds, or else one assumed from the device's peak, or none."""
+    from windlass.errors import UserError
+    from windlass.estimate.time import assumed_speed, measured_speed
+    from windlass.model.size import flops_per_token
+    from windlass.run import Run
+    from windlass.telemetry.peaks import peak_flops
+
+    recipe, found = setting.recipe, []
+    for place in from_:
+        runs = _runs_in(place)
+        speeds = [_scaled(setting, run, speed) for run in runs if (speed := measured_speed(run))]
+        if not speeds:
+            raise UserError(f"--from {place}: there is no run with logged steps in it")
+        found += speeds
+    if measured:
+        found.append(_measure(setting))
+    if live is not None and not found:
+        own = measured_speed(live)
+        found += [own] if own else []
+    if not found and not device_named and recipe.run_dir.is_dir():
+        own = measured_speed(Run(recipe.run_dir))
+        found += [own] if own else []
+    if found or recipe.model.kind != "gpt":
+        return found
+    peak = peak_flops(setting.device.name, setting.precision, tf32=False)
+    if peak is None:
+        return []
+    flops = flops_per_token(recipe.model, setting.vocab)
+    return [assumed_speed(flops, peak, setting.world, setting.device.name, mfu)]
+
+
+def _runs_in(place: str) -> list[Run]:
+    """The run at a path, or those of a study."""
+    from windlass.errors import UserError
+    from windlass.run import Run
+    from windlass.study.study import Study
+
+    if Study.is_study(place):
+        return [run for _, run in Study.open(place).runs()]
+    if (Path(place) / "recipe.toml").is_file():
+        return [Run(Path(place))]
+    found = [Run(path.parent) for path in sorted(Path(place).glob("*/recipe.toml"))] if Path(place).is_dir() else []
+    if not found:
+        raise UserError(f"{place} is neither a run nor a directory of runs")
+    return found
+
+
+def _scaled(setting: Setting, run: Run, speed: Speed) -> Speed:
+    """A speed of another model, scaled by the FLOPs of a token; said so."""
+    from dataclasses import replace
+
+    from windlass.estimate.optimum import known_vocab
+    from windlass.model.size import flops_per_token
+
+    mine, theirs = setting.recipe.model, run.recipe.model
+    if mine == theirs or mine.kind != "gpt" or theirs.kind != "gpt":
+        return speed
+    vocab = known_vocab(run.recipe) or setting.vocab
+    ratio = flops_per_token(theirs, vocab) / flops_per_token(mine, setting.vocab)
+    detail = f"{speed.detail}; another model, scaled by the FLOPs of a token ({ratio:.3g} x)"
+    return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, detail=detail)
+
+
+def _measure(setting: Setting) -> Speed:
+    from windlass.data.prepare import data_dir, prepare, ready
+    from windlass.study.measure import measure
+
+    if setting.recipe.data.format == "text" and ready(setting.recipe, data_dir(setting.recipe)) is None:
+        prepare(setting.recipe)
+    return measure(setting.recipe, setting.world, setting.device.kind)
+
+
+def _plan(
+    setting: Setting,
+    speeds: list[Speed],
+    horizon: Horizon | None,
+    live: Run | None,
+    out: dict[str, Any],
+    shown: list[Any],
+) -> None:
+    from windlass.estimate.plan import plan as make_plan
+    from windlass.report.plan import sections
+
+    made = make_plan(setting, speeds, horizon)
+    if live is not None:
+        made |= {"state": live.state, "run_dir": str(live.path)}
+    out |= made
+    shown += sections(made)
+
+
+def _compute(flops: float, out: dict[str, Any], shown: list[Any]) -> None:
+    from dataclasses import asdict
+
+    from windlass.estimate.optimum import for_compute
+    from windlass.report.plan import optimum_section
+
+    found = for_compute(flops)
+    out["compute"] = {"flops": flops, "optima": [asdict(o) for o in found]}
+    shown.append(optimum_section(flops, found))
+
+
+def _fit(study: str, setting: Setting | None, out: dict[str, Any], shown: list[Any]) -> None:
+    """The law of a study, and what it says: at the recipe's size, or at 2, 4 and 10 times the largest."""
+    from dataclasses import asdict
+
+    from windlass.estimate.optimum import count_parameters
+    from windlass.estimate.plan import horizon_of
+    from windlass.estimate.scaling import back_test, fit_scaling, points_of
+    from windlass.report.plan import scaling_section
+
+    points, left_out = points_of(_runs_in(study))
+    fit = fit_scaling(points)
+    if setting is not None:
+        steps = horizon_of(setting).steps
+        tokens = steps * setting.recipe.train.global_batch * setting.tokens_per_sample
+        sizes = [(float(count_parameters(setting.recipe, setting.vocab)), float(tokens))]
+    else:
+        largest = max(points, key=lambda p: (p.parameters, p.tokens))
+        grows = fit.grows()
+        sizes = [(largest.parameters * f, largest.tokens * f**grows) for f in (2, 4, 10)]
+    predictions, tested = [fit.predict(n, d) for n, d in sizes], back_test(points)
+    section = scaling_section(fit, predictions, tested)
+    section.notes.extend(f"left out: {reason}" for reason in left_out)
+    shown.append(section)
+    out["scaling"] = {
+        "law": asdict(fit.law), "along": fit.along, "noise": fit.noise, "determined": fit.determined,
+        "points": [asdict(p) for p in points], "left_out": left_out, "predictions": [asdict(p) for p in predictions],
+        "back_test": {"predicted": asdict(tested[0]), "measured": tested[1]} if tested else None,
+    }  # fmt: skip
+
+
+def _draw(setting: Setting, horizon: Horizon | None, file: str) -> None:
+    from windlass.estimate.plan import horizon_of
+    from windlass.report.plots import schedule_plot
+
+    typer.echo(f"schedule: {schedule_plot(setting.recipe, Path(file), horizon or horizon_of(setting))}", err=True)
