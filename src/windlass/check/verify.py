@@ -195,7 +195,7 @@ def world_changes_nothing(bench: Bench) -> Result:
     ]
     for world in bench.worlds[1:]:
         for micro in sorted({1, 8 // world}):
-            settings = {"train__precision": "fp64", "model__dropout": 0.0, "train__micro_batch": micro}
+            settings: dict[str, Any] = {"train__precision": "fp64", "model__dropout": 0.0, "train__micro_batch": micro}
             runs.append(bench.train(f"w-{world}-{micro}", world, **settings))
     worst = max(difference(run, reference) for run in runs)
     worlds = ", ".join(map(str, bench.worlds))
@@ -293,7 +293,7 @@ def export_equal(bench: Bench) -> Result:
     }  # fmt: skip
     run = bench.here("export", train__steps=3, **settings)
     with _quiet():
-        export_hf(run, bench.folder / "hf")
+        export_hf(str(run.path), bench.folder / "hf")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf").eval()
     ours = open_model(find_source(str(run.path)), alone("cpu"))
     tokens = torch.arange(12).reshape(1, 12)
