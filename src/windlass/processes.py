@@ -28,6 +28,9 @@ STORE_FD = "WINDLASS_STORE_FD"
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 4 if hasattr(signal, "SIGRTMIN") else None
 """Asks a worker for the stacks of all its threads (SIGUSR1 and SIGUSR2 belong to the schedulers)."""
 
+WATCHING = "windlass/parallel/watch.py"
+"""Threads that run this file say nothing about a hang."""
+
 _PLACE_BYTES = 512
 _PR_SET_PDEATHSIG = 1
 
@@ -108,12 +111,14 @@ def dump_stacks_on_request(rank: int, directory: str | None) -> None:
     faulthandler.register(STACKS_SIGNAL, file=target, all_threads=True)
 
 
-def read_stacks(directory: str | Path, rank: int) -> str:
-    """What the rank wrote on STACKS_SIGNAL; empty where it did not answer."""
+def read_stacks(directory: str | Path, rank: int, frames: int = 12) -> str:
+    """What the rank wrote on STACKS_SIGNAL, the innermost frames of each thread; empty where it did not answer."""
     try:
-        return (Path(directory) / f"stacks-{rank}.txt").read_text(errors="replace").strip()
+        text = (Path(directory) / f"stacks-{rank}.txt").read_text(errors="replace").strip()
     except OSError:
         return ""
+    threads = [block.splitlines()[: frames + 1] for block in text.split("\n\n") if WATCHING not in block]
+    return "\n".join(line for thread in threads for line in thread)
 
 
 def _json(path: Path) -> dict[str, Any]:

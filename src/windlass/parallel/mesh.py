@@ -7,6 +7,7 @@ import faulthandler
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -351,8 +352,9 @@ def lost_contact(error: BaseException) -> bool:
 
 
 def _headline(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:400]}" if text else type(error).__name__
+    """Kind and first line of an error, without gloo's source paths and good wishes."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error).strip().split("\n")[0]).split(". This is typically")[0]
+    return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
 def last_collective() -> str:

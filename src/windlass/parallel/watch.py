@@ -33,6 +33,9 @@ TICK_SECONDS = 1.0
 LAST_SECONDS = 2.0
 """How long the main thread has to fail by itself, with its own message, once the run is known to be lost."""
 
+ECHO_SECONDS = 0.5
+"""How long a rank that only lost contact waits for the word of the one that failed."""
+
 Result = TypeVar("Result")
 
 
@@ -70,7 +73,7 @@ class Watch:
         store away, sees to it that all others have heard.
         """
         if not failure.first:
-            until = time.monotonic() + LAST_SECONDS
+            until = time.monotonic() + ECHO_SECONDS
             while self.first is None and time.monotonic() < until:
                 time.sleep(0.02)
         if self.first is None:
