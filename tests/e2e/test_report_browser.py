@@ -279,6 +279,8 @@ def test_runs_are_hidden_shown_and_singled_out(browser, reports):
         assert len(opened.curves("loss")) == 2
         opened.page.click(".chip >> nth=1", modifiers=["Alt"])
         assert opened.page.locator('.chip[aria-pressed="true"]').all_inner_texts() == ["other"]
+        opened.page.dblclick(".chip >> nth=0")
+        assert opened.page.locator('.chip[aria-pressed="true"]').all_inner_texts() == ["one"]
 
 
 def test_samples_by_step_tables_that_sort_and_settings_that_are_found(browser, reports):

@@ -305,7 +305,9 @@ def goodput_figure(views: Sequence[RunView]) -> Figure:
     axes.set_xlim(0, 100)
     axes.grid(False)
     _, said = axes.get_legend_handles_labels()
-    figure.legend(loc="outside lower center", ncols=3 if max(map(len, said)) < 30 else 2)
+    columns = 3 if max(map(len, said)) < 30 else 2
+    figure.set_size_inches(SIZE[0], 1.15 + 0.34 * len(parts) + 0.19 * -(-len(said) // columns))
+    figure.legend(loc="outside lower center", ncols=columns)
     return figure
 
 
