@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from windlass.errors import UserError
-from windlass.model.gpt import NORM_EPS
 from windlass.recipe.settings import ModelSettings
 
 Read = Callable[[str], Tensor]
@@ -74,7 +73,7 @@ def config(settings: ModelSettings, vocab: int, eot: int | None) -> dict[str, An
     if name == "gpt2":
         return {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": m.layers, "n_head": m.heads,
-            "n_embd": m.width, "n_inner": m.ff_width_, "n_positions": m.context, "layer_norm_epsilon": NORM_EPS,
+            "n_embd": m.width, "n_inner": m.ff_width_, "n_positions": m.context, "layer_norm_epsilon": m.norm_eps,
             "activation_function": GPT2_ACTIVATIONS[m.activation], "initializer_range": m.init_std,
             "attn_pdrop": m.dropout, "embd_pdrop": m.dropout, "resid_pdrop": m.dropout, **common,
         }  # fmt: skip
@@ -82,7 +81,7 @@ def config(settings: ModelSettings, vocab: int, eot: int | None) -> dict[str, An
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": m.layers,
         "num_attention_heads": m.heads, "num_key_value_heads": m.kv_heads_, "hidden_size": m.width,
         "head_dim": m.width // m.heads, "intermediate_size": m.ff_width_, "max_position_embeddings": m.context,
-        "rms_norm_eps": NORM_EPS, "hidden_act": "silu", "attention_bias": m.attn_bias, "mlp_bias": m.ff_bias,
+        "rms_norm_eps": m.norm_eps, "hidden_act": "silu", "attention_bias": m.attn_bias, "mlp_bias": m.ff_bias,
         "attention_dropout": m.dropout, "initializer_range": m.init_std,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta}, "rope_theta": m.rope_theta, **common,
     }  # fmt: skip
@@ -158,13 +157,12 @@ def settings_of(config: Any) -> dict[str, Any]:
         unlike = {
             "activation_function": config.activation_function not in ours,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
-            "layer_norm_epsilon": config.layer_norm_epsilon != NORM_EPS,
         }
         _refuse(kind, unlike)
         return {
             "layers": config.n_layer, "heads": config.n_head, "kv_heads": 0, "width": config.n_embd,
             "ff_width": config.n_inner or 4 * config.n_embd, "context": config.n_positions, "position": "learned",
-            "norm": "layernorm", "norm_bias": True, "final_norm": True, "activation": ours[config.activation_function],
+            "norm": "layernorm", "norm_bias": True, "norm_eps": float(config.layer_norm_epsilon), "final_norm": True, "activation": ours[config.activation_function],
             "attn_bias": True, "ff_bias": True, "tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size,
         }  # fmt: skip
     if kind == "llama":
@@ -172,7 +170,6 @@ def settings_of(config: Any) -> dict[str, Any]:
         unlike = {
             "hidden_act": config.hidden_act != "silu",
             "rope scaling": rope.get("rope_type", "default") != "default",
-            "rms_norm_eps": config.rms_norm_eps != NORM_EPS,
             "head_dim": (config.head_dim or config.hidden_size // config.num_attention_heads)
             * config.num_attention_heads
             != config.hidden_size,
@@ -182,7 +179,7 @@ def settings_of(config: Any) -> dict[str, Any]:
             "layers": config.num_hidden_layers, "heads": config.num_attention_heads,
             "kv_heads": config.num_key_value_heads, "width": config.hidden_size, "ff_width": config.intermediate_size,
             "context": config.max_position_embeddings, "position": "rope",
-            "rope_theta": float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))), "norm": "rmsnorm",
+            "rope_theta": float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))), "norm": "rmsnorm", "norm_eps": float(config.rms_norm_eps),
             "final_norm": True, "activation": "swiglu", "attn_bias": config.attention_bias, "ff_bias": config.mlp_bias,
             "tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size,
         }  # fmt: skip

@@ -19,40 +19,39 @@ from windlass.model.cache import Cache, LayerCache
 from windlass.model.loss import cross_entropy_sum, head_logits
 from windlass.recipe.settings import ModelSettings
 
-NORM_EPS = 1e-5
-"""Added to the variance in every normalisation (GPT-2's and LLaMA's value)."""
-
 
 class LayerNorm(nn.Module):
     """Zero mean and unit variance, then a weight and perhaps a bias (arXiv 1607.06450)."""
 
-    def __init__(self, width: int, bias: bool):
+    def __init__(self, width: int, bias: bool, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
     """Unit mean square, then a weight (arXiv 1910.07467)."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def norm(settings: ModelSettings) -> nn.Module:
     """The normalisation of a model."""
     if settings.norm == "rmsnorm":
-        return RMSNorm(settings.width)
-    return LayerNorm(settings.width, settings.norm_bias)
+        return RMSNorm(settings.width, settings.norm_eps)
+    return LayerNorm(settings.width, settings.norm_bias, settings.norm_eps)
 
 
 class Rotation:
@@ -83,7 +82,7 @@ class Attention(nn.Module):
         super().__init__()
         m = settings
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
-        self.qk_norm, self.dropout = m.qk_norm, m.dropout
+        self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
         self.qkv = nn.Linear(m.width, (m.heads + 2 * m.kv_heads_) * self.head_width, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
 
@@ -94,7 +93,7 @@ class Attention(nn.Module):
         if rotation or self.qk_norm:
             qk, v = qkv.split([H + K, K], dim=2)  # queries and keys are treated alike, and in one go
             if self.qk_norm:
-                qk = F.rms_norm(qk, (self.head_width,), eps=NORM_EPS)
+                qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
             if rotation:
                 qk = rotation(qk)
             q, k = qk.to(v.dtype).split([H, K], dim=2)

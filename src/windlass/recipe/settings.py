@@ -74,6 +74,8 @@ class ModelSettings(Section):
     """Normalisation before each sub-layer."""
     final_norm: bool = True
     """A normalisation between the last block and the head."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance in every normalisation."""
     position: Literal["learned", "rope", "none"] = "learned"
     """How a token knows its place: a learned table, rotary embedding (arXiv 2104.09864), or not at all."""
     rope_theta: float = Field(10_000.0, gt=0)

@@ -14,6 +14,7 @@ from torch import nn
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint import space
+from windlass.checkpoint.initial import load_initial
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.slices import gather_state, restore
 from windlass.checkpoint.store import Saver
@@ -89,6 +90,8 @@ class Session:
     trackers: Trackers | None = None
     sampler: DeviceSampler | None = None
     parameters: int = 0
+    theirs: bool = False
+    """Whether the model is a module of the user's own."""
 
     def __post_init__(self) -> None:
         self._stack = ExitStack()
@@ -180,7 +183,7 @@ class Session:
         """The model on this rank, wrapped and filled, and its optimizer."""
         recipe, ranks = self.recipe, self.ranks
         torch.use_deterministic_algorithms(recipe.train.deterministic)
-        theirs = model is not None
+        self.theirs = model is not None
         if model is None:
             model = build_model(recipe, self.data.vocab, device="meta")
         if self.data.vocab > getattr(model, "vocab", self.data.vocab):
@@ -193,7 +196,7 @@ class Session:
         if self.precision == "fp64":
             model = model.double()
         self.model = wrap(model, ranks, recipe)
-        if not theirs:
+        if not self.theirs:
             initialise(unwrap(self.model), recipe.run.seed)
         self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type)
         self.timer = StepTimer(ranks.device, self.goodput)
@@ -221,6 +224,8 @@ class Session:
         self.state = TrainState()
         if path:
             self._load(Path(path))
+        elif self.recipe.model.init_from and not self.theirs:
+            load_initial(unwrap(self.model), self.recipe)
         self.step.load(self.state)
 
     def _policy(self) -> Policy:

@@ -1,0 +1,74 @@
+"""`model.init_from`: the weights with which a run begins, from another run or from a directory of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from windlass import hub
+from windlass.checkpoint import load
+from windlass.checkpoint.slices import restore
+from windlass.errors import UserError
+from windlass.model import convert
+from windlass.model.gpt import GPT
+from windlass.model.init import assign, generator, plain_name
+from windlass.recipe import Recipe
+
+
+def load_initial(model: nn.Module, recipe: Recipe) -> None:
+    """Fill a model, whole or sharded, from what `model.init_from` names: `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a
+    directory of `transformers`, or `hf:NAME`.
+
+    Raises:
+        UserError: There is no such thing, or its weights do not fit; what would make them fit is said.
+    """
+    name = recipe.model.init_from
+    path = Path(name).expanduser()
+    if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
+        directory = hub.directory(name.removeprefix("hf:"), key="model.init_from")
+        if isinstance(model, GPT):
+            fill_from_hf(model, directory, recipe.run.seed)
+        else:
+            model.directory = directory  # type: ignore[assignment]
+            model.fill_weights(recipe.run.seed)  # type: ignore[operator]
+        return
+    try:
+        restore(load.open_checkpoint(load.find(path if path.exists() else name).path, deep=False), model)
+    except UserError as error:
+        raise UserError(f"model.init_from = {name}: {error}") from None
+
+
+def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
+    """GPT-2's or Llama's weights into our GPT, a tensor at a time.
+
+    Rows of an embedding for which there are none keep the values that the seed gives them.
+    """
+    hub.prepare()
+    with hub.explained(f"model.init_from: {directory}"):
+        from transformers import AutoConfig
+
+        config: Any = AutoConfig.from_pretrained(directory)
+    from windlass.model.hf_weights import Files
+
+    convert.check_fit(model.settings, model.vocab, convert.settings_of(config), str(directory))
+    files = Files(directory)
+    prefix = "transformer" if config.model_type == "gpt2" else "model"
+
+    def read(name: str) -> Tensor:
+        key = files.find(name, prefix)
+        if key is None:
+            raise UserError(f"model.init_from: {directory} lacks the weight {name}")
+        found: Tensor = files.slice(key)[:]
+        return found.float()
+
+    for wrapped, parameter in model.named_parameters():
+        name = plain_name(wrapped)
+        found = convert.from_hf(model.settings, name, read)
+        if found.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):
+            whole = model.initial_value(name, parameter.shape, generator(seed, name))
+            whole[: found.shape[0]] = found
+            found = whole
+        assert found.shape == parameter.shape, (name, found.shape, parameter.shape)
+        assign(parameter, found)

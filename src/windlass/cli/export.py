@@ -1,0 +1,33 @@
+"""`windlass export`: a run as a directory that `transformers` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("export")(export)
+
+
+def export(
+    run: str = typer.Argument(
+        ..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best, or a checkpoint."
+    ),
+    directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
+    to: str = typer.Option("hf", "--to", metavar="hf", help="The format."),
+) -> None:
+    """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
+
+    Our GPT becomes GPT-2 (learned positions, LayerNorm) or Llama (RoPE, RMSNorm, SwiGLU), with equal logits; where it is
+    neither, what differs is said. A model of transformers stays what it is, its adapters merged.
+    """
+    from windlass.errors import UserError
+
+    if to != "hf":
+        raise UserError(f"--to {to!r}: the one format is hf")
+    from windlass.checkpoint.export import export_hf
+
+    typer.echo(f"exported: {export_hf(run, directory)}")
