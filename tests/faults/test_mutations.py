@@ -1,0 +1,86 @@
+"""The proof of resume can fail: with any one component of the state dropped, the resumed run is another one."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from pathlib import Path
+
+import pytest
+
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.training import train
+from windlass.training.state import TrainState
+
+SESSION = importlib.import_module("windlass.training.session")
+STEP = importlib.import_module("windlass.training.step")
+ACTIONS = importlib.import_module("windlass.training.actions")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    """Twelve steps in fp16 with dropout, saved at step 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    draw = random.Random(1)
+    (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))
+    return train(recipe(folder, folder / "run"))
+
+
+def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
+    return Recipe.load(
+        "quickstart",
+        [
+            f"run.dir='{run}'", f"data.source='{folder / 'text.txt'}'", f"data.dir='{folder / 'data'}'", "data.tokenizer=char",
+            "model.vocab=0", "model.layers=2", "model.heads=2", "model.width=16", "model.context=16", "model.dropout=0.2",
+            "train.steps=12", "train.global_batch=8", "train.micro_batch=4", "train.precision=fp16", "telemetry.every=1",
+            "checkpoint.every=6", "eval.every=0", "eval.sample_every=0", f"checkpoint.resume='{resume}'",
+        ],
+    )  # fmt: skip
+
+
+def resumed(whole: Run, place: Path) -> list[tuple]:
+    """What the run does after step 6, from its checkpoint."""
+    folder = whole.path.parent
+    return curve(train(recipe(folder, place, str(whole.checkpoints_dir / "step-00000006"))))
+
+
+def curve(run: Run) -> list[tuple]:
+    return [
+        tuple(x[k] for k in ("step", "loss", "grad_norm", "lr", "tokens", "samples", "loss_scale"))
+        for x in run.lines("train")
+    ]
+
+
+def forget(monkeypatch, component: str) -> None:
+    """Drop one component of the state on its way back."""
+    restore, from_json = SESSION.restore, TrainState.from_json
+    if component == "moments":
+        monkeypatch.setattr(SESSION, "restore", lambda checkpoint, model, optimizer=None: restore(checkpoint, model))
+    elif component == "weights":
+        monkeypatch.setattr(SESSION, "restore", lambda *_: None)
+    elif component == "dropout seed":
+        monkeypatch.setattr(STEP, "step_seed", lambda seed, step, micro: seed + step + micro)
+    elif component == "order seed":
+        loader = ACTIONS.Loader
+        monkeypatch.setattr(ACTIONS, "Loader", lambda *a, **k: loader(*a, **{**k, "seed": k["seed"] + 1}))
+    else:
+
+        def dropped(saved):
+            state = from_json(saved)
+            setattr(state, component, getattr(TrainState(), component))
+            return state
+
+        monkeypatch.setattr(TrainState, "from_json", staticmethod(dropped))
+
+
+def test_nothing_forgotten_is_the_same_run(whole, tmp_path):
+    assert resumed(whole, tmp_path / "run") == curve(whole)[6:]
+
+
+@pytest.mark.parametrize(
+    "component", ["weights", "moments", "step", "samples", "tokens", "loss_scale", "dropout seed", "order seed"]
+)
+def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, component):
+    forget(monkeypatch, component)
+    assert resumed(whole, tmp_path / "run") != curve(whole)[6:]
