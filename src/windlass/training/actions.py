@@ -22,6 +22,7 @@ from windlass.optim.schedule import factor
 from windlass.parallel import reduce
 from windlass.telemetry.speed import mfu
 from windlass.telemetry.trackers import Note
+from windlass.training.checks import replicas, startup_checks
 from windlass.training.evaluations import evaluate_suites, generate_samples
 from windlass.training.guard import SPIKE_WINDOW, is_spike
 from windlass.training.session import Heartbeat, Session
@@ -99,8 +100,6 @@ class Actions:
             s.console.event(f"resumed from {s.resumed_from}", self.state.step)
         self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
         if self.recipe.train.startup_checks:
-            from windlass.training.checks import startup_checks
-
             startup_checks(s)
         due = self.due_evaluation() or (self.state.step == 0 and self._evaluates())
         if due and not s.agreed("evaluated", lambda: self._has_line("eval", self.state.step)):
@@ -240,6 +239,10 @@ class Actions:
     def look_around(self) -> None:
         """What happened beside the steps: committed or failed saves, words of the trackers, a sampler that gave up."""
         s = self.s
+        if self.horizon.due(self.recipe.train.replica_check_every, self.state.step):
+            different = replicas(s.model, s.ranks)
+            if different:
+                raise RunFailed(f"step {self.state.step}: {'; '.join(different)} (train.replica_check_every)")
         self._report_saves(s.saver.poll())
         if s.ranks.main:
             self.heartbeat.beat()

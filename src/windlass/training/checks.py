@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunFailed
 from windlass.parallel import reduce
-from windlass.parallel.wrap import named_parameters, unwrap
+from windlass.parallel.wrap import clean, named_parameters, unwrap
 
 if TYPE_CHECKING:
     from windlass.parallel.mesh import Ranks
@@ -24,7 +24,7 @@ def startup_checks(session: Session) -> None:
     wanted = torch.float64 if session.precision == "fp64" else torch.float32
     found = [
         *master_weights(model, wanted),
-        *ties(model),
+        *ties(model, session.ties),
         *norm_probe(model, ranks),
         *replicas(model, ranks),
     ]
@@ -44,18 +44,18 @@ def master_weights(model: nn.Module, wanted: torch.dtype) -> list[str]:
     return [f"master weights are not {wanted}: {', '.join(wrong[:4])}"] if wrong else []
 
 
-def ties(model: nn.Module) -> list[str]:
-    """Whether a head that should be the embedding's transpose still is, after wrapping and sharding."""
-    bare = unwrap(model)
-    tied = getattr(bare, "tied", None)
-    if tied is None:
-        return []
-    pairs = tied() if callable(tied) else tied
-    return [
-        f"{first} and {second} are tied in the model and are two tensors here"
-        for first, second, same in pairs
-        if not same
-    ]
+def tie_groups(model: nn.Module) -> list[list[str]]:
+    """Names under which one and the same parameter is found, for those with several: tied weights."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean(name))
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+def ties(model: nn.Module, before: list[list[str]]) -> list[str]:
+    """Weights that were tied before the model was wrapped and sharded, and are not any more."""
+    after = tie_groups(model)
+    return [f"{' and '.join(group)} were tied in the model and are not here" for group in before if group not in after]
 
 
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:

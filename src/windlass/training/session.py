@@ -38,6 +38,7 @@ from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.peaks import measure_cpu_peak, peak_flops
 from windlass.telemetry.speed import Goodput, StepTimer
 from windlass.telemetry.trackers import Trackers, start_trackers
+from windlass.training.checks import tie_groups
 from windlass.training.claim import Claim, set_aside
 from windlass.training.guard import Signals
 from windlass.training.state import TrainState
@@ -90,6 +91,8 @@ class Session:
     trackers: Trackers | None = None
     sampler: DeviceSampler | None = None
     parameters: int = 0
+    ties: list[list[str]] = field(default_factory=list)
+    """Names of weights that were tied before the model was wrapped."""
     theirs: bool = False
     """Whether the model is a module of the user's own."""
 
@@ -195,6 +198,7 @@ class Session:
         self.precision = precision_on(recipe.train.precision, ranks.device)
         if self.precision == "fp64":
             model = model.double()
+        self.ties = tie_groups(model)
         self.model = wrap(model, ranks, recipe)
         if not self.theirs:
             initialise(unwrap(self.model), recipe.run.seed)

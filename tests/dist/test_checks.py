@@ -1,0 +1,85 @@
+"""Each start-up check finds what it is there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import recipe, run_ranks
+from torch import nn
+from toy import Toy
+
+from windlass.parallel import reduce
+from windlass.parallel.env import World
+from windlass.parallel.mesh import Ranks
+from windlass.parallel.wrap import wrap
+from windlass.training import checks
+
+ALONE = Ranks(World(), torch.device("cpu"), "single")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+def test_masters_in_half_precision_are_found():
+    model = nn.Linear(3, 3)
+    assert checks.master_weights(model, torch.float32) == []
+    model.bias = nn.Parameter(model.bias.detach().bfloat16())
+    assert "bias" in checks.master_weights(model, torch.float32)[0]
+    model.bias.requires_grad_(False)
+    assert checks.master_weights(model, torch.float32) == [], "what is not trained may be in any precision"
+
+
+def test_a_lost_tie_is_found():
+    model = Tied()
+    before = checks.tie_groups(model)
+    assert before == [["first.weight", "second.weight"]]
+    assert checks.ties(model, before) == []
+    model.second.weight = nn.Parameter(model.first.weight.detach().clone())
+    assert "first.weight and second.weight" in checks.ties(model, before)[0]
+
+
+def test_a_wrong_gradient_norm_is_found_and_gradients_come_back(monkeypatch):
+    model = nn.Linear(3, 3)
+    model.weight.grad = torch.full((3, 3), 7.0)
+    assert checks.norm_probe(model, ALONE) == []
+    assert torch.equal(model.weight.grad, torch.full((3, 3), 7.0))
+    assert model.bias.grad is None
+    right = reduce.global_grad_norm
+    monkeypatch.setattr(reduce, "global_grad_norm", lambda parameters, ranks: right(list(parameters)[1:], ranks))
+    assert "gradient norm" in checks.norm_probe(model, ALONE)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_hash_of_a_tensor_sees_every_bit_and_place(dtype):
+    tensor = torch.arange(1000, dtype=dtype)
+    mark = checks.fingerprint(tensor)
+    assert checks.fingerprint(tensor.clone()) == mark
+    assert checks.fingerprint(tensor.flip(0)) != mark
+    for place in (0, 500, 999):
+        other = tensor.clone()
+        other[place] = torch.nextafter(other[place], torch.tensor(1e9, dtype=dtype))
+        assert checks.fingerprint(other) != mark
+
+
+def found(join, strategy: str, spoil: bool):
+    with join(recipe(parallel__strategy=strategy)) as ranks:
+        model = wrap(Toy(), ranks, recipe(parallel__strategy=strategy))
+        if spoil and ranks.rank == ranks.world - 1:
+            with torch.no_grad():
+                checks.local(next(model.parameters())).view(-1)[0] += 1.0
+        return checks.replicas(model, ranks), checks.norm_probe(model, ranks), checks.ties(model, [])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("full_shard", 2), ("hybrid_shard", 4)])
+def test_replicas_that_differ_are_found(strategy, world):
+    for answers in run_ranks(found, world, strategy, False):
+        assert answers == ([], [], [])
+    if strategy == "full_shard":  # no two ranks hold the same part
+        return
+    for replicas, _, _ in run_ranks(found, world, strategy, True):
+        assert f"and {world - 1} hold different values" in replicas[0]
