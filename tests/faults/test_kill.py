@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -159,13 +160,16 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
                     assert not outcome.error
                     os.symlink(str(outcome.step), committed.with_suffix(f".{attempt}.{outcome.step}.{turn}"))
 
-    last = 0
+    last, pace = 0, 0.0
     for attempt in range(kills):
         begun.unlink(missing_ok=True)
         child = forked(lambda first=last + 1, attempt=attempt: train(first, attempt))
-        while not begun.exists():
-            time.sleep(0.001)
-        time.sleep(dice.uniform(0.0, 0.04))
+        wait_for(begun.exists)
+        if not pace:  # the first one tells how long a save takes here and now
+            began = time.monotonic()
+            wait_for(lambda: any(scratch.glob("committed.0.*.1")))
+            pace = (time.monotonic() - began) / 3
+        time.sleep(dice.uniform(0.0, 4 * pace))
         os.kill(child, signal.SIGKILL)
         assert ended(child) == KILLED
         told = max((int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0)
@@ -173,3 +177,10 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         assert seen >= max(told, last), "a checkpoint that was said to be committed is lost"
         last = seen
     assert last > 0
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.001)

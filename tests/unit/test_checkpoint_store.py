@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from windlass.checkpoint import catalog, load, space
-from windlass.checkpoint.files import Files, Output
+from windlass.checkpoint.files import DIRECT, Files, Output
 from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.priority import NICE
 from windlass.checkpoint.retention import EMERGENCY, Policy
-from windlass.checkpoint.slices import Slice, gather_state, restore, share, slices
+from windlass.checkpoint.slices import Slice, expected_bytes, gather_state, restore, share, slices
 from windlass.checkpoint.stage import DTYPES, Stage
 from windlass.checkpoint.store import Saver
 from windlass.errors import UserError
@@ -268,6 +272,52 @@ def test_one_buffer_serves_all_saves() -> None:
     assert stage._bytes.data_ptr() == address and bytes(first.image) == bytes(again.image)
 
 
+@pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
+def test_written_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Whatever the file system makes of it, and with an end that is no whole page."""
+    monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
+    bytes_ = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
+    for folder in (tmp_path, Path("/dev/shm") / f"windlass-test-{os.getpid()}-{size}"):
+        if not folder.parent.is_dir():
+            continue
+        folder.mkdir(exist_ok=True)
+        try:
+            saver = Saver(folder / "checkpoints", background=False, piece_bytes=8192)
+            saver.save(1, {"x": Slice(bytes_, (size + 3,))}, {})
+            [outcome] = saver.poll()
+            assert not outcome.error and torch.equal(open_checkpoint(outcome.path).tensor("x"), bytes_)
+        finally:
+            shutil.rmtree(folder)
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+
+    def refuses(descriptor: int, data: memoryview) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", refuses)
+    with Files().create(tmp_path / "x", direct=True) as output:
+        output.write(bytes(range(256)) * 40)
+        output.sync()
+    assert (tmp_path / "x").read_bytes() == bytes(range(256)) * 40
+
+
+def test_the_buffer_may_be_there_before_the_first_save(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    expected = expected_bytes(model)
+    assert expected == gather_state(model, optimizer).total_bytes - 4 * 3  # but for the three counts of steps
+    saver = Saver(tmp_path / "checkpoints")
+    saver.reserve(expected)
+    saver.wait()
+    address = saver._stage._bytes.data_ptr()
+    saver.save(3, gather_state(model, optimizer), {})
+    assert saver._stage._bytes.data_ptr() == address and not saver.wait()[0].error
+    saver.close()
+
+
 def test_the_loss_may_come_after_the_save(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "checkpoints", policy=Policy(last=1))
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
@@ -330,8 +380,8 @@ def test_the_writer_gives_way(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "checkpoints", files=gate)
     saver.save(1, gather_state(trained()[0]), {})
     assert gate.reached.wait(30) and saver._thread is not None and saver._thread.native_id is not None
-    assert os.getpriority(os.PRIO_PROCESS, saver._thread.native_id) == 19
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+    assert os.getpriority(os.PRIO_PROCESS, saver._thread.native_id) == NICE
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < NICE
     gate.open.set()
     saver.wait()
     saver.close()

@@ -169,7 +169,8 @@ def discard(path: Path, files: Files) -> None:
         files.rename(path, trash)
         if (trash / MARKER).is_file():
             files.unlink(trash / MARKER)
-            files.sync_dir(trash)
+            with contextlib.suppress(OSError):  # a disk that cannot do this has worse troubles
+                files.sync_dir(trash)
         files.remove_tree(trash)
 
 

@@ -22,10 +22,13 @@ from typing import Any
 
 from windlass.checkpoint import catalog, space
 from windlass.checkpoint import manifest as format_
-from windlass.checkpoint.files import Files
+from windlass.checkpoint.files import PAGE, Files
 from windlass.checkpoint.manifest import Chunk, FileInfo, Manifest, TensorInfo
 
+REASON = "reason"
 SLOWEST_POLL_SECONDS = 0.25
+DIRECT_BYTES = 2**20
+"""Files from this size on are written past the page cache."""
 
 
 class GivenUp(OSError):
@@ -92,6 +95,8 @@ class Commit:
                 self._await_commit()
         except Exception as problem:
             self._give_up(problem)
+            if self.rank != 0 and self.tombstone.name in catalog.names(self.directory):
+                raise GivenUp(self._reason()) from problem  # what happened here is only its echo
             raise
         return self.target
 
@@ -118,7 +123,7 @@ class Commit:
     def _write(self, path: Path) -> str:
         """Write this rank's file durably, and return the SHA-256 of what was to be written."""
         digest, image = hashlib.sha256(), self.request.image
-        with self.files.create(path) as output:
+        with self.files.create(path, direct=len(image) >= DIRECT_BYTES and self.piece_bytes % PAGE == 0) as output:
             for at in range(0, len(image), self.piece_bytes):
                 piece = image[at : at + self.piece_bytes]
                 digest.update(piece)
@@ -190,7 +195,7 @@ class Commit:
             if self.target.name in there and self._is_committed():
                 return
             if self.tombstone.name in there:
-                raise GivenUp(_read_text(self.tombstone / "error") or "rank 0 gave the save up")
+                raise GivenUp(self._reason())
             time.sleep(pause)
             pause = min(2 * pause, SLOWEST_POLL_SECONDS)
         raise GivenUp("rank 0 neither committed the save nor gave it up")
@@ -202,6 +207,13 @@ class Commit:
             return format_.read(self.target).save_id == self.request.save_id
         except format_.Damaged:  # the marker is just being written
             return False
+
+    def _reason(self) -> str:
+        """Why rank 0 gave the save up, as far as it could say so."""
+        try:
+            return (self.tombstone / REASON).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "rank 0 gave the save up"
 
     def _give_up(self, problem: Exception) -> None:
         """Leave nothing of a save that failed, and tell the other ranks. On a broken disk, as far as that goes."""
@@ -223,12 +235,13 @@ class Commit:
         else:
             with contextlib.suppress(OSError):
                 files.make_dir(self.temporary)  # so that there is something to rename, whatever it was that failed
+            with contextlib.suppress(OSError):
+                files.write_bytes(self.temporary / REASON, explain(problem).encode())
+            with contextlib.suppress(OSError):
                 files.rename(self.temporary, self.tombstone)
-            for name in catalog.names(self.tombstone):
+            for name in set(catalog.names(self.tombstone)) - {REASON}:
                 with contextlib.suppress(OSError):
                     files.unlink(self.tombstone / name)
-            with contextlib.suppress(OSError):
-                files.write_bytes(self.tombstone / "error", explain(problem).encode())
 
     def _manifest(self, parts: list[dict[str, Any]]) -> Manifest:
         """What all ranks wrote, as one."""
@@ -265,10 +278,3 @@ def explain(problem: BaseException) -> str:
         where = f" ({os.fspath(problem.filename)})" if problem.filename else ""
         return f"{problem.strerror}{where}"
     return f"{type(problem).__name__}: {problem}"
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

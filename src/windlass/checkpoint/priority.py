@@ -9,7 +9,8 @@ import platform
 import sys
 import threading
 
-NICE = 19
+NICE = 10
+"""Low enough to give way, high enough to come to an end on a machine that is busy with other things."""
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "riscv64": 30}
 """The number of Linux's `ioprio_set` by machine: the C library has no function for it."""
 WHO_PROCESS, CLASS_BEST_EFFORT, LOWEST = 1, 2, 7

@@ -116,6 +116,21 @@ def slices(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 
     return gather_state(model, optimizer, rank, world).slices
 
 
+def expected_bytes(model: nn.Module, rank: int = 0, world: int = 1, moments: int = 2) -> int:
+    """About how many bytes this rank will write once the optimizer has made a step: for `Saver.reserve`.
+
+    `moments` counts the optimizer's tensors of a parameter's size: 2 for Adam, 1 for momentum.
+    """
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    parameters, buffers, _ = _model_tensors(model)
+    total = 0
+    for tensor in (*parameters.values(), *buffers.values()):
+        place = _place(tensor, rank, world)
+        size = (place.stop - place.start) * _row_bytes(tensor) // place.replicas
+        total += size * (1 + moments if id(tensor) in trained else 1)
+    return total
+
+
 def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of model and optimizer by its name (DTensors where they are sharded), and the aliases of tied weights.
 

@@ -7,6 +7,7 @@ an event says when they are done, and only the writer waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TOUCH_BYTES = 64 * 2**20
 ALIGN = 4096
 """The data begin at a page, as direct I/O and typed views of the buffer want it."""
 
@@ -67,6 +69,10 @@ class Stage:
         memory = mmap.mmap(-1, -(-size // ALIGN) * ALIGN)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # touching 2 MiB pages is many times faster than 4 KiB ones
+        with contextlib.suppress(OSError), open("/dev/zero", "rb", buffering=0) as zeros:
+            view = memoryview(memory)  # the system touches the pages, on one core and without the interpreter's lock
+            for at in range(0, len(view), TOUCH_BYTES):
+                zeros.readinto(view[at : at + TOUCH_BYTES])
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def fill(self, slices: Mapping[str, Slice], rank: int) -> Staged:

@@ -26,6 +26,8 @@ from windlass.checkpoint.slices import Slice, State
 from windlass.checkpoint.stage import Stage, Staged
 
 POLL_SECONDS = 0.1
+HEADER_BYTES = 2**20
+"""Room for the header of a rank's file, when the buffer is reserved before the names are known."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Saver:
         self._job: _Job | None = None
         self._losses: dict[int, float] = {}
         self._noting = False
+        self._reserve: tuple[int, bool] | None = None
         self._trouble = ""
         self._outcomes: list[Outcome] = []
         self._thread: threading.Thread | None = None
@@ -112,7 +115,22 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save, or the loss of one, is being written."""
         with self._changed:
-            return self._job is not None or self._noting
+            return self._occupied()
+
+    def _occupied(self) -> bool:
+        return self._job is not None or self._noting or self._reserve is not None
+
+    def reserve(self, size: int, pinned: bool = False) -> None:
+        """Make the host's buffer in the background, so that the first save need not wait for its memory.
+
+        Args:
+            size: bytes of this rank's share, see `slices.expected_bytes`; a save that needs more gets more.
+            pinned: the state lies on a CUDA device.
+        """
+        if self.background:
+            with self._changed:
+                self._reserve = (size + HEADER_BYTES, pinned)
+            self._wake()
 
     def save(
         self,
@@ -201,7 +219,7 @@ class Saver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            idle, thread = not (self._job or self._noting), self._thread
+            idle, thread = not self._occupied(), self._thread
         if thread is not None and idle:
             thread.join()
 
@@ -210,7 +228,7 @@ class Saver:
         with self._hurried():
             while True:
                 with self._changed:
-                    if not (self._job or self._noting) or time.monotonic() >= end:
+                    if not self._occupied() or time.monotonic() >= end:
                         return
                     assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
                     self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
@@ -237,11 +255,14 @@ class Saver:
         lower_this_thread()
         while True:
             with self._changed:
-                while not (self._job or self._noting):
+                while not self._occupied():
                     if self._closed:
                         return
                     self._changed.wait()
-                job = self._job
+                job, reserve = self._job, self._reserve
+            if reserve is not None:
+                with contextlib.suppress(MemoryError, OSError, RuntimeError):  # the first save will say so
+                    self._stage.reserve(*reserve)
             outcome = self._run(job) if job is not None else None
             self._note_losses()
             with self._changed:
@@ -249,6 +270,8 @@ class Saver:
                     self._outcomes.append(outcome)
                     self._job = None
                 self._noting = bool(self._losses)
+                if self._reserve is reserve:
+                    self._reserve = None
                 self._changed.notify_all()
 
     def _note_losses(self) -> None:
