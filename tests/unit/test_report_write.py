@@ -163,6 +163,7 @@ def test_the_verb_prints_the_pages_path(one, folder, tmp_path, capsys):
     assert call(one.path, "--no-plots", "--demo", "--text", "--out", tmp_path / "r") == 0
     out = capsys.readouterr().out
     assert "sample at step 400" in out
+    assert "\x1b" not in out
     assert "└" in out
     assert "Final training loss" in out
 

@@ -83,6 +83,7 @@ def _show(runs: list[Run], *, results: bool, sample: bool) -> None:
     """Curve, table and sample in the terminal, for who has no browser at hand."""
     from windlass.report.tables import results_shown
     from windlass.report.terminal import curve
+    from windlass.report.text import printable
     from windlass.report.view import views
 
     seen = views(runs)
@@ -92,7 +93,7 @@ def _show(runs: list[Run], *, results: bool, sample: bool) -> None:
         typer.echo(f"{curve(view)}\n")
         if sample and view.samples:
             last = view.samples[-1]
-            lines = "\n".join(f"  | {line}" for line in last.text.splitlines())
+            lines = "\n".join(f"  | {line}" for line in printable(last.text).splitlines())
             typer.echo(f"sample at step {last.step:,}:\n{lines}\n")
     if results:
         rows = results_shown(seen).rows

@@ -84,13 +84,19 @@ def show_end(run: Run) -> None:
     """The loss curve, the last sample and the report of a finished run."""
     if os.environ.get("WINDLASS_QUIET_END"):
         return
+    from windlass.errors import UserError
     from windlass.report import write_report
     from windlass.report.terminal import loss_curve
+    from windlass.report.text import printable
 
     typer.echo(loss_curve(run))
     samples = run.lines("sample")
     if samples:
         typer.echo(f"sample at step {samples[-1]['step']}:")
-        typer.echo("\n".join(f"  | {line}" for line in samples[-1]["text"].splitlines()))
-    report = write_report([run], run.report_dir)
-    typer.echo(f"report: {report.page}")
+        typer.echo("\n".join(f"  | {line}" for line in printable(samples[-1]["text"]).splitlines()))
+    try:
+        report = write_report([run], run.report_dir)
+    except UserError as error:  # a disk that is full after the last checkpoint makes no failure of the run
+        typer.echo(f"no report: {error}", err=True)
+    else:
+        typer.echo(f"report: {report.page}")

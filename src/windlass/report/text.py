@@ -83,9 +83,13 @@ def compact(value: float | None) -> str:
 
 def escape(text: Any) -> str:
     """Text made safe for HTML, in elements and in quoted attributes; characters that no page may hold are shown."""
+    return html.escape(printable(text), quote=True)
+
+
+def printable(text: Any) -> str:
+    """Text without the control characters that a terminal would obey: each is shown as a replacement character."""
     cleaned = "".join(c if c in "\n\t" or (c >= " " and not 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in str(text))
-    cleaned = cleaned.encode("utf-8", "replace").decode("utf-8")
-    return html.escape(cleaned, quote=True)
+    return cleaned.encode("utf-8", "replace").decode("utf-8")
 
 
 def markdown_cell(text: Any) -> str:
