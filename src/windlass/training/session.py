@@ -16,7 +16,7 @@ from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint import space
 from windlass.checkpoint.initial import load_initial
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.slices import gather_state, restore
+from windlass.checkpoint.slices import expected_bytes, gather_state, restore
 from windlass.checkpoint.store import Saver
 from windlass.data.dataset import Data, open_data
 from windlass.errors import RunFailed, UserError
@@ -231,6 +231,8 @@ class Session:
         elif self.recipe.model.init_from and not self.theirs:
             load_initial(unwrap(self.model), self.recipe)
         self.step.load(self.state)
+        share = expected_bytes(self.model, self.ranks.rank, self.ranks.world)
+        self.saver.reserve(share, pinned=self.ranks.device.type == "cuda" and not self.recipe.parallel.offload)
 
     def _policy(self) -> Policy:
         wanted = self.recipe.checkpoint
