@@ -11,10 +11,9 @@ from windlass.run import Run
 def ledger(tmp_path, lines, world=2):
     recipe = Recipe()
     (tmp_path / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
-    start = {"kind": "event", "event": "started", "step": 0, "attempt": 0, "world": world}
+    start = {"kind": "event", "event": "started", "step": 0, "attempt": 0, "world": world, "device": "some GPU"}
     text = "".join(json.dumps(x) + "\n" for x in [start, *lines])
     (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
-    (tmp_path / "environment.json").write_text(json.dumps({"device": "some GPU"}), encoding="utf-8")
     return Run.open(tmp_path)
 
 

@@ -80,6 +80,7 @@ def _open(
 ) -> tuple[Setting, list[Speed], Horizon | None, Run | None]:
     """What the plan is for, the speeds that are known, and the run where there is one to go on with."""
     from windlass.errors import UserError
+    from windlass.estimate.optimum import vocab_of
     from windlass.estimate.plan import Facts, Setting
     from windlass.recipe import Horizon, Recipe
     from windlass.run import Run
@@ -96,7 +97,7 @@ def _open(
             done = train[-1]["step"] if train else int(started["step"])
             samples = int(started.get("samples_per_epoch", 0))
             per_sample = train[-1]["tokens"] / train[-1]["samples"] if train and train[-1].get("samples") else None
-            vocab = _vocab(loaded, int(started["parameters"]) if "parameters" in started else None)
+            vocab = vocab_of(loaded, int(started["parameters"]) if "parameters" in started else None)
             facts = Facts(vocab, samples, per_sample)
             horizon = Horizon(int(started["steps"]), samples, loaded.train.global_batch)
     ranks = world or int(started.get("world", 1))
@@ -133,18 +134,6 @@ def _facts(recipe: Recipe) -> Facts:
     else:
         samples = PackedSamples(stream, split.start, split.stop, context)
     return Facts(vocab, len(samples), samples.sample_tokens())
-
-
-def _vocab(recipe: Recipe, parameters: int | None) -> int | None:
-    """The vocabulary of a run, from the recipe or the number of its parameters, which grows with it row by row."""
-    from windlass.estimate.optimum import known_vocab
-    from windlass.model.size import count
-
-    known = known_vocab(recipe)
-    if known or parameters is None or recipe.model.kind != "gpt":
-        return known
-    none, one = (count(recipe.model, rows).total for rows in (0, 1))
-    return (parameters - none) // (one - none)
 
 
 def _device(recipe: Recipe, name: str, room: int | None, ranks: int, of_run: str) -> Device:
@@ -273,11 +262,13 @@ def _plan(
     shown: list[Any],
 ) -> None:
     from windlass.estimate.plan import plan as make_plan
+    from windlass.estimate.predict import predicted_beside_measured
     from windlass.report.plan import sections
 
     made = make_plan(setting, speeds, horizon)
     if live is not None:
-        made |= {"state": live.state, "run_dir": str(live.path)}
+        beside = predicted_beside_measured(live)
+        made |= {"state": live.state, "run_dir": str(live.path), "predicted_and_measured": beside}
     out |= made
     shown += sections(made)
 

@@ -35,6 +35,17 @@ def known_vocab(recipe: Recipe) -> int | None:
     return KNOWN_VOCABULARIES.get(recipe.data.tokenizer.partition(":")[0])
 
 
+def vocab_of(recipe: Recipe, parameters: int | None = None) -> int | None:
+    """Rows of the embedding of a run: from its recipe, or from the number of its parameters, which grows row by row."""
+    from windlass.model.size import count
+
+    known = known_vocab(recipe)
+    if known or parameters is None or recipe.model.kind != "gpt":
+        return known
+    none, one = (count(recipe.model, rows).total for rows in (0, 1))
+    return (parameters - none) // (one - none)
+
+
 def optimal_tokens(parameters: int, tokens_per_parameter: float = 20.0) -> int:
     """D = ratio x N, in whole tokens; exact in integers for a ratio such as 20."""
     return math.floor(Fraction(str(tokens_per_parameter)) * parameters)
@@ -87,13 +98,18 @@ def count_parameters(recipe: Recipe, vocab: int | None = None) -> int:
             "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its files: "
             "write train.steps as a number or in epochs"
         )
-    vocab = vocab or known_vocab(recipe)
+    return count(recipe.model, vocab or needed_vocab(recipe)).total
+
+
+def needed_vocab(recipe: Recipe) -> int:
+    """`known_vocab`, or a UserError that says how to get it."""
+    vocab = known_vocab(recipe)
     if not vocab:
         raise UserError(
             f"the vocabulary of the tokenizer {recipe.data.tokenizer!r} is known once the data is prepared: "
             "run `windlass prepare` first, or set model.vocab"
         )
-    return count(recipe.model, vocab).total
+    return vocab
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from windlass.estimate.devices import Device
 from windlass.estimate.disk import disk
 from windlass.estimate.memory import Layout, Memory, layout_of, memory, shard_size
 from windlass.estimate.milestones import Milestone, clock, milestones, rows
-from windlass.estimate.optimum import known_vocab, optimal_tokens, resolve_steps
+from windlass.estimate.optimum import needed_vocab, optimal_tokens, resolve_steps
 from windlass.estimate.recommend import largest_micro_batch, recommend
 from windlass.estimate.time import Duration, Speed, project, time_left
 from windlass.model.size import count, flops_per_token, forward_flops
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 PARTS = ("parameters", "gradients", "moments", "activations", "logits", "buffers")
+
+
+FOREIGN = (
+    "A Hugging Face model: its parameters, memory and FLOPs are not in the recipe and are not guessed; --measure and --from "
+    "give its time."
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,7 @@ class Setting:
     @property
     def vocab(self) -> int:
         """Rows of the embedding."""
-        vocab = self.recipe.model.vocab or self.facts.vocab or known_vocab(self.recipe)
-        assert vocab, "resolve_steps has said so before"
-        return vocab
+        return self.recipe.model.vocab or self.facts.vocab or needed_vocab(self.recipe)
 
     @property
     def tokens_per_sample(self) -> float:
@@ -68,7 +72,7 @@ def horizon_of(setting: Setting, steps: int | None = None) -> Horizon:
 
 
 def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = None) -> dict[str, Any]:
-    """The whole plan of a run of our own GPT.
+    """The whole plan of a run; of a Hugging Face model without what its files would tell (parameters, memory, disk).
 
     Args:
         setting: recipe, ranks, device.
@@ -78,19 +82,23 @@ def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = No
     horizon = horizon or horizon_of(setting)
     found = milestones(setting.recipe, horizon)
     speed = project(speeds, setting.world) if speeds else None
-    return {
+    known: dict[str, Any] = {"note": FOREIGN}
+    if setting.recipe.model.kind == "gpt":
+        known = {
+            "model": model_part(setting),
+            "flops": flops_part(setting, horizon),
+            "memory": memory_part(setting),
+            "recommendation": recommendation_part(setting),
+            "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found),
+        }
+    return known | {
         "recipe": setting.recipe.preset,
         "digest": setting.recipe.digest,
         "run_dir": str(setting.recipe.run_dir),
         "world": setting.world,
         "device": asdict(setting.device) | {"usable_bytes": setting.device.usable_bytes},
         "precision": setting.precision,
-        "model": model_part(setting),
         "length": length_part(setting, horizon),
-        "flops": flops_part(setting, horizon),
-        "memory": memory_part(setting),
-        "recommendation": recommendation_part(setting),
-        "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found),
         "time": time_part(setting, horizon, found, speed),
         "worlds": worlds_part(setting, horizon, found, speeds),
         "milestones": milestones_part(setting, horizon, found, speed),
@@ -110,22 +118,25 @@ def model_part(setting: Setting) -> dict[str, Any]:
 
 
 def length_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
-    """Steps and tokens, beside the compute-optimal ones."""
+    """Steps and tokens, for our own GPT beside the compute-optimal ones."""
     recipe, per_sample = setting.recipe, setting.tokens_per_sample
-    parameters = count(recipe.model, setting.vocab).total
-    ratio = recipe.train.tokens_per_parameter
-    optimal = replace_steps(recipe, "compute-optimal")
     tokens = round(horizon.steps * recipe.train.global_batch * per_sample)
     samples = setting.facts.samples_per_epoch
-    return {
+    found = {
         "steps": horizon.steps,
         "done": setting.now,
         "tokens_per_step": recipe.train.global_batch * per_sample,
         "padded_tokens_per_step": recipe.train.global_batch * recipe.model.context,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / parameters,
         "epochs": horizon.steps * recipe.train.global_batch / samples if samples else None,
         "data_is_prepared": bool(samples),
+    }
+    if recipe.model.kind != "gpt":
+        return found
+    parameters, ratio = count(recipe.model, setting.vocab).total, recipe.train.tokens_per_parameter
+    optimal = replace_steps(recipe, "compute-optimal")
+    return found | {
+        "tokens_per_parameter": tokens / parameters,
         "optimal_tokens": optimal_tokens(parameters, ratio),
         "optimal_ratio": ratio,
         "optimal_steps": resolve_steps(optimal, setting.vocab, per_sample),

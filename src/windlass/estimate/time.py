@@ -43,23 +43,27 @@ def assumed_speed(flops_per_token: float, peak: float, world: int, device: str, 
 
 
 def measured_speed(run: Run) -> Speed | None:
-    """The speed of a run from its ledger; None where it has not logged enough yet.
+    """The speed of a run from its ledger; None where it has not logged enough yet."""
+    return speed_of_lines(run.ledger(), run.name)
+
+
+def speed_of_lines(ledger: list[Line], name: str) -> Speed | None:
+    """The speed that the lines of a ledger show.
 
     Steps are taken from the last start alone, without the first lines (compiling, caches) where there are more than
     four, and the mean leaves out the fastest and slowest tenth.
     """
-    ledger = run.ledger()
     lines = [x for x in ledger if x["kind"] == "train" and x.get("step_ms") and x.get("tokens_per_s")]
     if not lines:
         return None
     lines = [x for x in lines if x.get("attempt", 0) == lines[-1].get("attempt", 0)]
     lines = lines[2:] if len(lines) > 4 else lines[1:] or lines
-    worlds = [x["world"] for x in ledger if x["kind"] == "event" and isinstance(x.get("world"), int)]
-    world = worlds[-1] if worlds else 1
+    starts = [x for x in ledger if x["kind"] == "event" and isinstance(x.get("world"), int)]
+    start = starts[-1] if starts else {}
+    world, device = start.get("world", 1), start.get("device") or "unknown device"
     tokens_per_step = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines)
     speed = tokens_per_step / (_trimmed_mean([x["step_ms"] for x in lines]) / 1e3)
-    device = str(run.environment.get("device", "")) or "unknown device"
-    detail = f"run {run.name}: {world} x {device}, steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
+    detail = f"run {name}: {world} x {device}, steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
     return Speed(speed, world, MEASURED, detail, _costs(ledger))
 
 

@@ -39,7 +39,10 @@ def sections(plan: dict[str, Any]) -> list[Section]:
     found = [_run(plan)]
     if plan.get("memory"):
         found.append(_memory(plan))
-    found += [_time(plan), _milestones(plan)]
+    if plan["length"]["done"] < plan["length"]["steps"]:
+        found += [_time(plan), _milestones(plan)]
+    if plan.get("predicted_and_measured"):
+        found.append(predicted_section(plan["predicted_and_measured"]))
     if plan.get("disk"):
         found.append(_disk(plan))
     return found
@@ -190,6 +193,27 @@ def _milestones(plan: dict[str, Any]) -> Section:
 
 def _in(seconds: float | None) -> str:
     return "?" if seconds is None else duration(seconds) if seconds else "now"
+
+
+NAMES = {
+    "memory_mb": "memory of a rank, MB",
+    "checkpoint_mb": "a checkpoint, MB",
+    "runtime_s": "time from start to end, s",
+}
+
+
+def predicted_section(pairs: dict[str, Any]) -> Section:
+    """What was predicted beside what was measured."""
+    rows, notes = [], []
+    for name, pair in pairs.items():
+        predicted, measured = pair["predicted"], pair["measured"]
+        off = f"{100 * (predicted / measured - 1):+.1f} %" if measured > 0 else ""
+        rows.append((NAMES[name], f"{predicted:,.1f}", f"{measured:,.1f}", off))
+        if "what" in pair:
+            notes.append(f"Memory: {pair['what']}.")
+        if "after_step" in pair:
+            notes.append(f"Time: predicted after step {pair['after_step']:,}.")
+    return Section("Predicted beside measured", [], ("what", "predicted", "measured", "off by"), rows, notes=notes)
 
 
 def _disk(plan: dict[str, Any]) -> Section:
