@@ -52,7 +52,8 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         config: Any = AutoConfig.from_pretrained(directory)
     from windlass.model.hf_weights import Files
 
-    convert.check_fit(model.settings, model.vocab, convert.settings_of(config), str(directory))
+    theirs = convert.settings_of(config)
+    convert.check_fit(model.settings, model.vocab, theirs, str(directory))
     files = Files(directory)
     prefix = "transformer" if config.model_type == "gpt2" else "model"
 
@@ -63,6 +64,11 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         found: Tensor = files.slice(key)[:]
         return found.float()
 
+    for name in convert.dropped(model.settings, theirs):
+        if convert.from_hf(model.settings, name, read).any():
+            raise UserError(
+                f"model.init_from: {directory} has a bias that is not zero for {name}, and the model has none there"
+            )
     for wrapped, parameter in model.named_parameters():
         name = plain_name(wrapped)
         found = convert.from_hf(model.settings, name, read)
@@ -70,5 +76,9 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
             whole = model.initial_value(name, parameter.shape, generator(seed, name))
             whole[: found.shape[0]] = found
             found = whole
-        assert found.shape == parameter.shape, (name, found.shape, parameter.shape)
+        if found.shape != parameter.shape:
+            raise UserError(
+                f"model.init_from: in {directory} the weight for {name} has the shape {list(found.shape)}, and its "
+                f"configuration says {list(parameter.shape)}"
+            )
         assign(parameter, found)

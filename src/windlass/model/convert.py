@@ -20,6 +20,8 @@ Read = Callable[[str], Tensor]
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
 """Our names of activations, and those of `transformers`."""
 
+BIASES = ("attn_bias", "ff_bias", "norm_bias")
+
 
 def differences(settings: ModelSettings) -> dict[str, list[str]]:
     """For each architecture of `transformers` what about a model is not as there; empty where it matches."""
@@ -196,7 +198,8 @@ def _refuse(kind: str, unlike: dict[str, bool]) -> None:
 def check_fit(settings: ModelSettings, vocab: int, theirs: dict[str, Any], where: str) -> None:
     """Raise a UserError that lists every setting that must be changed for weights to fit.
 
-    A shorter context is fine, and so are more rows of the embedding than there are weights for.
+    A shorter context is fine, and so are more rows of the embedding than there are weights for, and biases that we do not
+    have where they are zero there (see `dropped`).
     """
     m = settings
     mine = {
@@ -210,14 +213,29 @@ def check_fit(settings: ModelSettings, vocab: int, theirs: dict[str, Any], where
         "logit_cap": 0.0,
         "head_bias": False,
     }
-    wrong = [
-        key
-        for key, value in wanted.items()
-        if (mine[key] > value if key == "context" else mine[key] < value if key == "vocab" else mine[key] != value)
-    ]
+
+    def fits(key: str, value: Any) -> bool:
+        if key == "context":
+            return bool(mine[key] <= value)
+        if key == "vocab":
+            return bool(mine[key] >= value)
+        return mine[key] == value or (key in BIASES and value is True)
+
+    wrong = [key for key, value in wanted.items() if not fits(key, value)]
     if wrong:
         lines = [f"  model.{key} = {_toml(wanted[key])}  (it is {_toml(mine[key])})" for key in wrong]
         raise UserError("\n".join([f"model.init_from: the weights of {where} are of another shape; write", *lines]))
+
+
+def dropped(settings: ModelSettings, theirs: dict[str, Any]) -> list[str]:
+    """Our names of the biases that their weights have and our model has not: they must be zero for the two to be equal."""
+    m, found = settings, []
+    gone = {key for key in BIASES if theirs.get(key) and not getattr(m, key)}
+    for i in range(m.layers):
+        parts = ["attn.qkv", "attn.out"] * ("attn_bias" in gone) + ["attn_norm", "ff_norm"] * ("norm_bias" in gone)
+        parts += (["ff.gate"] * (m.activation == "swiglu") + ["ff.up", "ff.down"]) * ("ff_bias" in gone)
+        found += [f"blocks.{i}.{part}.bias" for part in parts]
+    return found + ["norm.bias"] * ("norm_bias" in gone)
 
 
 def _toml(value: Any) -> str:
