@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import time
@@ -125,6 +126,13 @@ class Failer(Files):
             raise OSError(self.code, os.strerror(self.code), str(path))
 
 
+def tally(what: str, tried: int) -> None:
+    """Count faults that were tried and survived, for the table in docs/reliability.md (WINDLASS_FAULTS names the file)."""
+    if name := os.environ.get("WINDLASS_FAULTS"):
+        with open(name, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, "tried": tried}) + "\n")
+
+
 def forked(function: Callable[[], None]) -> int:
     """Run a function in a process of its own, which may be killed; returns its process id."""
     child = os.fork()
@@ -143,3 +151,21 @@ def forked(function: Callable[[], None]) -> int:
 def ended(child: int) -> int:
     """Wait for a process; its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def count_of_two(folder: Path) -> list[int]:
+    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do rank 1's."""
+    (folder / "count").mkdir()
+    assert not save(folder / "count" / "checkpoints", 1).error
+    pipe_in, pipe_out = os.pipe()
+
+    def rank(number: int) -> None:
+        recorder = Recorder()
+        assert not save(folder / "count" / "checkpoints", 2, recorder, number, 2, deadline=20).error
+        os.write(pipe_out, f"{number} {len(recorder.log)}\n".encode())
+
+    children = [forked(lambda n=n: rank(n)) for n in range(2)]
+    assert [ended(c) for c in children] == [0, 0]
+    lines = dict(line.split() for line in os.read(pipe_in, 100).decode().splitlines())
+    os.close(pipe_in), os.close(pipe_out)
+    return [int(lines["0"]), int(lines["1"])]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saving import check, save, step_seen
+from saving import check, save, step_seen, tally
 
 from windlass.checkpoint import catalog, load
 from windlass.checkpoint.files import Files
@@ -76,6 +76,7 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
         load.choose(run, str(newest))
     assert not save(run / "checkpoints", 3, attempt="1").error  # and the step can be saved again
     assert step_seen(run) == 3
+    tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
 
 
 def test_every_one_damaged(run: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from saving import Failer, Recorder, check, ended, forked, hidden, save, state, step_seen
+from saving import Failer, Recorder, check, count_of_two, ended, forked, hidden, save, state, step_seen, tally
 
 from windlass.checkpoint import catalog, space
 from windlass.checkpoint.files import Files
@@ -44,6 +44,7 @@ def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -
         assert not save(run / "checkpoints", 3).error  # the next save is tried, and works
         check(run / "checkpoints" / "step-00000003", 3)
         assert not hidden(run / "checkpoints"), operation
+    tally(f"{code} at every operation of a save", len(recorder.log))
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -60,13 +61,15 @@ def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
             assert not hidden(run / "checkpoints"), recorder.log[k]
         catalog.recover(run / "checkpoints", Policy(last=2), Files())
         assert not hidden(run / "checkpoints") and step_seen(run) == 2
+    tally(f"{code} from every operation on, for good", len(recorder.log))
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks(scratch: Path, victim: int, every: int) -> None:
     """Both ranks come to the same outcome, at once, though only one had the error."""
-    for k in range(0, 24 if victim == 0 else 9, every):
+    moments = range(0, count_of_two(scratch)[victim], every)
+    for k in moments:
         run = prepared(scratch / f"run-{k}", 1)
         directory = run / "checkpoints"
 
@@ -87,6 +90,7 @@ def test_one_of_two_ranks(scratch: Path, victim: int, every: int) -> None:
         assert all(name.startswith(".failed-") for name in hidden(directory)), hidden(directory)
         assert not save(directory, 3, attempt="1").error
         assert not hidden(directory)
+    tally("ENOSPC at every operation of one rank of two", len(moments))
 
 
 def test_a_rank_that_does_not_deliver(scratch: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saving import KILLED, Killer, Recorder, ended, forked, hidden, save, state, step_seen
+from saving import KILLED, Killer, Recorder, count_of_two, ended, forked, hidden, save, state, step_seen, tally
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.files import Files
@@ -66,6 +66,7 @@ def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
         prepare(run, there)
         assert ended(forked(lambda k=k, run=run: save(run / "checkpoints", step, Killer(k)) and None)) == KILLED, log[k]
         seen.append(recovers(run, there, step))
+    tally(f"SIGKILL at every operation of a save, one rank ({scene})", len(seen))
     if scene == "next" and every == 1:
         assert seen == sorted(seen) and set(seen) == {2, 3}  # from one operation on, and for good, it is the new one
         assert log[seen.index(3) - 1] == ("rename", "COMMITTED")
@@ -77,6 +78,7 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     there, step = SCENES["again"]
     log = operations(scratch, "again")
     interesting = [k for k, (operation, _) in enumerate(log) if operation in ("rename", "rmdir")]
+    tried = 0
     for k in interesting:
         for j in range(40):
             run = scratch / f"run-{k}-{j}"
@@ -88,8 +90,10 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
             assert step_seen(run) in (before, step)
             catalog.recover(directory, Policy(last=2), Files())
             assert step_seen(run) in (before, step) and not hidden(directory)
+            tried += 1
             if code == 0:
                 break
+    tally("SIGKILL in a save, then again at every operation of the recovery", tried)
 
 
 def two_ranks(run: Path, step: int, victim: int, at: int) -> list[int]:
@@ -108,27 +112,11 @@ def two_ranks(run: Path, step: int, victim: int, at: int) -> list[int]:
     return [ended(c) for c in children]
 
 
-def count_of_two(folder: Path) -> list[int]:
-    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do rank 1's."""
-    prepare(folder / "count", [1])
-    pipe_in, pipe_out = os.pipe()
-
-    def rank(number: int) -> None:
-        recorder = Recorder()
-        assert not save(folder / "count" / "checkpoints", 2, recorder, number, 2, deadline=20).error
-        os.write(pipe_out, f"{number} {len(recorder.log)}\n".encode())
-
-    children = [forked(lambda n=n: rank(n)) for n in range(2)]
-    assert [ended(c) for c in children] == [0, 0]
-    lines = dict(line.split() for line in os.read(pipe_in, 100).decode().splitlines())
-    os.close(pipe_in), os.close(pipe_out)
-    return [int(lines["0"]), int(lines["1"])]
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
 def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
-    for at in range(0, count_of_two(scratch)[victim], every):
+    moments = range(0, count_of_two(scratch)[victim], every)
+    for at in moments:
         run = scratch / f"run-{at}"
         prepare(run, [1])
         codes = two_ranks(run, 2, victim, at)
@@ -139,6 +127,7 @@ def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
         catalog.recover(run / "checkpoints", Policy(last=2), Files())
         assert step_seen(run) in (before, 2) and not hidden(run / "checkpoints")
         assert not save(run / "checkpoints", 2, attempt="1").error
+    tally(f"SIGKILL of rank {victim} of two at every operation of its part", len(moments))
 
 
 @pytest.mark.parametrize("kills", [25, pytest.param(220, marks=pytest.mark.full)])
@@ -177,6 +166,7 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         assert seen >= max(told, last), "a checkpoint that was said to be committed is lost"
         last = seen
     assert last > 0
+    tally("SIGKILL at random moments, saves one after another", kills)
 
 
 def wait_for(there: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from saving import hidden, save, step_seen
+from saving import hidden, save, step_seen, tally
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.files import Files, Output
@@ -163,6 +163,7 @@ def cuts(scratch: Path, scene: str, images: int, disk: Disk) -> list[set[int]]:
 def test_power_cut_at_every_operation(scratch: Path, scene: str, images: int) -> None:
     seen = cuts(scratch, scene, images, Disk(scratch))
     assert seen[0] == {max(SCENES[scene][0], default=0)}
+    tally("power cut at every operation, model of a strict disk", images * len(seen))
 
 
 class Forgetful(Disk):
