@@ -31,7 +31,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        # FSDP2 gathers the weights in half precision where the stream may be in full: no kernel mixes them on a CPU.
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +46,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def norm(settings: ModelSettings) -> nn.Module:
