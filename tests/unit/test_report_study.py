@@ -82,13 +82,15 @@ def test_the_command_trains_the_winner_in_full(study):
 
 def test_the_command_repeats_what_the_study_changed_and_quotes_it(study):
     recipe = Recipe.load(
-        "quickstart", ["model.width=64", "eval.prompt=it's a", "train.steps=800", "optim.betas=[0.9, 0.99]"]
+        "quickstart",
+        ["model.width=64", "data.text_key=it's a", "eval.every=7", "train.steps=800", "optim.betas=[0.9, 0.99]"],
     )
     command, remark = winner_command(StudyView("s", [], recipe), {"optim.lr": 1e-4})
     assert "model.width=64" in command
     assert "train.steps=800" in command
-    assert "'eval.prompt=it'\"'\"'s a'" in command
+    assert "'data.text_key=it'\"'\"'s a'" in command
     assert "'optim.betas=[0.9, 0.99]'" in command
+    assert "eval.every" not in command
     assert remark == ""
     assert command.endswith("optim.lr=0.0001")
 

@@ -22,8 +22,8 @@ from windlass.run import Run
 
 SEED = "run.seed"
 Assignment = Mapping[str, Any]
-NAMING = ("run.name", "run.dir", "run.notes", "preset")
-"""Settings that a command to train the winner does not repeat."""
+NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
+"""Settings that a command to train the winner does not repeat: names, and what a study does without to be quick."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,9 @@ def winner_command(study: StudyView, assignment: Assignment) -> tuple[str, str]:
     source, overrides = f"{study.path or study.name}/recipe.toml", dict(assignment)
     if recipe is not None and recipe.preset in presets():
         plain = Recipe.load(recipe.preset)
-        changed = {k: v for k, v in recipe.flat().items() if k not in NAMING and v != plain.flat().get(k)}
+        changed = {
+            k: v for k, v in recipe.flat().items() if not k.startswith(NOT_REPEATED) and v != plain.flat().get(k)
+        }
         steps, full = changed.get("train.steps"), plain.train.steps
         if "train.steps" not in assignment and steps is not None and (isinstance(full, str) or steps < full):
             del changed["train.steps"]
@@ -298,11 +300,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepLine:
-    """Medians over the seeds, and every seed's value: (value of the setting, best evaluation loss), and the final ones."""
+    """Medians over the seeds, and every seed's value, as (value of the setting, best evaluation loss)."""
 
     name: str
     median: list[tuple[Any, float]]
     final: list[tuple[Any, float]]
+    """Medians of the final losses; empty where they are the best ones all along."""
     every: list[tuple[Any, float]]
 
 
@@ -350,6 +353,7 @@ def _lines(groups: Sequence[Group], key: str, values: Sequence[Any]) -> list[Swe
         pick = [(g.assignment[key], g) for g in ordered]
         median = [(v, m) for v, g in pick if (m := g.median("best_eval_loss")) is not None]
         final = [(v, m) for v, g in pick if (m := g.median("eval_loss")) is not None]
+        final = [] if final == median else final
         every = [(v, one) for v, g in pick for one in g.values("best_eval_loss")]
         lines.append(SweepLine(name, median, final, every))
     return lines

@@ -128,6 +128,8 @@ def _free(sweep: Sweep, number: int) -> dict[str, Any]:
         suffix = f", {line.name}" if line.name else ""
         seeds = len(line.every) > len(line.median)
         for values, name, dash in ((line.median, f"best{suffix}", None), (line.final, f"final{suffix}", "6 4")):
+            if not values:
+                continue
             x, y = [sweep.x(v) for v, _ in values], [rounded(loss) for _, loss in values]
             points = not (seeds and dash is None)
             series.append(

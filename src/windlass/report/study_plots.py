@@ -37,8 +37,9 @@ def sweep_figure(sweep: Sweep) -> Figure:
         suffix = f", {line.name}" if line.name else ""
         x, y = [sweep.x(v) for v, _ in line.median], [loss for _, loss in line.median]
         axes.plot(x, y, color=colour, linestyle=dash, label=f"best{suffix}")
-        axes.plot([sweep.x(v) for v, _ in line.final], [loss for _, loss in line.final], color=colour, linewidth=1,
-                  linestyle=(0, (5, 2)), label=f"final{suffix}")  # fmt: skip
+        if line.final:
+            axes.plot([sweep.x(v) for v, _ in line.final], [loss for _, loss in line.final], color=colour, linewidth=1,
+                      linestyle=(0, (5, 2)), label=f"final{suffix}")  # fmt: skip
         axes.plot([sweep.x(v) for v, _ in line.every], [loss for _, loss in line.every], linestyle="none", color=colour,
                   **RING)  # fmt: skip
     if sweep.log:
