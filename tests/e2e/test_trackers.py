@@ -17,7 +17,7 @@ import tracker_readers as readers
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.telemetry import points
+from windlass.telemetry import points, trackers
 from windlass.telemetry.devices import DeviceSampler
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import start_trackers
@@ -80,6 +80,7 @@ def finished(tmp_path_factory):
     run = top / "runs" / "the-run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(top)
+        patch.setattr(trackers, "NICE", 0)  # there is no training here to stand behind
         patch.setenv("WANDB_API_KEY", KEY)
         patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -244,8 +245,6 @@ def test_no_secret_is_in_any_file(finished):
 
 
 def test_what_is_not_installed_is_said_with_what_to_install(tmp_path, monkeypatch):
-    from windlass.telemetry import trackers
-
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     (note,) = start_trackers(tmp_path / "run", recipe_of(tmp_path / "run", trackers=["wandb"])).poll()
     assert note.trouble and "windlass[wandb]" in note and "windlass track" in note

@@ -42,13 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", required=True, choices=("tensorboard", "mlflow", "wandb"))
     parser.add_argument("--attempt", type=int, default=-1, help="-1: a replay of what is there")
     parser.add_argument("--flush-seconds", type=float, default=30.0)
+    parser.add_argument("--nice", type=int, default=0, help="how far to stand behind the training")
     parser.add_argument("--messages", type=int, default=1, help="file descriptor to speak through")
     given = parser.parse_args(arguments)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # meant for the run; its end reaches us through the lifeline
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(given.nice)
     ending = threading.Event()
     lifeline = threading.Thread(target=_hold_lifeline, args=(ending, given.flush_seconds, os.getppid()), daemon=True)
     lifeline.start()

@@ -38,6 +38,10 @@ class Note(str):
         return note
 
 
+NICE = 10
+"""How far a sidecar stands behind the training for the processor; a replay stands behind nobody."""
+
+
 @dataclass
 class _Sidecar:
     """One tracker's process, seen from the training process: nothing here ever waits, but for `finish`."""
@@ -200,6 +204,7 @@ def _spawn(run: Path, name: str, attempt: int, flush_seconds: float) -> _Sidecar
     os.set_blocking(reading, False)
     command = [sys.executable, "-m", "windlass.telemetry.sidecar", str(run), "--to", name, "--attempt", str(attempt)]
     command += ["--flush-seconds", str(flush_seconds), "--messages", str(writing)]
+    command += ["--nice", str(NICE if attempt >= 0 else 0)]
     log = _log(run, name)
     try:
         process = subprocess.Popen(
