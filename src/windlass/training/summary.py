@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from windlass.estimate.predict import predicted_beside_measured
 from windlass.run import read_lines
 from windlass.telemetry.speed import device_hours, wall_time
 
@@ -29,7 +30,8 @@ def write_summary(session: Session, last_loss: float | None) -> None:
         final_eval_loss=evals[-1]["loss"] if evals else None, best_eval_loss=state.best_loss,
         best_step=next((x["step"] for x in evals if x["loss"] == state.best_loss), None),
         runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
-        parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1, **_speeds(s), **_devices(s),
+        parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1, predicted=predicted_beside_measured(s.run) or None,
+        **_speeds(s), **_devices(s),
     )  # fmt: skip
 
 
