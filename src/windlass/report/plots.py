@@ -133,7 +133,7 @@ def pens_for(views: Sequence[RunView], looks: Looks = (), names: Sequence[str] =
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, the same bytes each time."""
-    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})  # savefig would draw everything twice
+    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
     return path
 
 
