@@ -72,9 +72,11 @@ def _gpt2(tokenizer: bpe.Gpt2Tokenizer) -> Any:
     def spelled(piece: bytes) -> str:
         return "".join(letters[b] for b in piece)
 
-    merges = [
-        tuple(map(spelled, _halves(piece, ranks))) for piece in sorted(ranks, key=ranks.__getitem__) if len(piece) > 1
-    ]
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(ranks, key=ranks.__getitem__):
+        if len(piece) > 1:
+            first, second = _halves(piece, ranks)
+            merges.append((spelled(first), spelled(second)))
     made = Inner(models.BPE(vocab={spelled(piece): i for piece, i in ranks.items()}, merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -134,8 +134,11 @@ def _ready(directory: Path, wanted: dict[str, Any]) -> bool:
 
 
 def _make(recipe: Recipe, directory: Path, wanted: dict[str, Any], shown: Progress) -> None:
+    train: list[Any]
+    held_out: list[Any]
     if recipe.data.format == "squad":
-        train, held_out = squad.questions(recipe)
+        questions, held_out = squad.questions(recipe)
+        train = questions
         texts = [
             text for q in train for text in (squad.PROMPT.format(question=q.question, context=q.context), *q.answers)
         ]
@@ -144,8 +147,9 @@ def _make(recipe: Recipe, directory: Path, wanted: dict[str, Any], shown: Progre
         def rows(items: Sequence[Any]) -> Rows:
             return squad.rows(items, tokenizer, recipe.model.context)
     else:
-        train, held_out = _conversations(recipe)
-        texts = [message["content"] for conversation in train for message in conversation]
+        conversations, held_out = _conversations(recipe)
+        train = conversations
+        texts = [message["content"] for conversation in conversations for message in conversation]
         tokenizer, template = _tokenizer(recipe, directory, texts, shown), _template(recipe)
 
         def rows(items: Sequence[Any]) -> Rows:

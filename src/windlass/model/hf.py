@@ -207,7 +207,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     search(model)
     if not found:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-        found = list(max(lists, key=len)) if lists else []
+        found = list(max(lists, key=lambda modules: sum(1 for _ in modules))) if lists else []
     return found
 
 
