@@ -1,0 +1,67 @@
+"""Muon on several ranks: a matrix is orthogonalised whole, wherever its rows lie, so every strategy makes the same update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import recipe, run_ranks
+from torch.distributed.tensor import DTensor
+
+from windlass.model.build import build_model
+from windlass.model.init import initialise
+from windlass.optim.build import build_optimizer
+from windlass.parallel.wrap import named_parameters, wrap
+
+MODEL = {
+    "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,
+    "optim__kind": "muon", "optim__weight_decay": 0.1,
+}  # fmt: skip
+"""Rows that 2, 3 and 4 ranks share unevenly, and 12 matrices."""
+VOCAB = 7
+
+
+def updated(join, r, shared, steps=3):
+    """The blocks' matrices after a few updates with the same gradients on every rank."""
+    with join(r) as ranks:
+        model = wrap(build_model(r, VOCAB), ranks, r)
+        initialise(model, 0)
+        group = torch.distributed.group.WORLD if shared and ranks.world > 1 else None
+        optimizer = build_optimizer(model, r.optim, "cpu", group)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            for _, p in named_parameters(model):
+                whole = torch.randn(p.shape, generator=generator)
+                p.grad = _like(p, whole)
+            optimizer.step()
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone().numpy()
+            for name, p in named_parameters(model)
+            if p.ndim == 2 and "blocks" in name
+        }
+
+
+def _like(p, whole):
+    if not isinstance(p, DTensor):
+        return whole
+    replicated = [torch.distributed.tensor.Replicate()] * p.device_mesh.ndim
+    return DTensor.from_local(whole, p.device_mesh, replicated, run_check=False).redistribute(placements=p.placements)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("strategy", "world", "shared"),
+    [
+        ("ddp", 2, True),
+        ("full_shard", 2, False),
+        pytest.param("ddp", 3, False, marks=pytest.mark.full),
+        ("full_shard", 3, False),
+        pytest.param("shard_grad_op", 4, False, marks=pytest.mark.full),
+        ("hybrid_shard", 4, False),
+    ],
+)
+def test_every_strategy_makes_the_update_of_one_process(strategy, world, shared):
+    (alone,) = run_ranks(updated, 1, recipe(**MODEL), False)
+    for found in run_ranks(updated, world, recipe(**MODEL, parallel__strategy=strategy), shared):
+        assert found.keys() == alone.keys() and len(found) == 12
+        for name, value in found.items():
+            assert (value == alone[name]).all(), name
