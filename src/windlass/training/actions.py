@@ -71,7 +71,7 @@ class Actions:
         self.heartbeat = Heartbeat(session.run.heartbeat_path)
         self.saved_step = session.state.step if session.resumed_from else -1
         self.evaluated_step = -1
-        self.logged_samples = self.logged_tokens = 0
+        self.logged_samples = self.logged_tokens = self.padded_since_log = 0
         self.batch_end = 0
         self.last_loss: float | None = None
         self.rewinds: dict[int, int] = {}
@@ -140,6 +140,7 @@ class Actions:
         state.step += 1
         state.samples += self.s.batch.global_batch
         state.tokens += result.valid_tokens
+        self.padded_since_log += result.padded_tokens
         self.batch_end = batch.first_sample + self.s.batch.global_batch
         if state.step == 1 or state.step == self.saved_step + 1:
             self.s.ranks.steady()
@@ -198,20 +199,33 @@ class Actions:
         speed = s.timer.read()
         seconds = speed.get("step_ms", 0.0) / 1e3
         steps = max(1, (state.samples - self.logged_samples) // s.batch.global_batch)
-        tokens_per_s = (state.tokens - self.logged_tokens) / steps / seconds if seconds else None
+        tokens = (state.tokens - self.logged_tokens) / steps
+        padded, self.padded_since_log = self.padded_since_log / steps, 0
         self.logged_samples, self.logged_tokens = state.samples, state.tokens
         rate = factor(self.recipe.optim.schedule, self.horizon, state.step - 1)
-        flops = s.flops_per_token
         line = s.ledger.write(
             "train", state.step, loss=loss, lr=self.recipe.optim.lr * rate, grad_norm=float(result.grad_norm),
             tokens=state.tokens, samples=state.samples, epoch=state.samples / self.horizon.samples_per_epoch, **speed,
-            tokens_per_s=tokens_per_s, samples_per_s=s.batch.global_batch / seconds if seconds else None,
-            tokens_per_s_per_device=tokens_per_s / s.ranks.world if tokens_per_s else None,
-            mfu=mfu(tokens_per_s, flops, s.peak, s.ranks.world) if tokens_per_s and flops else None,
-            loss_scale=float(s.step.scale) if s.step.fp16 else None,
+            **self._rates(tokens, padded, seconds), loss_scale=float(s.step.scale) if s.step.fp16 else None,
         )  # fmt: skip
         self.last_loss = loss
         s.console.step(line | {"mem_mb": _memory_mb(s.ranks.device)})
+
+    def _rates(self, tokens: float, padded: float, seconds: float) -> dict[str, float | None]:
+        """Speeds over all ranks and per device, from the tokens of a step (that count, and with padding) and its time."""
+        if not seconds:
+            return {}
+        s, world = self.s, self.s.ranks.world
+        flops = s.flops_per_token
+        return {
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": tokens / seconds / world,
+            "padded_tokens_per_s": padded / seconds if padded != tokens else None,
+            "samples_per_s": s.batch.global_batch / seconds,
+            "samples_per_s_per_device": s.batch.global_batch / seconds / world,
+            "steps_per_s": 1 / seconds,
+            "mfu": mfu(tokens / seconds, flops, s.peak, world) if flops else None,
+        }
 
     def _is_spike(self, loss: float) -> bool:
         """Whether a step's loss is a spike; if not, it joins those that the next one is measured against."""
@@ -441,6 +455,8 @@ class Actions:
             self.state.tokens,
         )
         s.attempt = s.ledger.attempt = s.attempt + 1
+        if s.sampler is not None:
+            s.sampler.attempt = s.attempt
         self.event("rewound", reason=back.reason, left_out=[begin, back.stop_sample])
         s.console.trouble(
             f"{back.reason}: back to step {self.state.step}, samples {begin} to {back.stop_sample} left out"

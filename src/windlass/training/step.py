@@ -47,6 +47,8 @@ class StepResult:
     """Global gradient norm before clipping, the same on every rank. Scalar."""
     valid_tokens: int
     """Tokens of the step that count, over all ranks."""
+    padded_tokens: int
+    """Tokens of the step with padding and what is masked, over all ranks: what was computed."""
 
 
 class Step:
@@ -85,7 +87,10 @@ class Step:
 
     def __call__(self, batch: StepBatch, lr_factor: float) -> StepResult:
         """One step on this rank's micro-batches of `batch`; every rank calls it with the same factor."""
-        valid = reduce.sum_async([batch.valid_tokens], self.ranks)  # on its way during the first forward pass
+        positions = sum(micro.tokens.numel() for micro in batch.micro)
+        counts = reduce.sum_async(
+            [batch.valid_tokens, positions], self.ranks
+        )  # on its way during the first forward pass
         loss = torch.zeros((), dtype=self.loss_kind, device=self.device)
         for micro in batch.micro:
             if self.reseeds:
@@ -93,13 +98,14 @@ class Step:
             with sync_gradients(self.model, micro is batch.micro[-1]):
                 with self.timer.phase("forward"), autocast(self.recipe, self.device):
                     loss_sum = self.model(micro.tokens, micro.labels)
-                share = loss_sum / max(1, valid.wait()[0])
+                share = loss_sum / max(1, counts.wait()[0])
                 with self.timer.phase("backward"):
                     (share * self.scale if self.fp16 else share).backward()
             loss += share.detach()
         with self.timer.phase("optimizer"):
             grad_norm = self._update(loss, lr_factor)
-        return StepResult(loss, grad_norm, int(valid.wait()[0]))
+        valid, padded = counts.wait()
+        return StepResult(loss, grad_norm, int(valid), int(padded))
 
     def _update(self, loss: Tensor, lr_factor: float) -> Tensor:
         scaled = reduce.global_grad_norm(self.parameters, self.ranks)
