@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ from windlass.telemetry.speed import mfu
 from windlass.telemetry.trackers import Note
 from windlass.training.checks import replicas, startup_checks
 from windlass.training.evaluations import evaluate_suites, generate_samples
-from windlass.training.guard import SPIKE_WINDOW, is_spike
+from windlass.training.policies import Judge, Rewind
+from windlass.training.profile import Profile
 from windlass.training.session import Heartbeat, Session
 from windlass.training.state import TrainState
 from windlass.training.summary import write_summary
@@ -37,15 +37,6 @@ if TYPE_CHECKING:
 
 REWINDS = 3
 """How often a run goes back to the same checkpoint before it gives up."""
-
-
-@dataclass
-class Rewind(Exception):
-    """Go back to the last checkpoint and leave out the samples up to here."""
-
-    reason: str
-    stop_sample: int
-    """The first global sample after those to leave out."""
 
 
 class Batches:
@@ -70,14 +61,12 @@ class Actions:
         self.recipe, self.horizon = session.recipe, session.horizon
         self.heartbeat = Heartbeat(session.run.heartbeat_path)
         self.saved_step = session.state.step if session.resumed_from else -1
-        self.evaluated_step = -1
         self.logged_samples = self.logged_tokens = self.padded_since_log = 0
         self.batch_end = 0
         self.last_loss: float | None = None
         self.rewinds: dict[int, int] = {}
-        self.profiler: Any = None
-        if self.recipe.train.on_spike != "ignore":
-            session.step.is_spike = self._is_spike
+        self.judge = Judge(session, self.event)
+        self.profile: Profile | None = None
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
@@ -106,8 +95,9 @@ class Actions:
             self.evaluate()
         s.goodput.enter("train")
         s.timer.read()
-        if s.options.profile:
-            self._start_profiler()
+        if s.options.profile and s.ranks.main:
+            place = s.run.path / "profile" / f"trace-{s.attempt}.json"
+            self.profile = Profile(s.options.profile, place, s.ranks.device.type == "cuda")
 
     def _restore_best(self) -> None:
         """The lowest validation loss of the ledger up to here: a save comes before its step's evaluation."""
@@ -146,44 +136,11 @@ class Actions:
             self.s.ranks.steady()
         self.s.console.tick(state.step)
         if not self.s.step.deferred:
-            self._examine(result)
+            self.judge.examine(result, self.batch_end)
         if self.s.step.spiked:
-            self._spiked(result)
-        if self.profiler is not None:
-            self._profile_step()
-
-    def _examine(self, result: StepResult) -> None:
-        """Act on non-finite steps since the last look. Every rank sees the same gradient norm, so all do the same."""
-        bad, loss_bad = self.s.step.trouble()
-        state, settings = self.state, self.recipe.train
-        if not bad:
-            state.skips_in_a_row = 0
-            return
-        ranks = self.s.ranks.gather("non-finite", loss_bad)
-        where = [str(rank) for rank, flag in enumerate(ranks) if flag]
-        first = state.step - bad + 1 if self.s.step.latch else state.step
-        what = (
-            f"loss not finite on rank {', '.join(where)}"
-            if where
-            else "gradient not finite (every rank's loss is finite)"
-        )
-        if settings.on_nonfinite == "rewind" and (where or not self.s.step.fp16):
-            raise Rewind(f"step {first}: {what}", self.batch_end)
-        if settings.on_nonfinite == "stop" and (where or not self.s.step.fp16):
-            raise RunFailed(
-                f"step {first}: {what} (gradient norm {float(result.grad_norm)}). The update was not made. Look at the samples "
-                "of this step, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-            )
-        state.updates_skipped += bad
-        state.skips_in_a_row += bad
-        self.event(
-            "skipped", reason=what, count=bad, in_a_row=state.skips_in_a_row, loss_scale=float(self.s.step.scale)
-        )
-        if state.skips_in_a_row >= settings.max_skips:
-            raise RunFailed(
-                f"step {state.step}: {state.skips_in_a_row} updates in a row were skipped, the last because of: {what}; "
-                "lower optim.lr, use bf16 or fp32, or raise train.max_skips"
-            )
+            self.judge.spiked(result, self.batch_end)
+        if self.profile is not None and self.profile.step():
+            self._stop_profile()
 
     def due_log(self) -> bool:
         """Whether the step is logged: every `telemetry.every` steps, the first and the last."""
@@ -194,7 +151,7 @@ class Actions:
         """A `train` line: the step's own loss over all ranks; speeds since the last line. Waits for the device."""
         s, state = self.s, self.state
         if s.step.deferred:
-            self._examine(result)
+            self.judge.examine(result, self.batch_end)
         loss = float(reduce.sum_over_ranks(result.loss, s.ranks))
         speed = s.timer.read()
         seconds = speed.get("step_ms", 0.0) / 1e3
@@ -226,29 +183,6 @@ class Actions:
             "steps_per_s": 1 / seconds,
             "mfu": mfu(tokens / seconds, flops, s.peak, world) if flops else None,
         }
-
-    def _is_spike(self, loss: float) -> bool:
-        """Whether a step's loss is a spike; if not, it joins those that the next one is measured against."""
-        window = self.state.spike_window
-        if is_spike(window, loss, self.recipe.train.spike_sigmas):
-            return True
-        window.append(loss)
-        del window[:-SPIKE_WINDOW]
-        return False
-
-    def _spiked(self, result: StepResult) -> None:
-        """The policy for a loss spike; every rank saw the same loss. The update was not made."""
-        policy, step = self.recipe.train.on_spike, self.state.step
-        loss = float(reduce.sum_over_ranks(result.loss.clone(), self.s.ranks))
-        reason = (
-            f"step {step}: the loss {loss:.4f} is a spike of more than {self.recipe.train.spike_sigmas:g} deviations"
-        )
-        if policy == "stop":
-            raise RunFailed(f"{reason}; the update was not made (train.on_spike)")
-        if policy == "rewind":
-            raise Rewind(reason, self.batch_end)
-        self.state.updates_skipped += 1
-        self.event("spike", reason=reason)
 
     def look_around(self) -> None:
         """What happened beside the steps: committed or failed saves, words of the trackers, a sampler that gave up."""
@@ -332,7 +266,6 @@ class Actions:
             lines = evaluate_suites(s, poll=self._stop_asked)
         if lines is None:  # cut short by a stop signal, which the loop will see
             return
-        self.evaluated_step = state.step
         epoch = state.samples / self.horizon.samples_per_epoch
         for line in lines:
             s.console.eval(s.ledger.write("eval", state.step, **line, epoch=epoch, samples_trained=state.samples))
@@ -406,7 +339,7 @@ class Actions:
         if not self._await_saves():
             self.event("failed", reason="the last checkpoint could not be saved")
             raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
-        self._stop_profiler()
+        self._stop_profile()
         write_summary(s, self.last_loss)
         self.event("finished")
         s.console.event(f"finished: {s.run.path}", self.state.step)
@@ -421,6 +354,11 @@ class Actions:
     def _show_notes(self, notes: list[Note]) -> None:
         for note in notes:
             (self.s.console.trouble if note.trouble else self.s.console.event)(note)
+
+    def _stop_profile(self) -> None:
+        if self.profile is not None:
+            self.s.console.event(self.profile.stop())
+            self.profile = None
 
     def rewind(self, back: Rewind) -> None:
         """Return to the last good checkpoint and leave out the samples since then."""
@@ -472,37 +410,6 @@ class Actions:
     def event(self, name: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line of the ledger."""
         self.s.ledger.write("event", self.state.step if step is None else step, event=name, **fields)
-
-    # -- profiling ----------------------------------------------------------------------------------------------------
-
-    def _start_profiler(self) -> None:
-        if not self.s.ranks.main:
-            return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.s.ranks.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(
-            activities=activities, schedule=torch.profiler.schedule(wait=1, warmup=1, active=self.s.options.profile),
-            record_shapes=True,
-        )  # fmt: skip
-        self.profiler.start()
-        self._profiled = 0
-
-    def _profile_step(self) -> None:
-        self.profiler.step()
-        self._profiled += 1
-        if self._profiled >= self.s.options.profile + 2:
-            self._stop_profiler()
-
-    def _stop_profiler(self) -> None:
-        if self.profiler is None:
-            return
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
-        place = self.s.run.path / "profile" / f"trace-{self.s.attempt}.json"
-        place.parent.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(place))
-        self.s.console.event(f"profile: {place}; open it at https://ui.perfetto.dev (drag the file into the page)")
 
 
 def _first_sample(session: Session, state: TrainState) -> int:

@@ -10,9 +10,10 @@ from windlass.optim.schedule import factor
 from windlass.parallel.reduce import Agreement
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.actions import Actions, Rewind
+from windlass.training.actions import Actions
 from windlass.training.claim import claim
 from windlass.training.guard import Signals
+from windlass.training.policies import Rewind
 from windlass.training.session import Options, Session
 from windlass.training.step import StepResult
 
