@@ -15,7 +15,7 @@ setup: $(STAMP)  ## a virtual environment in .venv with the pinned packages
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned packages into $(VENV) (a few minutes the first time)"
-	@$(BIN)/pip install --quiet -c constraints.txt setuptools wheel
+	@$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77' wheel
 	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
