@@ -236,3 +236,31 @@ def test_a_step_that_is_called_off_on_the_device_changes_nothing(kind):
         assert torch.equal(x, y), name
         for key, value in a.state[x].items():
             assert torch.equal(value, b.state[y][key]), (name, key)
+
+
+def test_matrices_that_lie_in_one_are_taken_apart():
+    """One tensor of two matrices makes the updates of two tensors."""
+    whole = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    one = torch.nn.Parameter(whole.clone())
+    two = [torch.nn.Parameter(part.clone()) for part in whole.split([3, 6])]
+    grad = torch.randn(9, 4, generator=torch.Generator().manual_seed(3))
+    for parameters, parts in (([one], [(3, 6)]), (two, [(3,), (6,)])):
+        group = {"params": parameters, "lr": 0.1, "weight_decay": 0.1, "muon": True, "parts": parts}
+        optimizer = Muon([group])
+        for p, g in zip(parameters, grad.split([p.shape[0] for p in parameters]), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    # the step of the taller part of 6 x 4 is larger, and one tensor has one step: that of its tallest part
+    first = whole[:3] * (1 - 0.01) - 0.1 * update_scale((6, 4)) * orthogonalise(grad[:3], torch.float32)
+    torch.testing.assert_close(one.detach()[3:], two[1].detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(one.detach()[:3], first, atol=1e-5, rtol=0)
+
+
+def test_the_gpt_says_what_its_matrices_are_made_of():
+    from windlass.model.gpt import GPT
+    from windlass.recipe import ModelSettings
+
+    gpt = GPT(ModelSettings(layers=1, heads=4, kv_heads=2, width=8, context=4), 11)
+    (muon, *_) = muon_groups(gpt, OptimSettings(kind="muon"))
+    assert muon["parts"] == [(8, 4, 4), (8,), (32,), (8,)]
+    assert all(sum(parts) == p.shape[0] for p, parts in zip(muon["params"], muon["parts"], strict=True))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from windlass.model.size import block_matrices
 from windlass.recipe.settings import ModelSettings
 
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits that `windlass.model.loss` holds at a time; a test holds this equal to it."""
 
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}

@@ -238,6 +238,14 @@ class GPT(nn.Module):
         assert length <= self.context, f"{length} tokens do not fit into a context of {self.context}"
         return Cache(self.settings.layers, batch, length)
 
+    def matrix_parts(self, name: str) -> tuple[int, ...]:
+        """The rows of each of the matrices that lie on top of one another in a parameter; empty where it is one matrix."""
+        m = self.settings
+        if not name.endswith("attn.qkv.weight"):
+            return ()
+        keys = m.width // m.heads * m.kv_heads_
+        return m.width, keys, keys
+
     def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """What a parameter is before the first step, in float32 on the CPU: a function of its name and the generator.
 

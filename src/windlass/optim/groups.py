@@ -53,14 +53,23 @@ def muon_groups(model: nn.Module, settings: OptimSettings) -> list[Group]:
     """The blocks' matrices for Muon (`muon.decay`), and the rest for AdamW (`adamw.decay`, `adamw.no_decay`).
 
     Embeddings, positions, the head, biases and norms are no linear maps between hidden spaces and stay with AdamW, as the
-    author of Muon advises. The model says what its blocks are by a method `blocks()`.
+    author of Muon advises; so he does to orthogonalise queries, keys and values apart where one matrix holds all three.
+    The model says what its blocks are by a method `blocks()`, and which of its matrices are made of several, and of how
+    many rows each, by `matrix_parts(name)` if it has one.
     """
-    inside = {id(p) for block in unwrapped(model).blocks() for p in block.parameters()}
+    owner = unwrapped(model)
+    inside = {id(p) for block in owner.blocks() for p in block.parameters()}
     parameters = trained(model)
     matrices = [p for p in parameters if id(p) in inside and p.ndim == 2]
     taken = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in taken]
+    names = {id(p): name for name, p in owner.named_parameters()}
+    split = getattr(owner, "matrix_parts", lambda name: ())
+
+    def parts(group: Group) -> list[tuple[int, ...]]:
+        return [tuple(split(names[id(p)])) or (p.shape[0],) for p in group["params"]]
+
     return [
-        *({**g, "muon": True} for g in _groups(matrices, settings, settings.muon_lr, "muon.")),
+        *({**g, "muon": True, "parts": parts(g)} for g in _groups(matrices, settings, settings.muon_lr, "muon.")),
         *({**g, "muon": False} for g in _groups(rest, settings, settings.lr, "adamw.")),
     ]

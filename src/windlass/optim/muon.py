@@ -27,6 +27,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 NORM_FLOOR = 1e-7
 
+Matrix = tuple[Tensor, tuple[int, ...]]
+"""A parameter, and the rows of the matrices that lie in it on top of one another."""
+
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """About U V^T of a matrix U S V^T, by Newton-Schulz steps in `dtype`.
@@ -46,6 +49,13 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return x.T if tall else x
 
 
+def orthogonalise_parts(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int]) -> Tensor:
+    """Each of the matrices that lie on top of one another, by its rows, orthogonalised by itself."""
+    if len(parts) == 1:
+        return orthogonalise(matrix, dtype)
+    return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
+
+
 def update_scale(shape: Sequence[int]) -> float:
     """What the update of a matrix [rows = outputs, columns = inputs] is multiplied by, besides the learning rate."""
     return math.sqrt(max(1.0, shape[0] / shape[1]))
@@ -58,7 +68,8 @@ class Muon(torch.optim.Optimizer):
     parameter, so that a checkpoint treats it like any other.
 
     Args:
-        groups: parameter groups, each with its own `lr`, `weight_decay` (decoupled, times the learning rate) and `muon`.
+        groups: parameter groups, each with its own `lr`, `weight_decay` (decoupled, times the learning rate) and `muon`;
+            with `parts`, for each matrix the rows of those that it is made of.
         momentum: of the matrices; the buffer is a running mean, and the update looks ahead (Nesterov).
         betas: AdamW's.
         eps: AdamW's.
@@ -89,7 +100,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
         for g in self.param_groups:
             g.update({"momentum": momentum} if g["muon"] else {"betas": betas, "eps": eps, "fused": fused})
-            assert not g["muon"] or all(p.ndim == 2 for p in g["params"]), "Muon takes matrices"
+            if g["muon"]:
+                assert all(p.ndim == 2 for p in g["params"]), "Muon takes matrices"
+                g.setdefault("parts", [(p.shape[0],) for p in g["params"]])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -99,9 +112,11 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for g in self.param_groups:
-            parameters = [p for p in g["params"] if p.grad is not None]
-            if parameters:
-                (self._muon if g["muon"] else self._adamw)(g, parameters)
+            if g["muon"]:
+                pairs = zip(g["params"], g["parts"], strict=True)
+                self._muon(g, [(p, tuple(parts)) for p, parts in pairs if p.grad is not None])
+            elif parameters := [p for p in g["params"] if p.grad is not None]:
+                self._adamw(g, parameters)
         return loss
 
     def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -131,15 +146,15 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _muon(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
-        for p in parameters:
+    def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
+        for p, _ in matrices:
             if not self.state[p]:
                 self.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
         lr, keep = g["lr"], 1 - g["lr"] * g["weight_decay"]
-        ahead = (self._momentum(p, g["momentum"]) for p in parameters)
-        for p, update in zip(parameters, self._orthogonalised(parameters, ahead), strict=True):
+        ahead = (self._momentum(p, g["momentum"]) for p, _ in matrices)
+        for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight = _local(p)
-            new = (weight * keep).add_(update.to(weight), alpha=-lr * update_scale(p.shape))
+            new = (weight * keep).add_(update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1])))
             weight.copy_(new if self.found_inf is None else self._or_else(new, weight))
 
     def _momentum(self, p: Tensor, rate: float) -> Tensor:
@@ -158,41 +173,48 @@ class Muon(torch.optim.Optimizer):
         assert self.found_inf is not None
         return torch.where(self.found_inf.to(new.device) > 0, old, new)
 
-    def _orthogonalised(self, parameters: list[Tensor], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
+    def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
-        dtype = self.dtype or parameters[0].dtype
-        if isinstance(parameters[0], DTensor):
-            yield from self._sharded([p for p in parameters if isinstance(p, DTensor)], ahead, dtype)
+        if not matrices:
+            return
+        dtype = self.dtype or matrices[0][0].dtype
+        if isinstance(matrices[0][0], DTensor):
+            yield from self._sharded(matrices, ahead, dtype)
         elif self.group is not None and dist.get_world_size(self.group) > 1:
-            yield from _replicated(ahead, dtype, self.group)
+            yield from _replicated(matrices, ahead, dtype, self.group)
         else:
-            yield from (orthogonalise(x, dtype) for x in ahead)
+            for (_, parts), x in zip(matrices, ahead, strict=True):
+                yield orthogonalise_parts(x, dtype, parts)
 
-    def _sharded(self, parameters: list[DTensor], ahead: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-        mesh, dim = _shard_dim(parameters[0])
+    def _sharded(self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+        mesh, dim = _shard_dim(matrices[0][0])
         group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
-        for start in range(0, len(parameters), world):
-            batch = parameters[start : start + world]
+        for start in range(0, len(matrices), world):
+            batch = matrices[start : start + world]
             local = [x.to(self.device_type, dtype) for x in islice(ahead, world)]
             out = [x.numel() for x in local] + [0] * (world - len(batch))
-            mine = batch[rank] if rank < len(batch) else None
+            mine, parts = batch[rank] if rank < len(batch) else (None, ())
             into = [rows * mine.size(1) for rows in _rows(mine.size(0), world)] if mine is not None else [0] * world
             flat = local[0].new_empty(sum(into))
             dist.all_to_all_single(flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group)
             if mine is not None:
-                flat = orthogonalise(flat.view(mine.shape), dtype).reshape(-1)
+                flat = orthogonalise_parts(flat.view(mine.shape), dtype, parts).reshape(-1)
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
             yield from (x.view(like.shape) for x, like in zip(back.split(out[: len(batch)]), local, strict=True))
 
 
-def _replicated(ahead: Iterator[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[Tensor]:
+def _replicated(
+    matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> Iterator[Tensor]:
     """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    while batch := list(islice(ahead, world)):
+    for start in range(0, len(matrices), world):
         updates = [
-            orthogonalise(x, dtype).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
-            for owner, x in enumerate(batch)
+            orthogonalise_parts(x, dtype, parts).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
+            for owner, ((_, parts), x) in enumerate(
+                zip(matrices[start : start + world], islice(ahead, world), strict=True)
+            )
         ]
         waits = [dist.broadcast(x, group=group, group_src=owner, async_op=True) for owner, x in enumerate(updates)]
         for update, wait in zip(updates, waits, strict=True):
@@ -207,8 +229,9 @@ def _local(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_dim(tensor: DTensor) -> tuple[dist.DeviceMesh, int]:
+def _shard_dim(tensor: Tensor) -> tuple[dist.DeviceMesh, int]:
     """The mesh and its one dimension over which rows are sharded; every other dimension holds replicas."""
+    assert isinstance(tensor, DTensor)
     dims = [i for i, placement in enumerate(tensor.placements) if placement == Shard(0)]
     assert len(dims) == 1 and all(p.is_replicate() for i, p in enumerate(tensor.placements) if i != dims[0]), tensor
     return tensor.device_mesh, dims[0]
