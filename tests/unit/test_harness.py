@@ -33,8 +33,8 @@ def model():
 
 
 def test_a_contexts_trailing_space_belongs_to_the_ending() -> None:
-    assert _pair(BYTES, "Is it? ", "yes", [256]) == Continuation([*b"Is it?"], [*b" yes"])
-    assert _pair(BYTES, "", "yes", [256]) == Continuation([256], [*b"yes"])
+    assert _pair(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
+    assert _pair(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
 
 
 @pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")

@@ -82,7 +82,7 @@ def adapter(
         """Texts in, log-likelihoods and texts out."""
 
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-            return score([_pair(tokenizer, *request.args, start=start) for request in requests])
+            return score([_pair(tokenizer, start, *request.args) for request in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             context = unwrap(model).context
@@ -100,7 +100,7 @@ def adapter(
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            return [_generate(model, tokenizer, ranks, autocast, *request.args, start=start) for request in requests]
+            return [_generate(model, tokenizer, ranks, autocast, start, *request.args) for request in requests]
 
     def score(rows: list[Continuation]) -> list[tuple[float, bool]]:
         if not rows:
@@ -112,7 +112,7 @@ def adapter(
     return Adapter()
 
 
-def _pair(tokenizer: Tokenizer, context: str, ending: str, start: list[int]) -> Continuation:
+def _pair(tokenizer: Tokenizer, start: list[int], context: str, ending: str) -> Continuation:
     """Context and ending tokenized together, cut where the context's own tokens end; its trailing spaces go to the ending."""
     kept = context.rstrip()
     ending = context[len(kept) :] + ending
@@ -124,7 +124,7 @@ def _pair(tokenizer: Tokenizer, context: str, ending: str, start: list[int]) -> 
 
 
 def _generate(
-    model: Any, tokenizer: Tokenizer, ranks: Ranks, autocast: Any, context: str, how: dict[str, Any], start: list[int]
+    model: Any, tokenizer: Tokenizer, ranks: Ranks, autocast: Any, start: list[int], context: str, how: dict[str, Any]
 ) -> str:
     """One text, cut before the first of the stop texts; made by every rank alike."""
     stops = how.get("until") or []
