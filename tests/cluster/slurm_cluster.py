@@ -1,0 +1,207 @@
+"""A real SLURM cluster of two nodes on this machine: munged, slurmctld and two slurmd, all below one temporary directory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+NODES = ("127.0.0.1", "127.0.0.2")
+"""The nodes' names. Loopback addresses: names that every machine resolves, as a cluster resolves its hosts' names."""
+DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
+SYSTEM = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+CONFIGURATION = """\
+ClusterName=windlass
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={root}/munge.socket,cred_expire=30
+CredType=cred/munge
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/%n.pid
+SlurmctldLogFile={root}/slurmctld.log
+SlurmdLogFile={root}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=10
+NodeName={nodes[0]} NodeHostname={host} NodeAddr={nodes[0]} Port={ports[1]} CPUs=2
+NodeName={nodes[1]} NodeHostname={host} NodeAddr={nodes[1]} Port={ports[2]} CPUs=2
+PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES MaxTime=10 State=UP
+"""
+
+
+def missing() -> list[str]:
+    """The programs that a cluster needs and this machine has not."""
+    return [name for name in DAEMONS if shutil.which(name, path=SYSTEM) is None]
+
+
+def wait_for(done: Callable[[], object], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what} took longer than {seconds:.0f} s")
+        time.sleep(0.1)
+
+
+@dataclass
+class Cluster:
+    """What is needed to use it: an environment for the commands, and the directory of its logs."""
+
+    root: Path
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a login node: SLURM's programs find this cluster, and nothing says that we are in a job already."""
+        outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        return outside | {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": SYSTEM}
+
+    def call(self, *command: str, seconds: float = 90, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """A command on the login node, to its end; the output, errors among it, is in `.stdout`."""
+        return subprocess.run(
+            ["timeout", "-k", "5", str(seconds), *command], env=self.environment, cwd=cwd, check=False, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def submit(self, script: Path, *options: str) -> str:
+        """The number of a new job."""
+        done = self.call("sbatch", "--parsable", *options, str(script), cwd=script.parent)
+        assert done.returncode == 0, done.stdout
+        return done.stdout.split()[-1]
+
+    def state(self, job: str) -> dict[str, str]:
+        """What the controller says of a job, as JobState, ExitCode, Restarts …"""
+        text = self.call("scontrol", "show", "job", "--oneliner", job).stdout
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def wait(self, job: str, seconds: float = 100) -> dict[str, str]:
+        """The job's state once all of it is over, an array's tasks too."""
+        wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds, f"job {job}")
+        return self.state(job)
+
+    def logs(self) -> str:
+        """The last lines of every daemon, for the message of a failure."""
+        parts = [f"--- {path.name}\n" + path.read_text(errors="replace")[-3000:] for path in self.root.glob("*.log")]
+        return "\n".join(parts)
+
+    def start(self) -> None:
+        """Bring it up; raises when the nodes are not idle within 30 s."""
+        host, user = socket.gethostname().split(".")[0], getpass.getuser()
+        text = CONFIGURATION.format(root=self.root, host=host, user=user, nodes=NODES, ports=free_ports(3))
+        (self.root / "slurm.conf").write_text(text)
+        (self.root / "state").mkdir()
+        key = self.root / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        munge = [f"--{option}={self.root}/munge.{end}" for option, end in files.items()]
+        self.spawn("munged", "--foreground", "--force", "--num-threads=2", *munge)
+        wait_for((self.root / "munge.socket").exists, 10, "munged")
+        self.spawn("slurmctld", "-D", "-c")
+        for node in NODES:
+            (self.root / node).mkdir()
+            self.spawn("slurmd", "-D", "-N", node)
+        wait_for(self.idle, 30, "the start of the nodes")
+
+    def idle(self) -> bool:
+        """Whether both nodes wait for work."""
+        if gone := [d.args for d in self.daemons if d.poll() is not None]:
+            raise RuntimeError(f"ended at once: {gone}")
+        return self.call("sinfo", "--noheader", "-N", "-o", "%t", seconds=10).stdout.split() == ["idle"] * len(NODES)
+
+    def spawn(self, name: str, *arguments: str) -> None:
+        """A daemon in the foreground that dies with this process, however that ends."""
+        program = shutil.which(name, path=SYSTEM)
+        assert program
+        with (self.root / f"{name}-{len(self.daemons)}.out.log").open("wb") as out:
+            self.daemons.append(subprocess.Popen(
+                [program, *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                preexec_fn=die_with_parent,
+            ))  # fmt: skip
+
+    def stop(self) -> None:
+        """Cancel what runs, end the daemons, and then whatever was started with this cluster's configuration."""
+        with contextlib.suppress(TimeoutError):
+            if len(self.daemons) == 2 + len(NODES):
+                self.call("scancel", "--full", "--user", getpass.getuser(), seconds=10)
+                wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15, "scancel")
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that carry this cluster in their environment: daemons, srun, the jobs' own."""
+        mine = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf") and process.pid != os.getpid():
+                    mine.append(process)
+        return mine
+
+
+def die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """The cluster, running; gone, with its directory, when the block is left.
+
+    Raises:
+        RuntimeError: it does not come up; the message holds what its daemons said.
+    """
+    root = Path(tempfile.mkdtemp(prefix="windlass-slurm-"))
+    root.chmod(0o755)
+    made = Cluster(root)
+    try:
+        try:
+            made.start()
+        except (TimeoutError, RuntimeError) as error:
+            raise RuntimeError(f"no cluster: {error}\n{made.logs()}") from error
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(root, ignore_errors=True)
