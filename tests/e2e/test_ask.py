@@ -1,0 +1,119 @@
+"""The verbs that ask a trained model: eval, sample and export, as they are typed; and a book learned, exported and told alike."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass import Recipe, train
+from windlass.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ask")
+    (folder / "text.txt").write_text("the cat sat on the mat and the dog ran after the cat " * 40)
+    tree: dict[str, Any] = {
+        "preset": "ask",
+        "model": {"layers": 2, "heads": 2, "width": 32, "context": 32},
+        "data": {"source": str(folder / "text.txt"), "dir": str(folder / "data"), "tokenizer": "byte"},
+        "train": {"steps": 12, "global_batch": 8},
+        "optim": {"lr": 1e-2},
+        "checkpoint": {"every": 6},
+        "run": {"dir": str(folder / "run")},
+    }
+    train(Recipe.model_validate(tree))
+    return folder / "run"
+
+
+def typed(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return int(ended.value.code or 0)
+
+
+def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    item = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
+    (tmp_path / "h.jsonl").write_text(json.dumps(item) + "\n")
+    assert typed("eval", run, "--suite", "loss,hellaswag", f"eval.hellaswag_file={tmp_path / 'h.jsonl'}", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    written = json.loads((run / "eval" / "step-00000012.json").read_text())
+    assert shown["results"] == written["results"] and shown["step"] == 12
+    loss = written["results"]["loss"]
+    assert loss["bits_per_byte"] == pytest.approx(loss["loss"] / 0.6931471805599453)  # a byte is a token here
+    assert written["results"]["hellaswag"]["items"] == 1
+    assert typed("eval", f"{run}@6", "--suite", "loss") == 0
+    assert (run / "eval" / "step-00000006.json").is_file() and "bits_per_byte" in capsys.readouterr().out
+
+
+def test_sample_is_a_function_of_its_seed_and_reads_a_pipe(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("sample", run, "--prompt", "the ", "--n", "2", "--max-tokens", "20", "--seed", "3")
+    assert typed(*command) == 0
+    first = capsys.readouterr().out
+    assert typed(*command) == 0
+    assert capsys.readouterr().out == first and first.count("the ") >= 2 and "=== 2 of 2 ===" in first
+    monkeypatch.setattr("sys.stdin", io.StringIO("the dog"))
+    assert typed("sample", run, "--prompt", "-", "--max-tokens", "5") == 0
+    assert capsys.readouterr().out.startswith("the dog")
+
+
+def test_mistakes_are_one_message_and_exit_code_2(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, said in (
+        (("eval", run, "--suite", "trivia"), "unknown suite"),
+        (("eval", tmp_path), "has no checkpoint yet"),
+        (("sample", tmp_path / "nowhere"), "no run and no checkpoint"),
+        (("sample", run, "--top-p", "2"), "top-p"),
+        (("export", run, tmp_path / "out", "--to", "onnx"), "the one format is hf"),
+        (("export", f"{run}@7", tmp_path / "out"), "no checkpoint of step 7"),
+    ):
+        assert typed(*command) == 2
+        error = capsys.readouterr().err
+        assert said in error and "Traceback" not in error, error
+
+
+@pytest.mark.full
+def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from windlass.checkpoint.export import export_hf
+    from windlass.checkpoint.source import alone, find_source, open_model
+    from windlass.evaluate.generate import generate
+    from windlass.evaluate.sampling import Sampling
+    from windlass.run import Run
+
+    tree: dict[str, Any] = {
+        "preset": "books",
+        "model": {
+            "layers": 4, "heads": 4, "width": 128, "context": 128, "position": "rope", "norm": "rmsnorm",
+            "activation": "swiglu", "ff_width": 352, "kv_heads": 2, "attn_bias": False, "ff_bias": False,
+        },
+        "data": {
+            "source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data"), "tokenizer": "bpe",
+            "tokenizer_vocab": 2048, "val_fraction": 0.25,
+        },
+        "train": {"steps": 400, "global_batch": 16},
+        "optim": {"lr": 3e-3},
+        "eval": {"batches": 8},
+        "checkpoint": {"every": 0},
+        "run": {"dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    train(Recipe.model_validate(tree))
+    losses = [line["loss"] for line in Run(tmp_path / "run").lines("eval")]
+    assert losses[-1] < 0.7 * losses[0]
+    directory = export_hf(str(tmp_path / "run"), tmp_path / "out")
+    source = find_source(str(tmp_path / "run"))
+    prompt = "It is a truth"
+    ids = source.tokenizer.encode(prompt).tolist()
+    made = generate(open_model(source, alone("cpu")), [ids], Sampling(max_tokens=60, temperature=0))
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+    told = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)
+    assert made is not None and told[0].tolist() == [*ids, *made[0]]
+    print(tokenizer.decode(told[0]))
