@@ -146,23 +146,30 @@ class Commit:
             files.unlink(self.temporary / self._part(rank))
         files.sync_dir(self.temporary)
         old = self.directory / f".old-{request.save_id}"
-        if format_.committed(self.target):
-            files.rename(self.target, old)
-        else:
-            catalog.discard(self.target, files)
         try:
+            if format_.committed(self.target):
+                files.rename(self.target, old)
+                files.sync_dir(self.directory)  # before its name is given away
+            else:
+                catalog.discard(self.target, files)
             files.rename(self.temporary, self.target)
             files.sync_dir(self.directory)
             files.sync_dir(self.directory.parent)  # this may be the first thing in it
             catalog.write_marker(self.target, files)
         except OSError:
-            with contextlib.suppress(OSError):  # back to what there was
-                catalog.discard(self.target, files)
-                if old.exists():
-                    files.rename(old, self.target)
+            self._roll_back(old)
             raise
         with contextlib.suppress(OSError):  # where this fails, the next start does it
             catalog.discard(old, files)
+
+    def _roll_back(self, old: Path) -> None:
+        """After an error: the checkpoint that was to be replaced has its name again, and the new one is gone."""
+        with contextlib.suppress(OSError):
+            if not self.temporary.exists():  # it has the target's name already
+                catalog.discard(self.target, self.files)
+        with contextlib.suppress(OSError):
+            if old.exists():
+                self.files.rename(old, self.target)
 
     def _parts(self) -> list[dict[str, Any]]:
         """Every rank's part, once all are there; GivenUp where one reports an error or the time is over."""
