@@ -187,3 +187,8 @@ def test_bad_input_is_one_message_and_exit_2(arguments):
     assert done.returncode == 2
     assert done.stderr.strip()
     assert "Traceback" not in done.stderr
+
+
+def test_the_version_is_said():
+    done = subprocess.run([sys.executable, "-m", "windlass", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "windlass")

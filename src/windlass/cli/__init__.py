@@ -28,15 +28,21 @@ ORDER = (
 """The order of the verbs in the help: as one meets them."""
 
 
-@app.callback()
-def _root(
-    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
-) -> None:
-    if version:
+def _say_version(wanted: bool) -> None:
+    if wanted:
         from windlass import __version__
 
         typer.echo(f"windlass {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_say_version, help="Print the version and exit."
+    ),
+) -> None:
+    pass
 
 
 def _register() -> None:
