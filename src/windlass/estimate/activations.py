@@ -142,7 +142,9 @@ def recomputed(p: Pass, checkpointing: str) -> int:
 
 def backward_bytes(p: Pass) -> int:
     """Gradients of activations beside what a block kept: of the stream, and of the feed-forward layer's inside."""
-    return p.stream + (2 if p.model.activation == "swiglu" else 1) * p.hidden
+    return (
+        p.stream + {"swiglu": 2, "relu2": 3}.get(p.model.activation, 1) * p.hidden
+    )  # a square's takes two copies more
 
 
 def root_bytes(p: Pass) -> int:

@@ -66,6 +66,8 @@ def _sizes(run: Run, started: Line) -> dict[str, Any]:
     if not vocab:
         return {}
     guess = predict(run.recipe, int(started["world"]), vocab, "cuda" if cuda else "cpu", str(started["precision"]))
+    if guess["parameters"] != int(started["parameters"]):
+        return {}  # a model of the user's own, which the recipe does not describe
     found: dict[str, Any] = {}
     measured = _memory(run, "peak_alloc_mb" if cuda else "rss_mb", growth=not cuda)
     if measured:
