@@ -106,7 +106,7 @@ def test_a_loss_spike_has_a_policy(corpus, tmp_path, monkeypatch, policy):
                     parameter.mul_(-40.0)
 
     if policy == "stop":
-        with pytest.raises(RunFailed, match="step 32: the loss .* is a spike"):
+        with pytest.raises(RunFailed, match=r"step 32: the loss .* is a spike"):
             train(recipe, on_step=on_step)
         return
     events = [(e["event"], e["step"]) for e in train(recipe, on_step=on_step).events]
