@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import hf_fixtures
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import hf_fixtures
 from windlass.errors import UserError
 from windlass.evaluate.generate import generate
 from windlass.evaluate.sampling import Sampling
