@@ -80,6 +80,7 @@ def test_mistakes_are_one_message_and_exit_code_2(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,22 +93,22 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
     tree: dict[str, Any] = {
         "preset": "books",
         "model": {
-            "layers": 4, "heads": 4, "width": 128, "context": 128, "position": "rope", "norm": "rmsnorm",
-            "activation": "swiglu", "ff_width": 352, "kv_heads": 2, "attn_bias": False, "ff_bias": False,
+            "layers": 3, "heads": 4, "width": 96, "context": 96, "position": "rope", "norm": "rmsnorm",
+            "activation": "swiglu", "ff_width": 256, "kv_heads": 2, "attn_bias": False, "ff_bias": False,
         },
         "data": {
             "source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data"), "tokenizer": "bpe",
-            "tokenizer_vocab": 2048, "val_fraction": 0.25,
+            "tokenizer_vocab": 512, "val_fraction": 0.25,
         },
-        "train": {"steps": 400, "global_batch": 16},
+        "train": {"steps": 400, "global_batch": 8},
         "optim": {"lr": 3e-3},
-        "eval": {"batches": 8},
+        "eval": {"batches": 8, "every": 200},
         "checkpoint": {"every": 0},
         "run": {"dir": str(tmp_path / "run")},
     }  # fmt: skip
     train(Recipe.model_validate(tree))
     losses = [line["loss"] for line in Run(tmp_path / "run").lines("eval")]
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.75 * losses[0]
     directory = export_hf(str(tmp_path / "run"), tmp_path / "out")
     source = find_source(str(tmp_path / "run"))
     prompt = "It is a truth"
