@@ -101,9 +101,14 @@ class Cluster:
         text = self.call("scontrol", "show", "job", "--oneliner", job).stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait(self, job: str, seconds: float = 100) -> dict[str, str]:
+    def wait(self, job: str, seconds: float = 200) -> dict[str, str]:
         """The job's state once all of it is over, an array's tasks too."""
-        wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds, f"job {job}")
+        try:
+            wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds, f"job {job}")
+        except TimeoutError as error:
+            output = Path(self.state(job).get("StdOut", "/dev/null"))
+            said = output.read_text(errors="replace")[-3000:] if output.is_file() else "no output"
+            raise TimeoutError(f"{error}\n{said}\n{self.logs()}") from None
         return self.state(job)
 
     def logs(self) -> str:
