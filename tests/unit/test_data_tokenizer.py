@@ -216,6 +216,12 @@ def test_made_from_the_corpus(setting, tmp_path):
         load_tokenizer(DataSettings(tokenizer=setting), tmp_path)
 
 
+@pytest.mark.parametrize("setting", ["char", "bpe"])
+def test_shards_of_others_come_without_a_tokenizer(setting):
+    with pytest.raises(UserError, match="shards that others wrote come with none: name the one"):
+        load_tokenizer(DataSettings(tokenizer=setting))
+
+
 def test_gpt2_from_a_wrong_directory(tmp_path, data_files):
     with pytest.raises(UserError, match=r"there is no vocab\.bpe"):
         named_tokenizer(f"gpt2:{tmp_path}")

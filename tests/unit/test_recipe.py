@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.cli.recipe import _first_sentence
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
 from windlass.recipe.durations import epochs_in
@@ -24,8 +26,10 @@ def test_every_preset_loads_and_survives_its_own_toml(name):
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
-def test_every_preset_says_what_it_is_in_its_first_line(name):
-    assert presets()[name].read_text().startswith("# ")
+def test_every_preset_says_what_it_is_in_its_first_sentence(name):
+    sentence = _first_sentence(presets()[name].read_text())
+    assert 30 < len(sentence) < 130, sentence
+    assert sentence.endswith(".")
 
 
 def test_every_setting_is_documented():
@@ -53,6 +57,19 @@ def test_all_problems_are_reported_together_with_the_nearest_key():
     assert "did you mean optim.lr?" in problems["optim.lrr"]
     assert "did you mean optim.lr?" in problems["lr"]
     assert "'shuffled', 'shards-shuffled' or 'sequential'" in problems["data.order"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.learning_rate=1", "there is no such setting; optim has kind, lr, betas"),
+        ("zzz=1", "the sections are run, model, data"),
+        ("train.steps=abc", 'steps (4576), epochs ("1 epoch") or "compute-optimal"'),
+    ],
+)
+def test_a_problem_says_what_there_is(override, says):
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        Recipe.load("quickstart", [override])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import typer
 
 
@@ -28,7 +30,7 @@ def show(
         names = presets()
         width = max(map(len, names))
         for name, path in names.items():
-            typer.echo(f"{name:<{width}}  {_first_comment(path.read_text(encoding='utf-8'))}")
+            typer.echo(f"{name:<{width}}  {_first_sentence(path.read_text(encoding='utf-8'))}")
     elif recipe:
         loaded = Recipe.load(recipe, overrides or [])
         typer.echo(f"# run directory: {loaded.run_dir}\n# digest of what matters: {loaded.digest}\n")
@@ -37,8 +39,7 @@ def show(
         raise UserError("name a recipe, for example `windlass recipe quickstart`, or use --list or --schema")
 
 
-def _first_comment(text: str) -> str:
-    for line in text.splitlines():
-        if line.startswith("#"):
-            return line.lstrip("# ").strip()
-    return ""
+def _first_sentence(text: str) -> str:
+    """The first sentence of the comment that a preset opens with."""
+    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."

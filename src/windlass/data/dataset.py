@@ -135,6 +135,7 @@ class Data:
     train: Samples
     val: Samples | None
     tokenizer: Tokenizer
+    """A user's own data may have None: then no text is generated."""
     fingerprint: str
     """Equal for equal tokens, split and tokenizer, wherever they lie."""
     vocab: int

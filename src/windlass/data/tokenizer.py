@@ -184,6 +184,11 @@ def load_tokenizer(data: DataSettings, directory: str | Path | None = None) -> T
     folder = None if directory is None else Path(directory) / FOLDER
     if folder is not None and (folder / DESCRIPTION).is_file():
         return _load_saved(folder, wanted)
+    if wanted in ("char", "bpe") and directory is None:
+        raise UserError(
+            f'data.tokenizer = "{wanted}" is made from the corpus, and shards that others wrote come with none: name the one '
+            "that they were made with (byte, gpt2, gpt2:DIR, hf:NAME_OR_DIR)"
+        )
     if wanted in ("char", "bpe"):
         raise UserError(
             f'data.tokenizer = "{wanted}" is made from the corpus, and there is none saved in {directory}: '

@@ -23,7 +23,7 @@ def _check(value: Any) -> Any:
         if not 0 <= value <= 1:
             raise ValueError("a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point")
         return value
-    if isinstance(value, str) and _EPOCHS.match(value):
+    if isinstance(value, str) and is_epochs(value):
         return value
     raise ValueError('a duration is steps (250), a fraction of the run (0.01) or epochs ("1 epoch")')
 
@@ -38,6 +38,11 @@ Duration = Annotated[
     ),
 ]
 """Steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`); 0 is never."""
+
+
+def is_epochs(text: str) -> bool:
+    """Whether the text is a number of epochs: `"1 epoch"`, `"2.5 epochs"`."""
+    return _EPOCHS.match(text) is not None
 
 
 def epochs_in(text: str) -> Fraction:

@@ -245,6 +245,15 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
     return recipe
 
 
+def _choice(parts: list[str], known: Mapping[str, Any]) -> str:
+    """What there is in the section of an unknown key, where there is such a section; else the sections."""
+    prefix = "".join(f"{part}." for part in parts[:-1])
+    inside = dict.fromkeys(k[len(prefix) :].partition(".")[0] for k in known if k.startswith(prefix))
+    if prefix and inside:
+        return f"{prefix[:-1]} has {', '.join(inside)}"
+    return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in known if '.' in k))}"
+
+
 def _explain(error: Any) -> tuple[str, str]:
     known = settings()
     parts = [str(p) for p in error["loc"]]
@@ -257,10 +266,6 @@ def _explain(error: Any) -> tuple[str, str]:
         leaves = {k.rsplit(".", 1)[-1]: k for k in known}
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         near = near or [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
-        sections = ", ".join(Recipe.model_fields)
-        return (
-            key,
-            f"there is no such setting; {f'did you mean {near[0]}?' if near else f'the sections are {sections}'}",
-        )
+        return key, f"there is no such setting; {f'did you mean {near[0]}?' if near else _choice(parts, known)}"
     message = error["msg"].removeprefix("Value error, ")
     return key, f"{message[0].lower()}{message[1:]}, not {json.dumps(error['input'], default=str)}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from windlass.recipe.durations import Duration, epochs_in
+from windlass.recipe.durations import Duration, is_epochs
 
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 
@@ -218,8 +218,8 @@ class TrainSettings(Section):
     @classmethod
     def _steps(cls, value: int | str) -> int | str:
         if isinstance(value, str):
-            if value != "compute-optimal":
-                epochs_in(value)
+            if value != "compute-optimal" and not is_epochs(value):
+                raise ValueError('a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"')
         elif value < 1:
             raise ValueError("a run has at least 1 step")
         return value

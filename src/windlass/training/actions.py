@@ -285,7 +285,7 @@ class Actions:
 
     def due_sample(self) -> bool:
         """Whether a text is generated after this step."""
-        return self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+        return self.s.speaks and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
 
     def sample(self) -> None:
         """Generate text from the recipe's prompt, into the ledger, a file and the terminal."""

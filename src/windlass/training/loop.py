@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from windlass.errors import RunFailed, Stopped, UserError
+from windlass.errors import Stopped, UserError
 from windlass.optim.schedule import factor
 from windlass.parallel.reduce import Agreement
 from windlass.recipe import Recipe
@@ -45,8 +45,10 @@ def train(
     Args:
         recipe: Everything that defines the run.
         model: A module of the user's own instead of the recipe's: `forward(tokens [B, T], labels [B, T])` gives the sum of
-            the loss over labels that are not -100, `blocks()` the list of its repeated parts.
-        data: A source of batches of the user's own (see `windlass.data.dataset.Data`).
+            the loss over labels that are not -100, `blocks()` the list of its repeated parts. Its weights are taken as they
+            are. With `vocab` it is checked against the data's, with `new_cache` (as `windlass.model.gpt.GPT`) it is sampled.
+        data: Samples of the user's own (see `windlass.data.dataset.Data`); the tokenizer may be None, and then no text is
+            generated.
         on_step: Called after every step.
         fresh: Set an existing run directory aside.
         extend_to: Go on to so many steps, past the horizon of the run in the directory.
@@ -112,6 +114,3 @@ def fit(session: Session, actions: Actions, on_step: OnStep | None = None) -> No
         finally:
             batches.close()
     actions.finish()
-
-
-__all__ = ["OnStep", "RunFailed", "fit", "train"]

@@ -103,6 +103,7 @@ class Session:
 
     def open(self, model: nn.Module | None, data: Data | None) -> Session:
         """Put it all together; on an error everything that was begun is ended."""
+        self.theirs = model is not None
         try:
             place = detect()
             self.data = data if data is not None else open_data(self.recipe)
@@ -131,6 +132,9 @@ class Session:
     def _numbers(self) -> None:
         """Batch arithmetic and the length of the run."""
         device, world = self.ranks.device.type, self.ranks.world
+        train = self.recipe.train
+        if device == "cpu" and train.precision == "fp16" and train.compile:  # the recipe cannot know what "auto" finds
+            raise UserError("train.compile: fp16 on a CPU is for tests and is not compiled; use bf16 or fp32")
         self.batch = self.recipe.batch(world, device)
         samples = len(self.data.train)
         if samples < 1:
@@ -139,7 +143,7 @@ class Session:
                 "or a shorter context"
             )
         steps = self.recipe.train.steps
-        if not isinstance(steps, int) and steps == "compute-optimal" and self.recipe.model.kind != "gpt":
+        if steps == "compute-optimal" and (self.theirs or self.recipe.model.kind != "gpt"):
             raise UserError('train.steps = "compute-optimal" needs a model of our own kind; write steps or epochs')
         per_sample = getattr(self.data.train, "sample_tokens", None)  # a source of the user's own may not know
         steps = resolve_steps(self.recipe, self.data.vocab, per_sample() if per_sample else None, samples)
@@ -155,9 +159,8 @@ class Session:
             self.run.heartbeat_path.touch()
             number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
             if not self.claim.resuming or self.claim.extends_from:
-                self.data.save_tokenizer(self.run.path)
                 _write(self.run.recipe_path, self.recipe.toml())
-            self.data.tokenizer.save(self.run.path)
+            self.data.save_tokenizer(self.run.path)
             return number
 
         self.attempt = self.agreed("attempt", prepare)
@@ -186,7 +189,6 @@ class Session:
         """The model on this rank, wrapped and filled, and its optimizer."""
         recipe, ranks = self.recipe, self.ranks
         torch.use_deterministic_algorithms(recipe.train.deterministic)
-        self.theirs = model is not None
         if model is None:
             model = build_model(recipe, self.data.vocab, device="meta")
         if self.data.vocab > getattr(model, "vocab", self.data.vocab):
@@ -304,9 +306,14 @@ class Session:
     @property
     def flops_per_token(self) -> float | None:
         """Model FLOPs of a token, forward and backward, by the 6N convention plus attention; None where not known."""
-        if self.recipe.model.kind == "gpt":
+        if self.recipe.model.kind == "gpt" and not self.theirs:
             return flops_per_token(self.recipe.model, self.data.vocab)
         return None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether texts can be generated: a model or a tokenizer of the user's own may not know how."""
+        return hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
 
     def header(self) -> Header:
         """What the terminal shows first."""
