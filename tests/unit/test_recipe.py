@@ -47,6 +47,7 @@ def test_overrides_take_toml_values_and_plain_text():
         True,
     )
     assert parse_override("data.source=a b=c") == ("data.source", "a b=c")
+    assert Recipe.load("quickstart", ["checkpoint.resume=700"]).checkpoint.resume == "700"
 
 
 def test_all_problems_are_reported_together_with_the_nearest_key():

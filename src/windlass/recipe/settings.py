@@ -317,6 +317,12 @@ class CheckpointSettings(Section):
     grace_seconds: float = Field(60.0, gt=0)
     """How long after a signal the process may go on; a save that would not fit into it is not begun."""
 
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _step(cls, value: object) -> object:
+        """A step may be written as the number that it is."""
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
 
 class EvalSettings(Section):
     """What is measured while training."""
