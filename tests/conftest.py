@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,10 @@ for _key in ("OMP_NUM_THREADS",):
 
 hypothesis.settings.register_profile("windlass", deadline=None, database=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("windlass")
+
+for _signal in (signal.SIGINT, signal.SIGHUP):  # under nohup or in the background of a shell they are ignored, by children too
+    if signal.getsignal(_signal) == signal.SIG_IGN:
+        signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -93,7 +93,7 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_nobody(corpus, t
     done = subprocess.run(damaged, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
     states = [Study.open(tmp_path / "study").state_of(c) for c in Study.open(tmp_path / "study").cells]
-    assert states[0][0] == "finished"
+    assert states[0] == ("finished", "")
     assert states[1][0] == "failed"
     assert "bad input" in states[1][1]
     assert "bad input" in done.stdout
