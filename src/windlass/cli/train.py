@@ -54,7 +54,10 @@ def train(
             return 0
         if world not in ("", "1") or max_restarts:
             return _launch(loaded, world or "1", max_restarts, claimed.run)
-    from windlass.training import train as run_training
+    from windlass.training.guard import Signals
+
+    with Signals() as signals, signals.at_once():  # importing torch takes seconds
+        from windlass.training import train as run_training
 
     run = run_training(
         loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
@@ -68,12 +71,14 @@ def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
     """Start this very command line on N local processes, after what can be wrong was looked for."""
     from windlass.data.prepare import data_dir, prepare, ready
     from windlass.launch.local import launch, parse_worlds, worker_command
+    from windlass.training.guard import Signals
 
     worlds = parse_worlds(world)
     for number in worlds:
         recipe.batch(number)
-    if ready(recipe, data_dir(recipe)) is None:
-        prepare(recipe)
+    with Signals() as signals, signals.at_once():
+        if ready(recipe, data_dir(recipe)) is None:
+            prepare(recipe)
     code = launch(worker_command(sys.argv[1:]), worlds, max_restarts)
     if code == 0:
         show_end(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +35,26 @@ if TYPE_CHECKING:
     from windlass.training.step import StepResult
 
 
+WAIT_SECONDS = 0.5
+"""How long the data may be late before the run looks around."""
 REWINDS = 3
 """How often a run goes back to the same checkpoint before it gives up."""
 
 
 class Batches:
-    """A loader whose waits count as `data` time."""
+    """A loader whose waits count as `data` time; `waiting` is called while a batch is late."""
 
-    def __init__(self, loader: Loader, timer: StepTimer):
-        self.loader, self.timer, self.close = loader, timer, loader.close
+    def __init__(self, loader: Loader, timer: StepTimer, waiting: Callable[[], object]):
+        self.loader, self.timer, self.waiting, self.close = loader, timer, waiting, loader.close
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
             with self.timer.phase("data"):
-                batch = next(self.loader)
-            yield batch
+                batch = self.loader.poll(WAIT_SECONDS)
+            if batch is None:
+                self.waiting()
+            else:
+                yield batch
 
 
 class Actions:
@@ -77,12 +82,12 @@ class Actions:
         s.console.header(s.header())
         for note in s.resume_notes:
             s.console.trouble(note)
-        name = "resumed" if s.claim.resuming and self.state.step else "branched" if s.claim.branch_from else "started"
+        name = "branched" if s.claim.branch_from else "resumed" if s.claim.resuming and self.state.step else "started"
         self.event(
             name, steps=self.horizon.steps, world=s.ranks.world, strategy=s.ranks.strategy, precision=s.precision,
             micro_batch=s.batch.micro_batch, accumulation=s.batch.accumulation, parameters=s.parameters,
             samples_per_epoch=self.horizon.samples_per_epoch, global_batch=s.batch.global_batch,
-            device=s.device_name, branched_from=str(s.claim.branch_from) if s.claim.branch_from else None,
+            device=s.device_name, branched_from=str(s.claim.branch_from.absolute()) if s.claim.branch_from else None,
             extended_from=s.claim.extends_from or None,
         )  # fmt: skip
         if self.state.step:
@@ -90,14 +95,21 @@ class Actions:
         self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
         if self.recipe.train.startup_checks:
             startup_checks(s)
+        self._stop_if_asked()
         due = self.due_evaluation() or (self.state.step == 0 and self._evaluates())
         if due and not s.agreed("evaluated", lambda: self._has_line("eval", self.state.step)):
             self.evaluate()
+            self._stop_if_asked()
         s.goodput.enter("train")
         s.timer.read()
         if s.options.profile and s.ranks.main:
             place = s.run.path / "profile" / f"trace-{s.attempt}.json"
             self.profile = Profile(s.options.profile, place, s.ranks.device.type == "cuda")
+
+    def _stop_if_asked(self) -> None:
+        """Before the first step: act on a signal that came since the start."""
+        if any(self.s.ranks.gather("asked", self.s.signals.asked)):
+            self.stop()
 
     def _restore_best(self) -> None:
         """The lowest validation loss of the ledger up to here: a save comes before its step's evaluation."""
@@ -120,7 +132,21 @@ class Actions:
             prefetch=data.prefetch, first_step=self.state.step, skipped=tuple(self.state.skipped),
             length_buckets=data.length_buckets and data.format != "text",
         )  # fmt: skip
-        return Batches(loader, s.timer)
+        return Batches(loader, s.timer, self._waiting)
+
+    def _waiting(self) -> None:
+        """The data are late. A process of its own may stop here; ranks that wait for each other in the step cannot."""
+        s, grace = self.s, self.recipe.checkpoint.grace_seconds
+        s.ranks.mark(self.state.step + 1, "data")
+        self._stop_asked()
+        if s.signals.asked and s.ranks.world == 1:
+            self.stop()
+        if s.signals.asked and s.signals.seconds_since() > grace:
+            lost = self.state.step - max(self._committed(), 0)
+            raise RunFailed(
+                f"stopped by {s.signals.name}: rank {s.ranks.rank} has waited for the data of step {self.state.step + 1} for longer "
+                f"than checkpoint.grace_seconds; the last checkpoint stands and {lost} steps are lost"
+            )
 
     # -- after each step ----------------------------------------------------------------------------------------------
 
@@ -230,6 +256,7 @@ class Actions:
         """Write down how saves ended; whether all of them were committed."""
         for outcome in outcomes:
             if outcome.error:
+                self.saved_step = -1 if outcome.step == self.saved_step else self.saved_step
                 self.event("save_failed", step=outcome.step, reason=outcome.error)
                 self.s.console.trouble(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
             elif self.s.ranks.main:
@@ -308,23 +335,32 @@ class Actions:
         s, state = self.s, self.state
         early = not s.ranks.gather("signal", s.signals.asked) or not any(s.ranks.gather("signalled", s.signals.asked))
         reason = f"--stop-at {state.step}" if early else s.signals.name
-        expected = s.saver.last_seconds or 0.0
+        nothing = state.step == 0  # before step 1 there is nothing to save
+        expected = 0.0 if nothing or self.saved_step == state.step else s.saver.last_seconds or 0.0
         left = self.recipe.checkpoint.grace_seconds - s.signals.seconds_since()
         if not early and s.agreed("grace", lambda: expected > left):
+            self._await_saves(max(0.0, left))  # what is being written already may still be committed
             lost = state.step - max(self._committed(), 0)
             self.event("preempted", reason=reason, saved=False)
             raise RunFailed(
                 f"stopped by {reason} at step {state.step}: a save takes about {expected:.0f} s and only {left:.0f} s are left, "
                 f"so the last checkpoint stands and {lost} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
             )
-        if self.saved_step != state.step:
-            self.save(EMERGENCY)
-        if not self._await_saves():
+        if not (nothing or self._commit(EMERGENCY)):
             raise RunFailed(f"stopped by {reason} at step {state.step}, and its checkpoint could not be saved")
         self.event("preempted", reason=reason, saved=True)
         s.ledger.sync()
         self._finish_trackers(None if early else self.recipe.checkpoint.grace_seconds - s.signals.seconds_since() - 2.0)
-        raise Stopped(f"stopped by {reason} after step {state.step}, all saved; the same command goes on from there")
+        done = "before step 1" if nothing else f"after step {state.step}, all saved"
+        raise Stopped(f"stopped by {reason} {done}; the same command goes on from there")
+
+    def _commit(self, reason: str) -> bool:
+        """See to it that the present step is committed: what is being written is awaited, what failed is tried once more."""
+        if self.saved_step == self.state.step:
+            self._await_saves()
+        if any(self.s.ranks.gather("unsaved", self.saved_step != self.state.step)):
+            self.save(reason)
+        return self._await_saves() and self.saved_step == self.state.step
 
     def _committed(self) -> int:
         steps = [int(p.name[5:]) for p in self.s.run.checkpoints_dir.glob("step-????????")]
@@ -334,9 +370,7 @@ class Actions:
         """The last checkpoint, the summary, the end of the trackers."""
         s = self.s
         s.ranks.mark(self.state.step, "end")
-        if self.saved_step != self.state.step:
-            self.save(FINAL)
-        if not self._await_saves():
+        if not self._commit(FINAL):
             self.event("failed", reason="the last checkpoint could not be saved")
             raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
         self._stop_profile()

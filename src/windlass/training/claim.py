@@ -71,7 +71,9 @@ def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_fro
     changed = differences(old, recipe)
     if changed:
         raise UserError(_refusal(run, changed))
-    return Claim(recipe, run, resuming=True, finished=run.state == "finished")
+    begun = not branch_from or any(run.checkpoints_dir.glob("step-????????"))
+    source = None if begun else _branch_source(recipe, branch_from)  # it was killed before its first checkpoint
+    return Claim(recipe, run, resuming=True, finished=run.state == "finished", branch_from=source)
 
 
 def _refusal(run: Run, changed: list[str]) -> str:

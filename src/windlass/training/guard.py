@@ -5,14 +5,18 @@ Signals only set a flag; the loop polls it and all ranks agree, so that all stop
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+from windlass.errors import Stopped
 
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -33,6 +37,7 @@ class Signals:
         self.received: int | None = None
         self.received_at: float | None = None
         self._before: dict[int, Any] = {}
+        self._at_once = False
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -50,6 +55,23 @@ class Signals:
             os._exit(130)
         if self.received is None:
             self.received, self.received_at = number, time.monotonic()
+        if self._at_once:
+            self._stop()
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal raises Stopped instead of being polled: for work before training, which goes on where it was."""
+        if self.asked:
+            self._stop()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _stop(self) -> None:
+        self._at_once = False
+        raise Stopped(f"stopped by {self.name} before the training began; the same command goes on from there")
 
     @property
     def asked(self) -> bool:

@@ -106,7 +106,8 @@ class Session:
         self.theirs = model is not None
         try:
             place = detect()
-            self.data = data if data is not None else open_data(self.recipe)
+            with self.signals.at_once():
+                self.data = data if data is not None else open_data(self.recipe)
             self.ranks = self._stack.enter_context(mesh.start(place, self.recipe))
             self.ranks.mark(0, "start")
             self._numbers()
@@ -204,7 +205,8 @@ class Session:
         self.model = wrap(model, ranks, recipe)
         if not self.theirs:
             initialise(unwrap(self.model), recipe.run.seed)
-        self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type)
+        replicas = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
+        self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type, replicas)
         self.timer = StepTimer(ranks.device, self.goodput)
         self.step = Step(self.model, self.optimizer, ranks, recipe, self.timer)
 
@@ -222,7 +224,7 @@ class Session:
                 return str(self.claim.branch_from), notes
             choice = checkpoints.choose(self.run.path, self._wanted())
             if choice is None:
-                return "", notes
+                return self._origin(), notes
             checkpoints.set_aside(choice)
             return str(choice.path), [*notes, *choice.notes]
 
@@ -254,6 +256,13 @@ class Session:
                 f"are {', '.join(map(str, there)) or 'none'}): a decayed run cannot be extended; set checkpoint.keep_every next time"
             )
         return str(before[-1])
+
+    def _origin(self) -> str:
+        """Where a branch that was killed before its first checkpoint began; empty for a run of its own."""
+        origin = next((str(e["branched_from"]) for e in self.run.events if e.get("branched_from")), "")
+        if origin and not Path(origin).is_dir():
+            raise UserError(f"{self.run.path} has no checkpoint yet, and the one it branched from, {origin}, is gone")
+        return origin
 
     def _load(self, path: Path) -> None:
         checkpoint = checkpoints.open_checkpoint(path, deep=False)

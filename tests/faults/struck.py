@@ -1,0 +1,70 @@
+"""A rank of a real training that something happens to: `python struck.py WHAT PHASE RANK train RECIPE [KEY=VALUE...]`.
+
+In PHASE (see PLACES; `PHASE@2`: when it comes for the second time) of the first attempt the rank RANK (-1: every one) does
+WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or `wait`: it leaves the file $STRUCK_HERE, and is slow
+from then on. Everything else is the command line's own doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+what, (phase, _, at), culprit = sys.argv[1], sys.argv[2].partition("@"), int(sys.argv[3])
+PLACES = {
+    "start": ("windlass.training.session", "open_data"),
+    "load": ("windlass.training.session", "restore"),
+    "forward": ("windlass.training.step", "autocast"),
+    "backward": ("torch", "Tensor.backward"),
+    "evaluation": ("windlass.evaluate.lockstep", "StopAgreement.stop"),
+    "sample": ("windlass.evaluate.lockstep", "_exchange"),
+    "data": ("windlass.data.loader", "_Reader.read"),
+    "save": ("windlass.training.actions", "gather_state"),
+}
+"""By phase: a module, and a name in it that is called in this phase."""
+WAIT_SECONDS = {"start": 30.0, "data": 30.0}
+SLOW_SECONDS = 0.3
+
+
+def strike() -> None:
+    if what == "wait":
+        Path(os.environ["STRUCK_HERE"]).touch()
+        until = time.monotonic() + WAIT_SECONDS.get(phase, SLOW_SECONDS)
+        while time.monotonic() < until:
+            time.sleep(0.05)
+    elif what == "raise":
+        raise ArithmeticError("struck by the test")
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+
+def struck(original: Callable[..., Any], first: int) -> Callable[..., Any]:
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == first or (what == "wait" and calls > first):
+            strike()
+        return original(*args, **kwargs)
+
+    return call
+
+
+if os.environ.get("WINDLASS_ATTEMPT", "0") == "0" and culprit in (-1, int(os.environ.get("RANK", "0"))):
+    module, name = PLACES[phase]
+    *path, last = name.split(".")
+    place = importlib.import_module(module)
+    for part in path:
+        place = getattr(place, part)
+    setattr(place, last, struck(getattr(place, last), int(at or 1)))
+
+from windlass.cli import main  # noqa: E402 - after what it will call was replaced
+
+main(sys.argv[4:])
