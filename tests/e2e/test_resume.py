@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -138,3 +139,42 @@ def test_changed_data_is_refused(corpus, tmp_path):
     prepare(train_on)
     with pytest.raises((UserError, RunFailed)):
         train(other)
+
+
+def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):
+    """`checkpoint.resume`: what is not wanted is not loaded, and the run is the same from there on."""
+    overrides = settings(corpus, tmp_path / "run", **{"eval.every": 3, "checkpoint.keep_last": 10})
+    recipe = Recipe.load("quickstart", overrides)
+    with pytest.raises(Stopped):
+        train(recipe, stop_at=8)
+    losses = {line["step"]: line["loss"] for line in Run(tmp_path / "run").lines("eval") if line["step"]}
+    best = min(losses, key=lambda step: losses[step])
+    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
+    for wanted, step in (("best", best), ("3", 3), (f"{tmp_path / 'run' / 'checkpoints' / 'step-00000006'}", 6)):
+        copy = tmp_path / f"copy-{step}-{wanted[:4].strip('/')}"
+        shutil.copytree(tmp_path / "run", copy)
+        run = train(recipe.with_overrides(f"run.dir='{copy}'", f"checkpoint.resume='{wanted}'"))
+        assert [e["step"] for e in run.events if e["event"] == "resumed"] == [step], wanted
+        assert curve(run.path) == curve(whole.path), wanted
+    with pytest.raises(UserError, match="never"):
+        train(recipe.with_overrides("checkpoint.resume='never'"))
+    with pytest.raises(UserError, match=r"no checkpoint of step 5; there are: 3, 6, 8"):
+        train(recipe.with_overrides("checkpoint.resume='5'"))
+
+
+def test_a_branch_that_was_stopped_before_its_first_checkpoint_branches_again(corpus, tmp_path):
+    """It would else begin from the seed's weights, without a word."""
+    train(Recipe.load("quickstart", settings(corpus, tmp_path / "origin", **{"optim.schedule.kind": "constant"})))
+    branch = settings(corpus, tmp_path / "branch", **{"train.steps": 9, "checkpoint.every": 0})
+    recipe, origin = Recipe.load("quickstart", branch), f"{tmp_path / 'origin'}@6"
+
+    def dies(step: int, _: object) -> None:
+        raise RunFailed("a failure of the test")
+
+    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"), branch_from=origin)
+    for again in (origin, ""):  # the same command, or a plain one
+        run = tmp_path / f"branch{bool(again)}"
+        mine = recipe.with_overrides(f"run.dir='{run}'")
+        with pytest.raises(RunFailed, match="failure of the test"):
+            train(mine, branch_from=origin, on_step=dies)
+        assert curve(train(mine, branch_from=again).path) == curve(whole.path)
