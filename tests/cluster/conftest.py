@@ -13,7 +13,7 @@ from launching import DDP, TRAIN, launched
 from windlass.run import Run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[slurm_cluster.Cluster]:
     """Two nodes of SLURM on this machine; skipped where the programs are not installed."""
     if missing := slurm_cluster.missing():

@@ -164,17 +164,23 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self.clear()
+
+    def clear(self) -> None:
+        """Kill what is left of the cluster and its jobs, and remove its directory."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def processes(self) -> list[psutil.Process]:
-        """All that carry this cluster in their environment: daemons, srun, the jobs' own."""
+        """All that carry this cluster in their environment (daemons, srun, the jobs' own), and the keepers of jobs."""
         mine = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf") and process.pid != os.getpid():
                     mine.append(process)
+                    mine += [keeper for keeper in process.parents() if keeper.name() == "slurmstepd"]
         return mine
 
 
@@ -201,6 +207,7 @@ def cluster() -> Iterator[Cluster]:
     root = Path(tempfile.mkdtemp(prefix="windlass-slurm-"))
     root.chmod(0o755)
     made = Cluster(root)
+    watcher = subprocess.Popen([sys.executable, __file__, str(root)], stdin=subprocess.PIPE, start_new_session=True)
     try:
         try:
             made.start()
@@ -209,4 +216,9 @@ def cluster() -> Iterator[Cluster]:
         yield made
     finally:
         made.stop()
-        shutil.rmtree(root, ignore_errors=True)
+        watcher.communicate()
+
+
+if __name__ == "__main__":  # the watcher: whatever ends the tests, SIGKILL too, closes this pipe
+    sys.stdin.read()
+    Cluster(Path(sys.argv[1])).clear()

@@ -11,9 +11,8 @@ from launching import DDP, TRAIN, launched
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)")
 def test_mpiexec(settings, tmp_path, same_as_two_local_ranks):
-    if shutil.which("mpiexec") is None:
-        pytest.skip("no mpiexec on this machine (Debian's package mpich)")
     done = launched(["mpiexec", "-n", "2", *TRAIN, *settings(tmp_path / "run", **DDP)])
     assert done.returncode == 0, done.stdout
     same_as_two_local_ranks(tmp_path / "run")
