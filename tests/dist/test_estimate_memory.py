@@ -19,7 +19,7 @@ from windlass.parallel.wrap import autocast, sync_gradients, wrap
 SHAPES = {
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
     "weights": ({"layers": 4, "heads": 4, "width": 256, "context": 32}, 100, 1),
-    "activations": ({"layers": 10, "heads": 4, "width": 128, "context": 64, "tie_head": False}, 50, 4),
+    "activations": ({"layers": 10, "heads": 4, "width": 128, "context": 64, "tie_head": False, "activation": "relu2"}, 50, 4),
     "modern": (
         {"layers": 6, "heads": 4, "kv_heads": 2, "width": 128, "context": 64, "activation": "swiglu", "norm": "rmsnorm",
          "position": "rope", "qk_norm": True, "attn_bias": False, "ff_bias": False}, 300, 2,

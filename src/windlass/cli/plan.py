@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from windlass.run import Run
 
 
+SMALL_WIDTH = 768
+"""Narrower models spend their time on launching kernels rather than in them: no usual MFU holds for them."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
     app.command("plan")(plan)
@@ -182,6 +186,8 @@ def _speeds(
     setting: Setting, live: Run | None, from_: list[str], measured: bool, mfu: float, device_named: bool
 ) -> list[Speed]:
     """Measured speeds, or else one assumed from the device's peak, or none."""
+    from dataclasses import replace
+
     from windlass.errors import UserError
     from windlass.estimate.time import assumed_speed, measured_speed
     from windlass.model.size import flops_per_token
@@ -209,7 +215,13 @@ def _speeds(
     if peak is None:
         return []
     flops = flops_per_token(recipe.model, setting.vocab)
-    return [assumed_speed(flops, peak, setting.world, setting.device.name, mfu)]
+    speed = assumed_speed(flops, peak, setting.world, setting.device.name, mfu)
+    if recipe.model.width < SMALL_WIDTH:
+        narrow = (
+            f"{speed.detail}; matrices of width {recipe.model.width} hardly fill such a device, so take it for a bound"
+        )
+        return [replace(speed, detail=narrow)]
+    return [speed]
 
 
 def _runs_in(place: str) -> list[Run]:
