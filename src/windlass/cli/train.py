@@ -41,9 +41,12 @@ def train(
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
     from windlass.parallel.env import detect
+    from windlass.processes import die_with_parent
     from windlass.recipe import Recipe
     from windlass.training.claim import claim
 
+    if parent := os.environ.pop("WINDLASS_PARENT", ""):  # a cell of a sweep never outlives it
+        die_with_parent(int(parent))
     loaded = Recipe.load(recipe, overrides or [])
     here = detect(os.environ)
     if here.launcher == "none":

@@ -77,7 +77,7 @@ class CellProcess:
         self.study, self.cell, self.run, self.devices = study, cell, study.run_of(cell), devices
         self.run.path.parent.mkdir(parents=True, exist_ok=True)
         self.log: IO[bytes] = (self.run.path.parent / f"{self.run.name}.out").open("ab")
-        environment = dict(os.environ, WINDLASS_QUIET_END="1")
+        environment = dict(os.environ, WINDLASS_QUIET_END="1", WINDLASS_PARENT=str(os.getpid()))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from windlass.telemetry.trackers import Trackers, start_trackers
 from windlass.training.checks import tie_groups
 from windlass.training.claim import Claim, set_aside
 from windlass.training.guard import Signals
+from windlass.training.occupancy import occupy
 from windlass.training.state import TrainState
 from windlass.training.step import Step
 
@@ -98,6 +99,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self._stack = ExitStack()
+        self._lock: IO[str] | None = None
         self.recipe, self.run = self.claim.recipe, self.claim.run
         self.goodput = Goodput()
 
@@ -128,7 +130,11 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """End threads and sidecars, then the process group; with an error no other rank is waited for."""
-        self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        try:
+            self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     def _numbers(self) -> None:
         """Batch arithmetic and the length of the run."""
@@ -157,6 +163,7 @@ class Session:
             if self.options.fresh and self.ranks.place.attempt == 0:
                 set_aside(self.run.path)
             self.run.path.mkdir(parents=True, exist_ok=True)
+            self._lock = occupy(self.run.path)
             self.run.heartbeat_path.touch()
             number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
             if not self.claim.resuming or self.claim.extends_from:
