@@ -31,9 +31,9 @@ def occupy(run: Path, seconds: float = WAIT_SECONDS) -> IO[str] | None:
             break
         except BlockingIOError:
             if time.monotonic() >= end:
-                raise UserError(
-                    f"another process trains in {run} already ({_holder(file)}); wait for it, or stop it"
-                ) from None
+                who = _holder(file)
+                file.close()
+                raise UserError(f"another process trains in {run} already ({who}); wait for it, or stop it") from None
             time.sleep(0.1)
         except OSError:
             file.close()
