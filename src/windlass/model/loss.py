@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 IGNORED = -100
 """The label of a token that does not count."""
 
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits that are held at a time, in fp32. Fewer tokens than fit into it take the plain path."""
 
 
@@ -95,20 +95,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(labels), chunk):
                 part = slice(start, start + chunk)
-                rows = x[part].to(dtype)
+                counts = (labels[part] != IGNORED).unsqueeze(1)
+                rows = x[part].to(dtype).masked_fill(~counts, 0.0)  # so that nothing comes of those that do not count
                 logits = F.linear(rows, head, shift).to(total)
                 slope = _squash_(logits, cap) if cap else None
-                loss += _loss_(logits, labels[part])
+                log_p = logits.log_softmax(1)
+                del logits  # what is done with is let go: a chunk of logits is large
+                target = labels[part].clamp(min=0).unsqueeze(1)
+                loss -= log_p.gather(1, target).mul_(counts).sum()
                 if not any(wants):
                     continue
-                d = (logits if slope is None else logits.mul_(slope)).to(dtype)
+                d = log_p.exp_()  # the gradient: the probabilities, less 1 at the target
+                d.scatter_(1, target, d.gather(1, target) - 1)
+                d = (d if slope is None else d.mul_(slope)).to(dtype)
                 if dx is not None:
-                    torch.mm(d, head, out=dx[part])
+                    dx[part] = (d @ head).masked_fill_(~counts, 0.0)
                 if dw is not None:
                     dw.addmm_(d.t(), rows) if dtype == total else dw.add_(d.t() @ rows)
                 if db is not None:
-                    db += d.sum(0)
-                del logits, slope, d  # or they would still be there while the next chunk's are made
+                    db += counts.squeeze(1).to(dtype) @ d
+                del d, log_p, slope
         ctx.grads = tuple(
             None if g is None or t is None else g.to(t.dtype) for g, t in ((dx, x), (dw, weight), (db, bias))
         )
@@ -128,15 +134,3 @@ def _squash_(logits: Tensor, cap: float) -> Tensor:
     slope = 1 - logits.square()
     logits.mul_(cap)
     return slope
-
-
-def _loss_(logits: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss of logits [N, V], which become its gradient in place."""
-    counts = labels != IGNORED
-    target = labels.clamp(min=0).unsqueeze(1)
-    lse = logits.logsumexp(1, keepdim=True)
-    losses = (lse - logits.gather(1, target)).squeeze(1)
-    logits.sub_(lse).exp_()
-    logits.scatter_(1, target, logits.gather(1, target) - 1)
-    logits.mul_(counts.unsqueeze(1))
-    return losses.masked_fill(~counts, 0.0).sum()
