@@ -79,3 +79,14 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path, more, says)
     with pytest.raises(UserError, match=says):
         train(recipe(tmp_path / "run", *more), page["Mine"](), page["data"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_world_inside_another_launchers_is_refused(tmp_path, monkeypatch, capsys):
+    from windlass.cli import main
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "quickstart", f"run.dir='{tmp_path / 'run'}'", "--world", "2"])
+    assert end.value.code == 2
+    assert "leave --world out" in capsys.readouterr().err

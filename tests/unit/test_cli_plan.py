@@ -153,6 +153,13 @@ def test_fit_scaling(capsys, tmp_path):
     assert code == 0 and "back test" in out
 
 
+def test_a_schedule_plot_that_cannot_be_written_is_one_message(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, error = run(capsys, "quickstart", "--schedule-plot", str(tmp_path / "file" / "lr.png"))
+    assert code == 2
+    assert "name another file" in error
+
+
 def test_schedule_plot(capsys, tmp_path):
     code, _, error = run(capsys, "quickstart", "--schedule-plot", "lr.png")
     assert code == 0 and (tmp_path / "lr.png").stat().st_size > 5000 and "lr.png" in error

@@ -327,7 +327,12 @@ def _fit(study: str, setting: Setting | None, out: dict[str, Any], shown: list[A
 
 
 def _draw(setting: Setting, horizon: Horizon | None, file: str) -> None:
+    from windlass.errors import UserError
     from windlass.estimate.plan import horizon_of
     from windlass.report.plots import schedule_plot
 
-    typer.echo(f"schedule: {schedule_plot(setting.recipe, Path(file), horizon or horizon_of(setting))}", err=True)
+    try:
+        drawn = schedule_plot(setting.recipe, Path(file), horizon or horizon_of(setting))
+    except OSError as error:
+        raise UserError(f"--schedule-plot {file}: {error.strerror}; name another file") from None
+    typer.echo(f"schedule: {drawn}", err=True)

@@ -57,6 +57,12 @@ def train(
             return 0
         if world not in ("", "1") or max_restarts:
             return _launch(loaded, world or "1", max_restarts, claimed.run)
+    elif here.launcher != "windlass" and world not in ("", str(here.world)):
+        from windlass.errors import UserError
+
+        raise UserError(
+            f"--world {world}: this process is already one of {here.world} ({here.launcher}); leave --world out"
+        )
     from windlass.training.guard import Signals
 
     with Signals() as signals, signals.at_once():  # importing torch takes seconds
