@@ -303,7 +303,7 @@ class Actions:
                 if self.saved_step != state.step:
                     self.save("best", loss)
                 s.saver.note_loss(state.step, loss)
-        elif loss is not None:
+        elif loss is not None and self.saved_step == state.step:
             s.saver.note_loss(state.step, loss)
 
     def _stop_asked(self) -> bool:
