@@ -33,6 +33,7 @@ WATCHING = "windlass/parallel/watch.py"
 
 _PLACE_BYTES = 512
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def die_with_parent(parent: int) -> None:
@@ -41,6 +42,21 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library reuse memory that was freed instead of handing it back; whether it can be told so (glibc).
+
+    Left to itself, glibc gives the top of the heap back to the kernel when the backward pass has freed the activations, and
+    the next step pays for every page again. Blocks above 32 MB still come and go, so the peak stays what it was.
+    """
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # The second setting turns off that the first one adapts by itself, from 128 kB on up to 32 MB: so it goes to the limit.
+    return bool(mallopt(_M_MMAP_THRESHOLD, 2**25) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 class Place:

@@ -198,6 +198,8 @@ def start(place: World, recipe: Recipe, store: dist.Store | None = None) -> Rank
         processes.die_with_parent(os.getppid())
         processes.dump_stacks_on_request(place.rank, os.environ.get(processes.WATCH_DIR))
     _set_threads(recipe.train.threads, place, device)
+    if device.type == "cpu":
+        processes.keep_freed_memory()
     ranks = Ranks(place, device, strategy)
     ranks._steady_seconds = recipe.parallel.timeout_seconds
     if strategy == "single":
