@@ -109,6 +109,18 @@ def test_a_bad_step_leaves_the_weights_as_they_were_until_someone_looks(deferred
 
 
 @pytest.mark.parametrize("deferred", [False, True])
+def test_an_infinite_loss_with_a_finite_gradient_is_a_bad_step(deferred):
+    model, step = make(deferred)
+    before = float(model.w.detach())
+    original, model.forward = model.forward, None
+    model.forward = lambda tokens, labels: original(tokens, labels) + torch.tensor(math.inf)
+    result = step(batch(), 1.0)
+    assert math.isfinite(float(result.grad_norm))
+    assert float(model.w.detach()) == before
+    assert step.trouble() == (1, True)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
 def test_with_the_policy_skip_only_the_bad_step_is_left_out(deferred):
     model, step = make(deferred, on_nonfinite="skip")
     step(batch(1), 1.0)

@@ -124,8 +124,12 @@ class Step:
 
     def _judge(self, grad_norm: Tensor, loss: Tensor) -> bool:
         """Whether to go on to the update; in deferred mode the device decides, and this is always so."""
-        now = (~torch.isfinite(grad_norm)).float()
-        self.loss_bad = torch.maximum(self.loss_bad, (~torch.isfinite(loss)).float())
+        loss_bad = (~torch.isfinite(loss)).float()
+        self.loss_bad = torch.maximum(self.loss_bad, loss_bad)
+        # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its gradient is finite.
+        now = torch.maximum(
+            (~torch.isfinite(grad_norm)).float(), reduce.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
+        )
         self.bad = torch.maximum(self.bad, now) if self.latch else now
         self.bad_steps += self.bad
         if self.deferred:
