@@ -18,7 +18,10 @@ for _key in ("OMP_NUM_THREADS",):
 hypothesis.settings.register_profile("windlass", deadline=None, database=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("windlass")
 
-for _signal in (signal.SIGINT, signal.SIGHUP):  # under nohup or in the background of a shell they are ignored, by children too
+for _signal in (
+    signal.SIGINT,
+    signal.SIGHUP,
+):  # under nohup or in the background of a shell they are ignored, by children too
     if signal.getsignal(_signal) == signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 

@@ -89,7 +89,9 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_nobody(corpus, t
     axes = ["train.global_batch+train.micro_batch=8+8,8+4,6+4", "run.seed=1"]
     with pytest.raises(UserError, match="does not divide"):
         Study.create(Recipe.load("quickstart"), axes, tmp_path / "bad")
-    damaged = command(corpus, tmp_path, axes=[f"data.max_tokens+data.dir=4000000+{corpus / 'data'},10+{tmp_path / 'small'}"])
+    damaged = command(
+        corpus, tmp_path, axes=[f"data.max_tokens+data.dir=4000000+{corpus / 'data'},10+{tmp_path / 'small'}"]
+    )
     done = subprocess.run(damaged, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
     states = [Study.open(tmp_path / "study").state_of(c) for c in Study.open(tmp_path / "study").cells]

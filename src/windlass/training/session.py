@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -159,7 +160,7 @@ class Session:
     def _open_directory(self) -> None:
         """Rank 0 makes or sets aside the run's directory; all agree on the number of this start."""
 
-        def prepare() -> int:
+        def prepare() -> tuple[int, str]:
             if self.options.fresh and self.ranks.place.attempt == 0:
                 set_aside(self.run.path)
             self.run.path.mkdir(parents=True, exist_ok=True)
@@ -169,9 +170,9 @@ class Session:
             if not self.claim.resuming or self.claim.extends_from:
                 _write(self.run.recipe_path, self.recipe.toml())
             self.data.save_tokenizer(self.run.path)
-            return number
+            return number, secrets.token_hex(4)
 
-        self.attempt = self.agreed("attempt", prepare)
+        self.attempt, self._nonce = self.agreed("attempt", prepare)
 
     def agreed(self, name: str, decide: Callable[[], Value]) -> Value:
         """What rank 0 decides, on every rank; its mistake of the user's is every rank's, and so is said once."""
@@ -220,7 +221,7 @@ class Session:
     def _resume(self) -> None:
         """The newest good checkpoint, if there is one, into model, optimizer and counters."""
         self.saver = Saver(
-            self.run.checkpoints_dir, self.ranks.rank, self.ranks.world, f"{self.attempt}", self._policy(),
+            self.run.checkpoints_dir, self.ranks.rank, self.ranks.world, f"{self.attempt}_{self._nonce}", self._policy(),
             background=self.recipe.checkpoint.background,
         )  # fmt: skip
         self._stack.callback(self.saver.close)
@@ -228,6 +229,7 @@ class Session:
         def choose() -> tuple[str, list[str]]:
             notes = self.saver.recover()
             if self.claim.branch_from is not None:
+                checkpoints.open_checkpoint(self.claim.branch_from)  # every byte of it
                 return str(self.claim.branch_from), notes
             choice = checkpoints.choose(self.run.path, self._wanted())
             if choice is None:
