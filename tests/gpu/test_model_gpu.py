@@ -1,0 +1,95 @@
+"""The network on CUDA: the numbers of the CPU, and a loss that is lean with a large vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES: list[dict[str, Any]] = [
+    {"activation": "gelu_tanh"},
+    {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True, "tie_head": False},
+    {"position": "rope", "norm": "rmsnorm", "activation": "relu2", "logit_cap": 5.0, "head_bias": True},
+]
+
+
+def both(settings: dict[str, Any], dtype: Any) -> list[Any]:
+    from windlass.model.build import build_model
+    from windlass.model.init import initialise
+    from windlass.recipe import Recipe
+
+    shape = {"layers": 2, "heads": 4, "width": 64, "context": 48, "vocab": 101, "init_std": 0.1}
+    recipe = Recipe.model_validate({"model": {**shape, **settings}})
+    models = [build_model(recipe, 101, device, dtype) for device in ("cpu", "cuda")]
+    for model in models:
+        initialise(model, 3)
+    return models
+
+
+def some_tokens() -> Any:
+    return torch.randint(101, (3, 48), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+def test_logits_loss_and_gradients_are_those_of_the_cpu(settings: dict[str, Any]) -> None:
+    cpu, gpu = both(settings, torch.float64)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True))
+    tokens = some_tokens()
+    labels = tokens.roll(-1, 1)
+    labels[0, 10:20] = -100
+    torch.testing.assert_close(gpu(tokens.cuda()).cpu(), cpu(tokens), rtol=0, atol=1e-10)
+    losses = [cpu(tokens, labels), gpu(tokens.cuda(), labels.cuda())]
+    torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=1e-12, atol=0)
+    for loss in losses:
+        loss.backward()
+    for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
+        torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+def test_bfloat16_is_near(settings: dict[str, Any]) -> None:
+    cpu, gpu = both(settings, torch.float32)
+    tokens = some_tokens()
+    with torch.autocast("cuda", torch.bfloat16):
+        half = gpu(tokens.cuda(), tokens.cuda())
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half.cpu(), cpu(tokens, tokens), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any]) -> None:
+    _, gpu = both(settings, torch.float64)
+    tokens = some_tokens().cuda()
+    cache = gpu.eval().new_cache(3, 48)
+    whole = gpu(tokens)
+    for start, stop in [(0, 7), (7, 20), *((i, i + 1) for i in range(20, 48))]:
+        logits = gpu(tokens[:, start:stop], cache=cache)
+        torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
+    from windlass.model.loss import CHUNK_BYTES, cross_entropy_sum
+
+    tokens, width, vocab = 32_768, 64, 50_304
+    x = torch.randn(tokens, width, device="cuda", requires_grad=True)
+    weight = (0.1 * torch.randn(vocab, width, device="cuda")).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = cross_entropy_sum(x, weight, labels)
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 4 * CHUNK_BYTES["cuda"] < tokens * vocab * 4 / 3
+    some = slice(0, 512)
+    expected = torch.nn.functional.cross_entropy(x[some] @ weight.T, labels[some], reduction="sum")
+    part = cross_entropy_sum(x[some], weight, labels[some], chunk=100)
+    torch.testing.assert_close(part, expected, rtol=1e-3, atol=0)
