@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -40,3 +42,10 @@ def data_files() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set WINDLASS_TEST_DATA")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_watchdog_outlives_its_test() -> Iterator[None]:
+    """A rank that fails arms a timer that ends its process; a test that fails one on purpose is no rank."""
+    yield
+    faulthandler.cancel_dump_traceback_later()
