@@ -292,6 +292,7 @@ def export_equal(bench: Bench) -> Result:
         "model__ff_bias": "true", "model__qk_norm": "false", "model__tie_head": "true", "model__zero_init_output": "false",
     }  # fmt: skip
     run = bench.here("export", train__steps=3, **settings)
+    transformers.utils.logging.disable_progress_bar()
     with _quiet():
         export_hf(str(run.path), bench.folder / "hf")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf").eval()
