@@ -20,6 +20,7 @@ from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 from windlass.training import train
 from windlass.training.session import Session
+from windlass.training.step import Step
 
 __all__ = ["corpus"]
 
@@ -53,6 +54,15 @@ def test_a_nonfinite_step_stops_the_run_with_step_and_rank(corpus, tmp_path, poi
     assert run.state == "failed"
     assert "step 8" in next(e for e in run.events if e["event"] == "failed")["reason"]
     assert train(recipe).state == "finished", "the last checkpoint is from before"
+
+
+def test_a_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, poison, monkeypatch):
+    """As on CUDA, forced here: between logs the update is called off on the device, and a save looks before it saves."""
+    monkeypatch.setattr("windlass.training.session.Step", lambda *a: Step(*a, deferred=True))
+    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0}))
+    with pytest.raises(RunFailed, match="step 5: loss not finite"):
+        train(recipe, on_step=poison(4))
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
 def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, poison):

@@ -68,6 +68,7 @@ class Actions:
         self.saved_step = session.state.step if session.resumed_from else -1
         self.logged_samples = self.logged_tokens = self.padded_since_log = 0
         self.batch_end = 0
+        self.result: StepResult | None = None
         self.last_loss: float | None = None
         self.rewinds: dict[int, int] = {}
         self.judge = Judge(session, self.event)
@@ -157,7 +158,7 @@ class Actions:
         state.samples += self.s.batch.global_batch
         state.tokens += result.valid_tokens
         self.padded_since_log += result.padded_tokens
-        self.batch_end = batch.first_sample + self.s.batch.global_batch
+        self.result, self.batch_end = result, batch.first_sample + self.s.batch.global_batch
         if state.step == 1 or state.step == self.saved_step + 1:
             self.s.ranks.steady()
         self.s.console.tick(state.step)
@@ -238,6 +239,8 @@ class Actions:
         s = self.s
         if self.saved_step == self.state.step and reason == PERIODIC:
             return
+        if s.step.deferred and self.result is not None:  # counters must not run ahead of updates that were called off
+            self.judge.examine(self.result, self.batch_end)
         with s.timer.outside(), s.goodput.phase("save"):
             s.ranks.mark(self.state.step, "save")
             s.step.save(self.state)
