@@ -310,7 +310,8 @@ class Actions:
             s.saver.note_loss(state.step, loss)
 
     def _stop_asked(self) -> bool:
-        self.heartbeat.beat() if self.s.ranks.main else None
+        if self.s.ranks.main:
+            self.heartbeat.beat()
         return self.s.signals.asked
 
     def due_sample(self) -> bool:
@@ -336,7 +337,7 @@ class Actions:
     def stop(self) -> None:
         """Save where the grace allows it, and raise Stopped: all ranks come here after the same step."""
         s, state = self.s, self.state
-        early = not s.ranks.gather("signal", s.signals.asked) or not any(s.ranks.gather("signalled", s.signals.asked))
+        early = not any(s.ranks.gather("signalled", s.signals.asked))
         reason = f"--stop-at {state.step}" if early else s.signals.name
         nothing = state.step == 0  # before step 1 there is nothing to save
         expected = 0.0 if nothing or self.saved_step == state.step else s.saver.last_seconds or 0.0
@@ -415,20 +416,15 @@ class Actions:
                 f"{back.reason}; the run went back to step {checkpoint.step} {REWINDS} times already: the samples are not what is "
                 f"wrong. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
             )
-        skipped = self.state.skipped
         restore(checkpoint, s.model, s.optimizer)
         old = TrainState.from_json(checkpoint.counters)
         begin = _first_sample(s, old)
-        skipped = [*skipped, (begin, back.stop_sample)]
+        old.skipped = [*self.state.skipped, (begin, back.stop_sample)]
         vars(self.state).update(vars(old))
-        self.state.skipped = skipped
         s.step.load(self.state)
         s.step.bad.zero_()
-        self.saved_step, self.logged_samples, self.logged_tokens = (
-            self.state.step,
-            self.state.samples,
-            self.state.tokens,
-        )
+        self.saved_step = self.state.step
+        self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
         s.attempt = s.ledger.attempt = s.attempt + 1
         if s.sampler is not None:
             s.sampler.attempt = s.attempt
