@@ -175,7 +175,7 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     def evaluate_and_wait(self: Actions) -> None:
         evaluate(self)
         if self.state.step == 3:
-            failed.append(self._await_saves())
+            failed.append(self.saves.wait())
 
     monkeypatch.setattr(Actions, "evaluate", evaluate_and_wait)
     run = train(Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3})))

@@ -12,8 +12,7 @@ import torch
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
-from windlass.checkpoint.slices import gather_state, restore
-from windlass.checkpoint.store import Outcome
+from windlass.checkpoint.slices import restore
 from windlass.data.loader import Loader
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped
@@ -25,6 +24,7 @@ from windlass.training.checks import replicas, startup_checks
 from windlass.training.evaluations import evaluate_suites, generate_samples
 from windlass.training.policies import Judge, Rewind
 from windlass.training.profile import Profile
+from windlass.training.saving import Saves
 from windlass.training.session import Heartbeat, Session
 from windlass.training.state import TrainState
 from windlass.training.summary import write_summary
@@ -65,7 +65,7 @@ class Actions:
         self.state: TrainState = session.state
         self.recipe, self.horizon = session.recipe, session.horizon
         self.heartbeat = Heartbeat(session.run.heartbeat_path)
-        self.saved_step = session.state.step if session.resumed_from else -1
+        self.saves = Saves(session, self.heartbeat, self.event)
         self.logged_samples = self.logged_tokens = self.padded_since_log = 0
         self.batch_end = 0
         self.result: StepResult | None = None
@@ -143,7 +143,7 @@ class Actions:
         if s.signals.asked and s.ranks.world == 1:
             self.stop()
         if s.signals.asked and s.signals.seconds_since() > grace:
-            lost = self.state.step - max(self._committed(), 0)
+            lost = self.state.step - max(self.saves.newest(), 0)
             raise RunFailed(
                 f"stopped by {s.signals.name}: rank {s.ranks.rank} has waited for the data of step {self.state.step + 1} for longer "
                 f"than checkpoint.grace_seconds; the last checkpoint stands and {lost} steps are lost"
@@ -159,7 +159,7 @@ class Actions:
         state.tokens += result.valid_tokens
         self.padded_since_log += result.padded_tokens
         self.result, self.batch_end = result, batch.first_sample + self.s.batch.global_batch
-        if state.step == 1 or state.step == self.saved_step + 1:
+        if state.step == 1 or state.step == self.saves.step + 1:
             self.s.ranks.steady()
         self.s.console.tick(state.step)
         if not self.s.step.deferred:
@@ -218,7 +218,7 @@ class Actions:
             different = replicas(s.model, s.ranks)
             if different:
                 raise RunFailed(f"step {self.state.step}: {'; '.join(different)} (train.replica_check_every)")
-        self._report_saves(s.saver.poll())
+        self.saves.report(s.saver.poll())
         if s.ranks.main:
             self.heartbeat.beat()
             if s.trackers is not None:
@@ -236,47 +236,21 @@ class Actions:
 
     def save(self, reason: str = PERIODIC, loss: float | None = None) -> None:
         """Stage the state; it is written in the background."""
-        s = self.s
-        if self.saved_step == self.state.step and reason == PERIODIC:
+        if self.saves.step == self.state.step and reason == PERIODIC:
             return
-        if s.step.deferred and self.result is not None:  # counters must not run ahead of updates that were called off
+        if (
+            self.s.step.deferred and self.result is not None
+        ):  # counters must not run ahead of updates that were called off
             self.judge.examine(self.result, self.batch_end)
-        with s.timer.outside(), s.goodput.phase("save"):
-            s.ranks.mark(self.state.step, "save")
-            s.step.save(self.state)
-            meta = {
-                "reason": reason, "loss": loss, "recipe": self.recipe.digest, "data": s.data.fingerprint,
-                "strategy": s.ranks.strategy, "train_loss": self.last_loss, "samples": self.state.samples,
-                "tokens": self.state.tokens, "parameters": s.parameters,
-            }  # fmt: skip
-            s.saver.save(
-                self.state.step, gather_state(s.model, s.optimizer, s.ranks.rank, s.ranks.world), self.state.to_json(), meta,
-                while_waiting=self.heartbeat.beat,
-            )  # fmt: skip
-        self.saved_step = self.state.step
+        self.saves.save(reason, loss, self.last_loss)
 
-    def _report_saves(self, outcomes: list[Outcome]) -> bool:
-        """Write down how saves ended; whether all of them were committed."""
-        for outcome in outcomes:
-            if outcome.error:
-                self.saved_step = -1 if outcome.step == self.saved_step else self.saved_step
-                self.event("save_failed", step=outcome.step, reason=outcome.error)
-                self.s.console.trouble(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
-            elif self.s.ranks.main:
-                self.s.ledger.sync()
-                self.event(
-                    "checkpoint", step=outcome.step, path=f"checkpoints/{outcome.path.name}", write_s=round(outcome.write_s, 4),
-                    blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
-                )  # fmt: skip
-                self.s.console.event(f"saved {outcome.path} in {outcome.write_s:.2f} s", outcome.step)
-                if outcome.warning:
-                    self.s.console.trouble(outcome.warning)
-        return not any(outcome.error for outcome in outcomes)
-
-    def _await_saves(self, timeout: float | None = None) -> bool:
-        with self.s.timer.outside(), self.s.goodput.phase("save"):
-            good = self._report_saves(self.s.saver.wait(timeout, self.heartbeat.beat))
-        return good and not self.s.saver.busy
+    def _commit(self, reason: str) -> bool:
+        """See to it that the present step is committed: what is being written is awaited, what failed is tried once more."""
+        if self.saves.step == self.state.step:
+            self.saves.wait()
+        if any(self.s.ranks.gather("unsaved", self.saves.step != self.state.step)):
+            self.save(reason)
+        return self.saves.wait() and self.saves.step == self.state.step
 
     # -- evaluating ---------------------------------------------------------------------------------------------------
 
@@ -303,10 +277,10 @@ class Actions:
         if loss is not None and math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss
             if state.step and self.recipe.checkpoint.keep_best:
-                if self.saved_step != state.step:
+                if self.saves.step != state.step:
                     self.save("best", loss)
                 s.saver.note_loss(state.step, loss)
-        elif loss is not None and self.saved_step == state.step:
+        elif loss is not None and self.saves.step == state.step:
             s.saver.note_loss(state.step, loss)
 
     def _stop_asked(self) -> bool:
@@ -340,11 +314,11 @@ class Actions:
         early = not any(s.ranks.gather("signalled", s.signals.asked))
         reason = f"--stop-at {state.step}" if early else s.signals.name
         nothing = state.step == 0  # before step 1 there is nothing to save
-        expected = 0.0 if nothing or self.saved_step == state.step else s.saver.last_seconds or 0.0
+        expected = 0.0 if nothing or self.saves.step == state.step else s.saver.last_seconds or 0.0
         left = self.recipe.checkpoint.grace_seconds - s.signals.seconds_since()
         if not early and s.agreed("grace", lambda: expected > left):
-            self._await_saves(max(0.0, left))  # what is being written already may still be committed
-            lost = state.step - max(self._committed(), 0)
+            self.saves.wait(max(0.0, left))  # what is being written already may still be committed
+            lost = state.step - max(self.saves.newest(), 0)
             self.event("preempted", reason=reason, saved=False)
             raise RunFailed(
                 f"stopped by {reason} at step {state.step}: a save takes about {expected:.0f} s and only {left:.0f} s are left, "
@@ -357,18 +331,6 @@ class Actions:
         self._finish_trackers(None if early else self.recipe.checkpoint.grace_seconds - s.signals.seconds_since() - 2.0)
         done = "before step 1" if nothing else f"after step {state.step}, all saved"
         raise Stopped(f"stopped by {reason} {done}; the same command goes on from there")
-
-    def _commit(self, reason: str) -> bool:
-        """See to it that the present step is committed: what is being written is awaited, what failed is tried once more."""
-        if self.saved_step == self.state.step:
-            self._await_saves()
-        if any(self.s.ranks.gather("unsaved", self.saved_step != self.state.step)):
-            self.save(reason)
-        return self._await_saves() and self.saved_step == self.state.step
-
-    def _committed(self) -> int:
-        steps = [int(p.name[5:]) for p in self.s.run.checkpoints_dir.glob("step-????????")]
-        return max(steps, default=-1)
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
@@ -401,7 +363,7 @@ class Actions:
     def rewind(self, back: Rewind) -> None:
         """Return to the last good checkpoint and leave out the samples since then."""
         s = self.s
-        self._await_saves()
+        self.saves.wait()
 
         def choose() -> str:
             choice = checkpoints.choose(s.run.path, "latest")
@@ -423,7 +385,7 @@ class Actions:
         vars(self.state).update(vars(old))
         s.step.load(self.state)
         s.step.bad.zero_()
-        self.saved_step = self.state.step
+        self.saves.step = self.state.step
         self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
         s.attempt = s.ledger.attempt = s.attempt + 1
         if s.sampler is not None:

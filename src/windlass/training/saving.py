@@ -1,0 +1,68 @@
+"""A run's saves, as its loop sees them: staged, written in the background, told when they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from windlass.checkpoint.slices import gather_state
+
+if TYPE_CHECKING:
+    from windlass.checkpoint.store import Outcome
+    from windlass.training.session import Heartbeat, Session
+
+
+class Saves:
+    """What was saved, and what is being saved. Each method is called by every rank at the same step."""
+
+    def __init__(self, session: Session, heartbeat: Heartbeat, event: Callable[..., None]):
+        self.s, self.state, self.heartbeat, self.event = session, session.state, heartbeat, event
+        self.step = session.state.step if session.resumed_from else -1
+        """The newest step that is saved, or is being saved; -1: none, or the last one failed."""
+
+    def save(self, reason: str, loss: float | None, train_loss: float | None) -> None:
+        """Stage the state; it is written in the background."""
+        s, state = self.s, self.state
+        with s.timer.outside(), s.goodput.phase("save"):
+            s.ranks.mark(state.step, "save")
+            s.step.save(state)
+            meta = {
+                "reason": reason, "loss": loss, "recipe": s.recipe.digest, "data": s.data.fingerprint,
+                "strategy": s.ranks.strategy, "train_loss": train_loss, "samples": state.samples,
+                "tokens": state.tokens, "parameters": s.parameters,
+            }  # fmt: skip
+            s.saver.save(
+                state.step, gather_state(s.model, s.optimizer, s.ranks.rank, s.ranks.world), state.to_json(), meta,
+                while_waiting=self.heartbeat.beat,
+            )  # fmt: skip
+        self.step = state.step
+
+    def report(self, outcomes: list[Outcome]) -> bool:
+        """Write down how saves ended; whether all of them were committed."""
+        s = self.s
+        for outcome in outcomes:
+            if outcome.error:
+                self.step = -1 if outcome.step == self.step else self.step
+                self.event("save_failed", step=outcome.step, reason=outcome.error)
+                s.console.trouble(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
+            elif s.ranks.main:
+                s.ledger.sync()
+                self.event(
+                    "checkpoint", step=outcome.step, path=f"checkpoints/{outcome.path.name}", write_s=round(outcome.write_s, 4),
+                    blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
+                )  # fmt: skip
+                s.console.event(f"saved {outcome.path} in {outcome.write_s:.2f} s", outcome.step)
+                if outcome.warning:
+                    s.console.trouble(outcome.warning)
+        return not any(outcome.error for outcome in outcomes)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for what is being written, for so many seconds at most; whether all of it was committed."""
+        with self.s.timer.outside(), self.s.goodput.phase("save"):
+            good = self.report(self.s.saver.wait(timeout, self.heartbeat.beat))
+        return good and not self.s.saver.busy
+
+    def newest(self) -> int:
+        """The newest committed step on the disk; -1 where there is none."""
+        steps = [int(p.name[5:]) for p in self.s.run.checkpoints_dir.glob("step-????????")]
+        return max(steps, default=-1)
