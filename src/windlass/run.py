@@ -6,7 +6,9 @@ same to all of them.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +23,10 @@ Line = dict[str, Any]
 """One line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind."""
 
 ALIVE_SECONDS = 60.0
-"""A run whose heartbeat file is younger than this is taken to be running."""
+"""A run whose heartbeat file is younger than this is taken to be running, where its lock cannot tell."""
+
+LOCK = ".lock"
+"""Held by the process that trains in the directory, from its start to its end, however it ends."""
 
 ENDINGS = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
@@ -165,8 +170,20 @@ class Run:
         return self.lines("event")
 
     @property
+    def lock_path(self) -> Path:
+        """Locked by rank 0 while the run lives; says which process on which host it is."""
+        return self.path / LOCK
+
+    @property
     def alive(self) -> bool:
-        """Whether the run's heartbeat is fresh."""
+        """Whether a process trains in the directory now.
+
+        By its lock where this host can tell: a lock that is held says yes; a free one that was last held on this host says
+        no, at once after a kill. Else (another host's run, a file system without locks) by a fresh heartbeat.
+        """
+        held = lock_held(self.lock_path)
+        if held is not None:
+            return held
         try:
             return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS
         except OSError:
@@ -190,6 +207,20 @@ class Run:
     def checkpoint_index(self) -> dict[str, Any]:
         """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
         return _json(self.checkpoints_dir / "index.json")
+
+
+def lock_held(path: Path) -> bool | None:
+    """Whether a process holds a run's lock; None where this host cannot know (no lock file, no locks, another host's)."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file closes
+            holder = json.loads(file.read())
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):
+        return None
+    ours = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
+    return False if ours else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -78,6 +78,30 @@ def test_a_killed_sweep_goes_on_and_leaves_finished_cells_alone(corpus, tmp_path
 
 
 @pytest.mark.dist
+def test_killed_in_the_middle_of_cells_the_same_command_at_once_resumes_them(corpus, tmp_path):
+    axes = ["optim.lr=1e-2,1e-3"]
+    long = ["--workers", "2", "--set", "train.steps=150", "--set", "checkpoint.every=5", "--set", "eval.every=0"]
+    process = subprocess.Popen(command(corpus, tmp_path, *long, axes=axes), start_new_session=True)
+    folder = tmp_path / "study"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if len(list(folder.glob("runs/*/checkpoints/index.json"))) == 2:
+            break
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    again = subprocess.run(command(corpus, tmp_path, *long, axes=axes), capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    study = Study.open(folder)
+    for cell in study.cells:
+        run = study.run_of(cell)
+        assert [x["step"] for x in run.lines("train")] == list(range(1, 151))
+        events = [e["event"] for e in run.events]
+        assert "resumed" in events
+        assert events[-1] == "finished"
+
+
+@pytest.mark.dist
 def test_a_failing_cell_stays_visible_with_its_reason_and_stops_nobody(corpus, tmp_path):
     axes = ["model.dropout=0.0,0.1", "train.spike_sigmas=1,2"]
     study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "other")

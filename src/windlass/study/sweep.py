@@ -20,7 +20,8 @@ from windlass.study.halving import Halving
 from windlass.study.study import Study
 
 OPEN = ("waiting", "interrupted", "running")
-"""States of cells that a sweep works on; a `running` one that is not ours is left to whoever runs it."""
+"""States of cells that a sweep works on; a `running` one that is not ours is left to whoever runs it, and looked at again:
+if it is killed there, it is taken up here."""
 STOP_SECONDS = 90.0
 """How long cells may take to save and end when the sweep is stopped."""
 
@@ -64,6 +65,10 @@ class Sweep:
         states = [self.study.state_of(cell)[0] for cell in self._cells()]
         return DONE if all(s in ("finished", "pruned", "diverged") for s in states) else 1
 
+    @property
+    def _open(self) -> tuple[str, ...]:
+        return (*OPEN, "failed") if self.options.retry_failed else OPEN
+
     def _cells(self) -> list[Cell]:
         return self.study.cells if self.only is None else self.only
 
@@ -78,11 +83,10 @@ class Sweep:
             for cell in self._cells():
                 if self.study.state_of(cell)[0] in ("failed", "diverged"):
                     self.study.judge(cell, "", "")
-        queue = [c for c in self._cells() if self._is_open(c)]
+        queue = [c for c in self._cells() if self.study.state_of(c)[0] in self._open]
         halving = Halving(self.study) if self.options.halving else None
         while queue or self.running:
-            while queue and len(self.running) < self.options.workers and not self.stopping:
-                self.running.append(self._start(queue.pop(0)))
+            self._fill(queue)
             if self.stopping:
                 self._wait_for_saves()
                 return
@@ -96,11 +100,16 @@ class Sweep:
             self.show(self.study)
             time.sleep(self.options.poll_seconds)
 
-    def _is_open(self, cell: Cell) -> bool:
-        state, _ = self.study.state_of(cell)
-        if state == "failed" and self.options.retry_failed:
-            return True
-        return state in ("waiting", "interrupted")
+    def _fill(self, queue: list[Cell]) -> None:
+        """Start the next cells while there is room; those that another process trains stay in the queue."""
+        for cell in list(queue):
+            if self.stopping or len(self.running) >= self.options.workers:
+                return
+            state = self.study.state_of(cell)[0]
+            if state != "running":
+                queue.remove(cell)
+                if state in self._open:
+                    self.running.append(self._start(cell))
 
     def _start(self, cell: Cell) -> CellProcess:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

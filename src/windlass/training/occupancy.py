@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from windlass.errors import UserError
+from windlass.run import LOCK
 
-LOCK = ".lock"
 WAIT_SECONDS = 10.0
 """A run that was just killed may still be ending."""
 
