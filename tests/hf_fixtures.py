@@ -11,7 +11,8 @@ VOCAB = 512
 
 
 def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
-    """The configuration of a tiny model: `bloom`, `gpt2`, `llama`, `gemma2` (with capped logits)."""
+    """The configuration of a tiny model: `bloom`, `gpt2`, `llama`, `gemma2` (with capped logits), `mistral` (a sliding window),
+    `mamba` and `rwkv` (recurrent), `jamba` (both kinds), `glm4_moe` (a router with a saved buffer)."""
     import transformers
 
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -19,12 +20,32 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
         fields: dict[str, Any] = {"hidden_size": 32, "n_layer": 3, "n_head": 4}
     elif kind == "gpt2":
         fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    elif kind in ("mamba", "rwkv"):
+        fields = {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "state_size": 4}
     else:
         fields = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
         }  # fmt: skip
-    kinds = {"bloom": "BloomConfig", "gpt2": "GPT2Config", "llama": "LlamaConfig", "gemma2": "Gemma2Config"}
+    if kind == "mistral":
+        fields |= {"sliding_window": 6}
+    elif kind == "glm4_moe":
+        fields |= {
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+        }
+    elif kind == "jamba":
+        fields |= {
+            "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 4,
+            "expert_layer_period": 2, "expert_layer_offset": 1,
+        }  # fmt: skip
+        del fields["head_dim"]
+    kinds = {
+        "bloom": "BloomConfig", "gpt2": "GPT2Config", "llama": "LlamaConfig", "gemma2": "Gemma2Config", "rwkv": "RwkvConfig",
+        "mistral": "MistralConfig", "mamba": "MambaConfig", "jamba": "JambaConfig", "glm4_moe": "Glm4MoeConfig",
+    }  # fmt: skip
     return getattr(transformers, kinds[kind])(**{"vocab_size": vocab, **fields, **special, **changes})
 
 
@@ -37,6 +58,9 @@ def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)  # biases and norms too, so that none can be forgotten
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.add_(torch.randn_like(buffer))
     model.to(dtype).save_pretrained(directory, max_shard_size="40KB")
     return directory
 

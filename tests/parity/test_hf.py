@@ -109,6 +109,76 @@ def test_a_cache_gives_the_logits_of_one_pass(directories: dict[str, Path]) -> N
         assert (torch.cat(parts, 1) - whole[:, 4:]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["mistral", "mamba", "rwkv", "jamba"])
+@torch.no_grad()
+def test_recurrent_networks_and_sliding_windows_give_the_same_text_with_and_without_a_cache(
+    kind: str, tmp_path: Path
+) -> None:
+    ours, (tokens, _) = built(hf_fixtures.save(kind, tmp_path)), batch()
+    whole, cache = ours(tokens), ours.new_cache(3, 20)
+    parts = [ours(tokens[:, :4], cache=cache), *(ours(tokens[:, i : i + 1], cache=cache) for i in range(4, 20))]
+    assert (torch.cat(parts, 1) - whole[:, 3:]).abs().max() < 1e-5
+    assert (cache.cache is None) == (kind == "rwkv")  # it takes its state under a name of its own: read again
+    prompts, expected = [[5, 6, 7], [9] * 9], []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(12):
+            text.append(int(ours(torch.tensor([text]))[0, -1].argmax()))
+        expected.append(text[len(prompt) :])
+    assert generate(ours, prompts, Sampling(max_tokens=12, temperature=0)) == expected
+
+
+@torch.no_grad()
+def test_a_cache_that_a_network_swallows_is_noticed(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, (tokens, _) = built(directories["llama"]), batch()
+    whole, forward = ours(tokens), ours.model.forward
+
+    def forgetful(input_ids: Tensor, past_key_values: Any = None, use_cache: bool = False, **rest: Any) -> Any:
+        return forward(input_ids=input_ids, use_cache=False, **rest)
+
+    monkeypatch.setattr(ours.model, "forward", forgetful)
+    cache = ours.new_cache(3, 20)
+    parts = [ours(tokens[:, :5], cache=cache), *(ours(tokens[:, i : i + 1], cache=cache) for i in range(5, 20))]
+    assert (torch.cat(parts, 1) - whole[:, 4:]).abs().max() < 1e-5 and cache.cache is None
+
+
+@torch.no_grad()
+def test_buffers_that_are_saved_are_read_also_through_transformers(tmp_path: Path) -> None:
+    directory = hf_fixtures.save("glm4_moe", tmp_path)
+    ours, reference, (tokens, _) = built(directory), theirs(directory), batch()
+    mine = {name: b for name, b in ours.model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert len(mine) == 2 and all(b.abs().max() > 0.1 for b in mine.values())
+    assert (ours(tokens) - reference(input_ids=tokens).logits).abs().max() < 1e-5
+    llama = hf_fixtures.save("llama", tmp_path / "llama")  # a layout that needs no converting: read slice by slice
+    weights, place = _one_file(llama)
+    model = open_hf(llama)
+    model.model.register_buffer("shift", torch.zeros(3))
+    with pytest.raises(UserError, match="lacks the weight shift"):
+        model.to_empty_parameters("cpu").fill_weights(1)
+    _save({**weights, "shift": torch.tensor([1.0, 2.0, 3.0])}, place)
+    model.fill_weights(1)
+    assert model.model.shift.tolist() == [1.0, 2.0, 3.0]
+
+
+def _one_file(directory: Path) -> tuple[dict[str, Tensor], Path]:
+    """A model's weights, moved into one file."""
+    from safetensors.torch import load_file
+
+    weights = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
+    for file in directory.glob("model*"):
+        file.unlink()
+    _save(weights, directory / "model.safetensors")
+    return weights, directory / "model.safetensors"
+
+
+def _save(weights: dict[str, Tensor], place: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(weights, place, {"format": "pt"})
+
+
 def test_masters_are_fp32_and_ties_are_kept_whatever_the_file_says(tmp_path: Path) -> None:
     directory = hf_fixtures.save("bloom", tmp_path, dtype=torch.bfloat16)
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"

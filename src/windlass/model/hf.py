@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError
+from windlass.model.hf_cache import Memory, new_memory
 from windlass.model.loss import cross_entropy_sum
 from windlass.recipe import Recipe
 from windlass.recipe.settings import LoraSettings, ModelSettings
@@ -51,7 +52,7 @@ class HfModel(nn.Module):
         return self.model.config
 
     def fill_weights(self, seed: int) -> None:
-        """Give every parameter its value: the file's, or with `model.from_scratch` one that the seed and its name determine."""
+        """Give every parameter and saved buffer its value: the file's, or with `model.from_scratch` one that the seed and its name determine."""
         from windlass.model.hf_weights import fill
 
         fill(self, seed)
@@ -72,13 +73,11 @@ class HfModel(nn.Module):
         """The units of sharding, activation checkpointing and compiling, in order."""
         return find_blocks(self.model)
 
-    def new_cache(self, batch: int, length: int) -> Any:
-        """An empty cache of keys and values; it grows as it is used."""
-        from transformers import DynamicCache
+    def new_cache(self, batch: int, length: int) -> Memory:
+        """An empty cache of keys, values and states; it grows as it is used."""
+        return new_memory(self.model)
 
-        return DynamicCache(config=self.model.config)
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Any = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Memory | None = None) -> Tensor:
         """Logits, or the summed loss.
 
         Args:
@@ -91,7 +90,7 @@ class HfModel(nn.Module):
             Without: logits [B, T, V]; with a cache [B, 1, V], those of the last token.
         """
         if cache is not None:
-            return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **self._last_only).logits[:, -1:]
+            return cache.read(self.model, tokens, **self._last_only)
         if labels is None or not self._plain_head:
             logits = self.model(input_ids=tokens, use_cache=False).logits
             return logits if labels is None else _loss_of_logits(logits, labels)

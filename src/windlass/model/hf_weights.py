@@ -28,18 +28,31 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def fill(model: HfModel, seed: int) -> None:
     """Give every parameter its value, in place: from the files, or from the seed; adapters always from the seed.
 
+    Buffers that are saved with the weights (a router's correction, for one) come from the files too; from scratch they keep
+    the value that the architecture gives them.
+
     Raises:
-        UserError: The files lack a parameter, or have it in another shape; there are none but pickled ones.
+        UserError: The files lack a parameter or a saved buffer, or have it in another shape; there are none but pickled ones.
     """
     parameters = dict(named_parameters(model))
     adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
     for name, parameter in adapters.items():
         _fill_adapter(name, parameter, seed)
-    rest = {name.replace(".base_layer.", "."): p for name, p in parameters.items() if name not in adapters}
+    rest: dict[str, Tensor] = {
+        name.replace(".base_layer.", "."): p for name, p in parameters.items() if name not in adapters
+    }
     if model.settings.from_scratch:
         _fill_from_seed(rest, model, seed)
     else:
-        _fill_from_files(rest, model)
+        _fill_from_files({**rest, **dict(saved_buffers(model))}, model)
+
+
+def saved_buffers(model: HfModel) -> Iterator[tuple[str, Tensor]]:
+    """Each buffer that is saved with the weights, under its name in `transformers`."""
+    for path, module in model.model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield plain_name(f"{path}.{name}" if path else name).replace(".base_layer.", "."), buffer
 
 
 def named_parameters(model: HfModel) -> Iterator[tuple[str, nn.Parameter]]:
@@ -87,8 +100,13 @@ class Files:
         """A tensor that is read when it is indexed."""
         return self._file(self.places[key]).get_slice(key)
 
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor."""
+        found: Tensor = self._file(self.places[key]).get_tensor(key)
+        return found
 
-def _fill_from_files(parameters: dict[str, nn.Parameter], model: HfModel) -> None:
+
+def _fill_from_files(parameters: dict[str, Tensor], model: HfModel) -> None:
     files, prefix = Files(model.directory), model.model.base_model_prefix
     found = {name: files.find(name, str(prefix)) for name in parameters}
     if missing := [name for name, key in found.items() if key is None]:
@@ -102,10 +120,13 @@ def _fill_from_files(parameters: dict[str, nn.Parameter], model: HfModel) -> Non
                 f"{list(parameter.shape)}"
             )
         local, offsets = _local(parameter)
+        if not local.dim():
+            local.copy_(files.tensor(found[name]))  # type: ignore[arg-type]
+            continue
         local.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))])
 
 
-def _fill_through_transformers(parameters: dict[str, nn.Parameter], model: HfModel, missing: list[str]) -> None:
+def _fill_through_transformers(parameters: dict[str, Tensor], model: HfModel, missing: list[str]) -> None:
     """For files in an older layout, which `transformers` converts as it reads them; here each rank holds all for a while."""
     from transformers import AutoModelForCausalLM
 
@@ -114,14 +135,14 @@ def _fill_through_transformers(parameters: dict[str, nn.Parameter], model: HfMod
     )
     if lacking := sorted(set(report["missing_keys"]) & set(parameters)):
         raise UserError(f"{model.directory} lacks {len(lacking)} weights of its model, {lacking[0]} among them")
-    values = dict(whole.named_parameters())
+    values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     if unknown := [name for name in missing if name not in values]:
         raise UserError(f"{model.directory} lacks the weight {unknown[0]}")
     for name, parameter in parameters.items():
         assign(parameter, values[name])
 
 
-def _fill_from_seed(parameters: dict[str, nn.Parameter], model: HfModel, seed: int) -> None:
+def _fill_from_seed(parameters: dict[str, Tensor], model: HfModel, seed: int) -> None:
     """The architecture's own initialisation, a block at a time on the CPU, each a pure function of the seed and its name."""
     template = from_directory(model.directory, model.settings, torch.float32)
     done: set[str] = set()
