@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from windlass.errors import UserError
+
 GIB = 2**30
 
 USABLE = 0.9
@@ -33,11 +35,14 @@ _TABLE: tuple[tuple[str, str, int], ...] = (
     ("B200", "NVIDIA B200", 180),
     ("GH200-96GB", "NVIDIA GH200 480GB", 96),
     ("H200", "NVIDIA H200", 141),
+    ("H200-NVL", "NVIDIA H200 NVL", 141),
     ("H100", "NVIDIA H100 80GB HBM3", 80),
     ("H100-PCIe", "NVIDIA H100 PCIe", 80),
     ("H100-NVL", "NVIDIA H100 NVL", 94),
     ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80),
     ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
+    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 80),
+    ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40),
     ("A40", "NVIDIA A40", 48),
     ("A30", "NVIDIA A30", 24),
     ("A10", "NVIDIA A10", 24),
@@ -47,6 +52,8 @@ _TABLE: tuple[tuple[str, str, int], ...] = (
     ("L4", "NVIDIA L4", 24),
     ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
     ("V100-16GB", "Tesla V100-SXM2-16GB", 16),
+    ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
+    ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16),
     ("T4", "Tesla T4", 16),
     ("P100", "Tesla P100-SXM2-16GB", 16),
     ("RTX-5090", "NVIDIA GeForce RTX 5090", 32),
@@ -65,6 +72,9 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`.
 
     A name that is not in the table is taken as it is, with unknown memory unless it is given; nothing is guessed.
+
+    Raises:
+        UserError: the name is the beginning of others in the table, as `A100` is: which one is not guessed either.
     """
     if name.lower() == "cpu":
         return Device("cpu", "cpu", memory_bytes)
@@ -72,6 +82,10 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     for short, full, gib in _TABLE:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
+    variants = [short for short, full, _ in _TABLE if wanted and _plain(short).startswith(wanted)]
+    if variants:
+        which = "there are several" if len(variants) > 1 else "which one? There is"
+        raise UserError(f"--device {name}: {which}: {', '.join(variants)}. Write the whole name")
     return Device(name, "cuda", memory_bytes)
 
 

@@ -26,7 +26,14 @@ def same_device(one: str, other: str) -> bool:
     """Whether two names are of one kind of device; a name that nobody wrote down may be any."""
     if not one or not other:
         return True
-    return find_device(one).name.lower() == find_device(other).name.lower()
+    return _full_name(one) == _full_name(other)
+
+
+def _full_name(name: str) -> str:
+    try:
+        return find_device(name).name.lower()
+    except UserError:  # the beginning of several: it is none of them
+        return name.lower()
 
 
 def device_of(speeds: Sequence[Speed], where: str) -> str:
