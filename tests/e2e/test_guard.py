@@ -123,6 +123,36 @@ def test_a_loss_spike_has_a_policy(corpus, tmp_path, monkeypatch, policy):
     assert ("rewound", 30) in events if policy == "rewind" else ("spike", 32) in events
 
 
+def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, monkeypatch):
+    """A skipped spike is no measure for the next one, so a loss that stays up would be skipped for ever."""
+    more = {"train.on_spike": "skip", "train.steps": 60, "train.spike_sigmas": 50.0, "train.max_skips": 4}
+    opened: list[Session] = []
+    original = Session.open
+    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
+
+    def on_step(done, _):
+        if done == 31:
+            with torch.no_grad():
+                for parameter in opened[-1].model.parameters():
+                    parameter.mul_(-40.0)
+
+    with pytest.raises(RunFailed, match="the 4th in a row"):
+        train(Recipe.load("quickstart", settings(corpus, tmp_path / "run", **more)), on_step=on_step)
+    spikes = [(e["step"], e["in_a_row"]) for e in Run(tmp_path / "run").events if e["event"] == "spike"]
+    assert spikes == [(32, 1), (33, 2), (34, 3), (35, 4)]
+
+
+def test_a_loss_that_is_not_finite_is_no_measure_of_spikes_and_hinders_no_save(corpus, tmp_path, poison):
+    more = {"train.on_spike": "skip", "train.on_nonfinite": "skip", "train.max_skips": 3, "checkpoint.every": 1}
+    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **more))
+    with pytest.raises(RunFailed, match="3 updates in a row were skipped"):
+        train(recipe, on_step=poison(7))
+    run = Run(tmp_path / "run")
+    assert not [e for e in run.events if e["event"] == "save_failed"]
+    counters = json.loads((run.checkpoints_dir / "step-00000008" / "state.json").read_text())
+    assert len(counters["spike_window"]) == 7 and counters["updates_skipped"] == 1
+
+
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):
     recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"train.precision": "fp16"}))
     lines = train(recipe).lines("train")

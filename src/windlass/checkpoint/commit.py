@@ -84,6 +84,8 @@ class Commit:
         self.target = catalog.step_dir(directory, request.step)
         self.temporary = directory / f".saving-{request.save_id}"
         self.tombstone = directory / f".failed-{request.save_id}"
+        self.warning = ""
+        """What went wrong after the marker was written (rank 0)."""
 
     def run(self) -> Path:
         """Write, agree, commit; returns the committed directory. Raises OSError, and then nothing of the save is left."""
@@ -156,11 +158,17 @@ class Commit:
             files.sync_dir(self.directory)
             files.sync_dir(self.directory.parent)  # this may be the first thing in it
             catalog.write_marker(self.target, files)
-        except OSError:
-            self._roll_back(old)
-            raise
+        except OSError as problem:
+            if not self._marked():
+                self._roll_back(old)
+                raise
+            self.warning = f"the checkpoint is committed, but the disk did not confirm it: {explain(problem)}"
         with contextlib.suppress(OSError):  # where this fails, the next start does it
             catalog.discard(old, files)
+
+    def _marked(self) -> bool:
+        """Whether an error came so late that the marker is there: other ranks may count on it already."""
+        return not self.temporary.exists() and self._is_committed()
 
     def _roll_back(self, old: Path) -> None:
         """After an error: the checkpoint that was to be replaced has its name again, and the new one is gone."""

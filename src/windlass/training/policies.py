@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class Judge:
 
     def __init__(self, session: Session, event: Callable[..., None]):
         self.s, self.state, self.recipe, self.event = session, session.state, session.recipe, event
+        self.spikes_in_a_row = 0
         if self.recipe.train.on_spike != "ignore":
             session.step.is_spike = self._is_spike
 
@@ -70,8 +72,10 @@ class Judge:
         window = self.state.spike_window
         if is_spike(window, loss, self.recipe.train.spike_sigmas):
             return True
-        window.append(loss)
-        del window[:-SPIKE_WINDOW]
+        if math.isfinite(loss):  # what is not finite is told by the other policy, and is no measure
+            window.append(loss)
+            del window[:-SPIKE_WINDOW]
+            self.spikes_in_a_row = 0
         return False
 
     def spiked(self, result: StepResult, batch_end: int) -> None:
@@ -86,4 +90,10 @@ class Judge:
         if policy == "rewind":
             raise Rewind(reason, batch_end)
         self.state.updates_skipped += 1
-        self.event("spike", reason=reason)
+        self.spikes_in_a_row += 1
+        self.event("spike", reason=reason, in_a_row=self.spikes_in_a_row)
+        if self.spikes_in_a_row >= self.recipe.train.max_skips:
+            raise RunFailed(
+                f"{reason}, the {self.spikes_in_a_row}th in a row: this is no spike but where the loss is now. Lower optim.lr, or "
+                "raise train.spike_sigmas or train.max_skips"
+            )
