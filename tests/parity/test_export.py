@@ -132,6 +132,28 @@ def test_weights_of_another_shape_are_refused_with_what_to_write(tmp_path: Path)
         load_initial(build_model(made, 257, device="cpu"), made.with_overrides("model.init_from='nowhere'"))
 
 
+def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = hf_fixtures.save("llama", tmp_path / "base")
+    again = hf_fixtures.save("llama", tmp_path / "again", attention_dropout=0.3, use_cache=False)
+    other = hf_fixtures.save("llama", tmp_path / "other", num_key_value_heads=4, rms_norm_eps=0.01, hidden_act="gelu")
+    tree = {"kind": "hf", "name": str(base), "context": 64}
+    made = Recipe.model_validate({"model": {**tree, "init_from": str(again)}})
+    model = build_model(made, 257, device="cpu").eval()
+    load_initial(model, made)
+    theirs = AutoModelForCausalLM.from_pretrained(again).eval()
+    with torch.no_grad():
+        assert (model(tokens()) - theirs(input_ids=tokens()).logits).abs().max() < 1e-5
+    with pytest.raises(UserError) as error:
+        load_initial(model, made.with_overrides(f"model.init_from='{other}'"))
+    for line in ("num_key_value_heads = 4 (it is 2)", "rms_norm_eps = 0.01", "hidden_act = 'gelu' (it is 'silu')"):
+        assert line in str(error.value)
+    assert "dropout" not in str(error.value) and "vocab" not in str(error.value)
+    with pytest.raises(UserError, match=r"model\.init_from.*model\.from_scratch asks for none"):
+        made.with_overrides("model.from_scratch=true")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

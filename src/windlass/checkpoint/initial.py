@@ -31,6 +31,7 @@ def load_initial(model: nn.Module, recipe: Recipe) -> None:
         if isinstance(model, GPT):
             fill_from_hf(model, directory, recipe.run.seed)
         else:
+            check_same_network(model, directory)
             model.directory = directory  # type: ignore[assignment]
             model.fill_weights(recipe.run.seed)  # type: ignore[operator]
         return
@@ -38,6 +39,38 @@ def load_initial(model: nn.Module, recipe: Recipe) -> None:
         restore(load.open_checkpoint(load.find(path if path.exists() else name).path, deep=False), model)
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
+
+
+NO_MATTER = (
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "id2label",
+    "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range", "pretraining_tp", "vocab_size",
+    "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef", "output_router_logits",
+)  # fmt: skip
+"""Entries of a configuration that do not change what a network of the same shapes computes."""
+NO_MATTER_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
+
+
+def check_same_network(model: nn.Module, directory: Path) -> None:
+    """Weights mean something only in the network that they were trained in; raises UserError with what is not as there."""
+    hub.prepare()
+    config: Any = model.config
+    with hub.explained(f"model.init_from: {directory}"):
+        from transformers import AutoConfig
+
+        settings: Any = model.settings
+        theirs = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code).to_dict()
+    ours = config.to_dict()
+    differs = [
+        f"{key} = {theirs.get(key)!r} (it is {ours.get(key)!r})"
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key) and key not in NO_MATTER and not any(p in key for p in NO_MATTER_PARTS)
+    ]
+    if differs:
+        raise UserError(
+            f"model.init_from: the weights in {directory} belong to another network than {settings.name}: "
+            f"{'; '.join(differs[:8])}{'; and more' if len(differs) > 8 else ''}. Take its own configuration (model.name), or, "
+            "where the difference is meant, lay its weights beside the config.json that you want and name that directory"
+        )
 
 
 def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:

@@ -20,6 +20,10 @@ def _model(recipe: Recipe) -> Problems:
     if m.kind == "hf":
         if not m.name:
             found.append(("model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'))
+        if m.from_scratch and m.init_from:
+            found.append(
+                ("model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out")
+            )
         return found
     if m.name:
         found.append(("model.name", 'a model\'s name goes with model.kind = "hf"; use run.name to name the run'))
