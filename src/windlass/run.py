@@ -10,7 +10,7 @@ import fcntl
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -207,6 +207,25 @@ class Run:
     def checkpoint_index(self) -> dict[str, Any]:
         """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
         return _json(self.checkpoints_dir / "index.json")
+
+
+def judged(state: str, events: Iterable[Line], verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+    """How a study's cell stands, and why: by its run's state and events, and by what was decided from outside.
+
+    Returns:
+        `waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`, and the reason where one is known.
+    """
+    said = (str(verdict.get("state", "")), str(verdict.get("reason", ""))) if verdict else ("", "")
+    if state == "finished":
+        return state, ""
+    if said[0] not in ("", "interrupted"):
+        return said
+    if state == "failed":
+        failures = [x for x in events if x["kind"] == "event" and x.get("event") == "failed"]
+        if failures:
+            return "failed", str(failures[-1].get("reason", ""))
+    state = {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(state, state)
+    return said if said[0] and state in ("waiting", "interrupted") else (state, "")
 
 
 def lock_held(path: Path) -> bool | None:

@@ -18,6 +18,7 @@ from windlass.report.study import (
     winner_command,
 )
 from windlass.run import Run
+from windlass.study.study import Study
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,25 @@ def test_the_command_repeats_what_the_study_changed_and_quotes_it(study):
     assert "eval.every" not in command
     assert remark == ""
     assert command.endswith("optim.lr=0.0001")
+
+
+@pytest.mark.parametrize("steps", ["compute-optimal", "2 epochs"])
+def test_the_command_repeats_steps_that_are_no_number(steps):
+    recipe = Recipe.load("quickstart", [f"train.steps={steps}"])
+    command, remark = winner_command(StudyView("s", [], recipe), {"optim.lr": 1e-4})
+    assert f"train.steps={steps}" in command
+    assert remark == ""
+
+
+def test_a_cell_that_failed_before_it_began_shows_its_reason(folder):
+    path = build_study(folder / "early", rates=(1e-2, 1e-3), seeds=(1,))
+    listed = json.loads((path / "study.json").read_text())["cells"]
+    verdict = {listed[-1]["digest"]: {"state": "failed", "reason": "bad input: no such corpus"}}
+    (path / "verdicts.json").write_text(json.dumps(verdict))
+    last = read_study(path).cells[-1]
+    assert (last.view, last.state, last.reason) == (None, "failed", "bad input: no such corpus")
+    study = Study.open(path)
+    assert study.state_of(study.cells[-1]) == (last.state, last.reason)
 
 
 def test_a_recipe_of_ones_own_is_named_by_its_file():

@@ -18,7 +18,7 @@ from windlass.recipe import Recipe, presets
 from windlass.report.tables import Table, measures
 from windlass.report.text import show
 from windlass.report.view import RunView, view
-from windlass.run import Run
+from windlass.run import Run, judged
 
 SEED = "run.seed"
 Assignment = Mapping[str, Any]
@@ -85,33 +85,26 @@ def short(key: str) -> str:
 
 
 def cells_of(
-    pairs: Sequence[tuple[Assignment, Run]], verdicts: Mapping[str, Mapping[str, str]] | None = None
+    pairs: Sequence[tuple[Assignment, Run]],
+    verdicts: Mapping[str, Mapping[str, str]] | None = None,
+    keys: Sequence[str] = (),
 ) -> list[Cell]:
     """Cells from what they set and their runs.
 
     Args:
         pairs: assignment and run, in the order of the grid; a run that has not begun is a cell that waits.
-        verdicts: by the digest of a cell's recipe, a `state` and a `reason` that were decided from outside.
+        verdicts: by the key of a cell, a `state` and a `reason` that were decided from outside.
+        keys: of the cells, in the same order; the digests of their recipes where none are given.
     """
     found = []
-    for assignment, run in pairs:
-        if not run.recipe_path.is_file():
-            found.append(Cell(assignment, None, "waiting"))
-            continue
-        seen = view(run, named(assignment))
-        verdict = (verdicts or {}).get(run.recipe.digest, {})
-        state, reason = _state(seen)
-        if state != "finished" and verdict:
-            state, reason = str(verdict.get("state", state)), str(verdict.get("reason", ""))
+    for place, (assignment, run) in enumerate(pairs):
+        begun = run.recipe_path.is_file()
+        key = keys[place] if keys else run.recipe.digest if begun else ""
+        verdict = (verdicts or {}).get(key)
+        seen = view(run, named(assignment)) if begun else None
+        state, reason = judged(seen.state if seen else "new", seen.events if seen else [], verdict)
         found.append(Cell(assignment, seen, state, reason))
     return found
-
-
-def _state(seen: RunView) -> tuple[str, str]:
-    if seen.state == "failed":
-        failures = [line for line in seen.events if line.get("event") == "failed"]
-        return ("failed", str(failures[-1].get("reason", ""))) if failures else ("interrupted", "")
-    return {"new": "waiting", "preempted": "interrupted"}.get(seen.state, seen.state), ""
 
 
 def is_study(path: str | Path) -> bool:
@@ -125,6 +118,7 @@ def read_study(path: str | Path) -> StudyView:
     try:
         listed = json.loads((path / "study.json").read_text(encoding="utf-8"))["cells"]
         pairs = [(dict(cell["assignment"]), Run(path / cell["run"])) for cell in listed]
+        keys = [str(cell.get("key") or cell.get("digest", "")) for cell in listed]
     except FileNotFoundError:
         raise UserError(f"{path} is no study: it has no study.json") from None
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -134,7 +128,7 @@ def read_study(path: str | Path) -> StudyView:
     except (FileNotFoundError, json.JSONDecodeError):
         verdicts = {}
     recipe = Recipe.load(path / "recipe.toml") if (path / "recipe.toml").is_file() else None
-    return StudyView(path.resolve().name, cells_of(pairs, verdicts), recipe, path.as_posix())
+    return StudyView(path.resolve().name, cells_of(pairs, verdicts, keys), recipe, path.as_posix())
 
 
 # ---------------------------------------------------------------- tables
@@ -257,7 +251,7 @@ def winner_command(study: StudyView, assignment: Assignment) -> tuple[str, str]:
             k: v for k, v in recipe.flat().items() if not k.startswith(NOT_REPEATED) and v != plain.flat().get(k)
         }
         steps, full = changed.get("train.steps"), plain.train.steps
-        if "train.steps" not in assignment and steps is not None and (isinstance(full, str) or steps < full):
+        if "train.steps" not in assignment and isinstance(steps, int) and (isinstance(full, str) or steps < full):
             del changed["train.steps"]
             remark = f"The study's cells had {show(steps)} steps; this is the preset's full length, {show(full)}."
         source, overrides = recipe.preset, changed | overrides

@@ -21,7 +21,7 @@ from typing import Any
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.run import Run
+from windlass.run import Run, judged
 from windlass.study.grid import Assignment, Cell, expand, parse_axis
 
 VERSION = 1
@@ -109,16 +109,7 @@ class Study:
     def state_of(self, cell: Cell) -> tuple[str, str]:
         """`waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`, and the reason of the last three."""
         run = self.run_of(cell)
-        state = run.state
-        verdict = self.verdicts().get(cell.recipe.digest)
-        if state == "finished":
-            return state, ""
-        if verdict:
-            return verdict["state"], verdict["reason"]
-        if state == "failed":
-            failure = [e for e in run.events if e.get("event") == "failed"]
-            return ("failed", str(failure[-1].get("reason", ""))) if failure else ("interrupted", "")
-        return {"new": "waiting", "preempted": "interrupted"}.get(state, state), ""
+        return judged(run.state, run.events, self.verdicts().get(cell.recipe.digest))
 
 
 def default_name(recipe: Recipe, axes: list[str]) -> str:
