@@ -231,8 +231,13 @@ def _solve(exponents: Array, x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def points_of(runs: Iterable[Run]) -> tuple[list[Point], list[str]]:
-    """The finished runs among `runs` as points, and why each of the others is none."""
-    points, left_out = [], []
+    """The runs that a loss law is to be fitted to, and in words what was left out.
+
+    Those are the finished runs with the best setting of each size and length, all seeds of it: a law of what a size can
+    reach says nothing of a study's bad learning rates. The best setting is that with the lowest median loss over its
+    seeds. Lengths within 2 % of each other count as one, for batches round steps down.
+    """
+    found, left_out = [], []
     for run in runs:
         summary = run.summary
         parameters, tokens, loss = (summary.get(k) for k in ("parameters", "tokens", "final_eval_loss"))
@@ -241,5 +246,58 @@ def points_of(runs: Iterable[Run]) -> tuple[list[Point], list[str]]:
         elif not isinstance(loss, int | float) or not np.isfinite(loss):
             left_out.append(f"{run.name}: no finite validation loss at its end")
         else:
-            points.append(Point(float(parameters), float(tokens), float(loss), run.name))
+            point = Point(float(parameters), float(tokens), float(loss), run.name)
+            found.append((point, _settings(run)))
+    points = []
+    for group in _of_one_size(found):
+        best, said = _best_setting(group)
+        points += best
+        left_out += [said] if said else []
     return points, left_out
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """All settings of a run but its seed, its name and its place."""
+    flat: dict[str, str] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            flat[prefix] = str(value)
+
+    add("", run.recipe.model_dump(exclude={"run"}))
+    return flat
+
+
+_Run = tuple[Point, dict[str, str]]
+
+
+def _of_one_size(found: list[_Run]) -> list[list[_Run]]:
+    """The runs in groups of the same N and of D within 2 %, in the order of N and D."""
+    groups: list[list[_Run]] = []
+    for item in sorted(found, key=lambda x: (x[0].parameters, x[0].tokens)):
+        first = groups[-1][0][0] if groups else None
+        if first and first.parameters == item[0].parameters and item[0].tokens <= 1.02 * first.tokens:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _best_setting(group: list[_Run]) -> tuple[list[Point], str]:
+    """The points of the setting with the lowest median loss, and what is to be said of the others."""
+    by_setting: dict[tuple[tuple[str, str], ...], list[Point]] = {}
+    for point, settings in group:
+        by_setting.setdefault(tuple(sorted(settings.items())), []).append(point)
+    best = min(by_setting, key=lambda setting: float(np.median([p.loss for p in by_setting[setting]])))
+    points = by_setting[best]
+    if len(by_setting) == 1:
+        return points, ""
+    differ = [key for key, value in best if any(dict(other).get(key) != value for other in by_setting)]
+    named = " ".join(f"{key}={dict(best)[key]}" for key in differ)
+    others = [p.loss for setting, kept in by_setting.items() if setting != best for p in kept]
+    left = f"{len(others)} run{'s' * (len(others) > 1)} with loss {min(others):.4f} to {max(others):.4f}"
+    size = f"N = {points[0].parameters:.4g}, D = {points[0].tokens:.4g}"
+    return points, f"{size}: {left}; the best setting is {named}, median loss {np.median([p.loss for p in points]):.4f}"
