@@ -5,7 +5,9 @@ Imports nothing heavy: the Hub's own libraries read their environment when they 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,8 +20,11 @@ from windlass.errors import UserError
 PROBE_SECONDS = 3.0
 """How long to wait for the Hub to answer before working offline; its libraries would retry for most of a minute."""
 
-MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-"""Of a repository only these are downloaded: no pickled weights, no other formats."""
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+"""Configuration, tokenizer and code; of weights the safetensors files that `transformers` would read, and no others."""
+SUBFOLDERS = ["*/*"]
+"""Other formats of the same weights lie there."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def prepare() -> None:
@@ -52,21 +57,60 @@ def explained(what: str) -> Iterator[None]:
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(f"{what} needs the package {error.name}: install windlass[hf]") from None
+        raise UserError(f"{what} {missing_package(error)}") from None
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if told := _refusal(error):
+            raise UserError(f"{what} {told}") from None
         if offline():
             raise UserError(
                 f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
                 "download it where there is a network, or give a local directory"
             ) from None
-        raise UserError(f"{what} cannot be had: {first[:300]}") from None
+        raise UserError(f"{what} cannot be had: {first_line(error)}") from None
 
 
-def directory(name: str, revision: str = "", key: str = "model.name") -> Path:
+def missing_package(error: ImportError) -> str:
+    """What to say of an import that failed: which package is missing, and what installs it."""
+    name = (error.name or "").partition(".")[0]
+    if name in ("transformers", "huggingface_hub", "peft", "datasets", "safetensors", "tokenizers"):
+        return f"needs the package {name}: install windlass[hf]"
+    return f"needs the package {name}: install it" if name else f"needs a package that is missing: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, not too much of it."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:300]
+
+
+def _refusal(error: BaseException) -> str:
+    """What to do where the Hub knows the name but does not give, or does not know it; empty for any other error."""
+    seen: BaseException | None = error
+    while seen is not None:
+        kinds = {kind.__name__ for kind in type(seen).__mro__}
+        where = getattr(seen, "repo_id", None)
+        page = f" (https://huggingface.co/{where})" if where else ""
+        if "GatedRepoError" in kinds:
+            return f"is gated: accept its licence on its page on the Hub{page}, and set HF_TOKEN to a token of the account that did"
+        if "RevisionNotFoundError" in kinds:
+            return "has no such revision on the Hub: name a commit, a tag or a branch that it has"
+        if "RepositoryNotFoundError" in kinds:
+            return "is not on the Hub, or is private: look at the spelling, or set HF_TOKEN to a token that may read it"
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
+
+def directory(name: str, revision: str = "", key: str = "model.name", weights: bool = False) -> Path:
     """The local directory of a model or tokenizer: a directory is itself, anything else is fetched from the Hub once.
 
-    Raises UserError where there is neither.
+    Args:
+        name: A directory, or a name on the Hub.
+        revision: A commit, tag or branch of the Hub.
+        key: The setting that names it, for messages.
+        weights: Whether to fetch the weights too: the files that the index names, or the single one.
+
+    Raises:
+        UserError: There is neither; the Hub does not give it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -77,4 +121,26 @@ def directory(name: str, revision: str = "", key: str = "model.name") -> Path:
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=MODEL_FILES))
+        found = Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS)
+        )
+        if weights:
+            files = weight_files(found)
+            snapshot_download(name, revision=commit_of(found) or revision or None, allow_patterns=files)
+        return found
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a model: those of its index, or the single one. Raises UserError."""
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    try:
+        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder / INDEX} is no index of safetensors files: {error}") from None
+    return sorted(set(map(str, places)))
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a directory that came from the Hub, by its place in the cache; empty for any other directory."""
+    return folder.name if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) else ""

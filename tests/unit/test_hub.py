@@ -1,0 +1,133 @@
+"""What the Hub gives and refuses, through its own client, against a small server that answers as the Hub does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass import hub
+from windlass.errors import UserError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors.index.json": b'{"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}',
+    "model-1-of-2.safetensors": b"first",
+    "model-2-of-2.safetensors": b"second",
+    "consolidated.safetensors": b"the same again",
+    "original/model.safetensors": b"and again",
+    "onnx/config.json": b"{}",
+    "pytorch_model.bin": b"pickled",
+}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The few paths of the Hub that a download asks for: `some/open`, `some/gated`, and nothing else."""
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def answer(self, body: bool) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        if name == "some/gated":
+            return self.send(403, b"", {"X-Error-Code": "GatedRepo"}, body)
+        if name != "some/open":
+            return self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, body)
+        if "resolve" in parts:
+            content = FILES["/".join(parts[parts.index("resolve") + 2 :])]
+            return self.send(200, content, {"ETag": f'"{len(content)}"', "X-Repo-Commit": COMMIT}, body)
+        if "tree" in parts:
+            tree = [
+                {"type": "file", "path": p, "size": len(c), "oid": f"{i:040x}"}
+                for i, (p, c) in enumerate(FILES.items())
+            ]
+            return self.send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, body)
+        if "revision" in parts and parts[-1] not in ("main", COMMIT):
+            return self.send(404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
+        info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in FILES]}
+        return self.send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
+
+    def send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The paths that the server was asked for."""
+    from huggingface_hub import constants
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.asked = []  # type: ignore[attr-defined]
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.asked  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def names(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
+
+
+def test_only_what_is_read_is_downloaded_and_the_commit_is_known(asked: list[str]) -> None:
+    folder = hub.directory("some/open")
+    small = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert names(folder) == small and hub.commit_of(folder) == COMMIT
+    assert hub.directory("some/open", COMMIT, weights=True) == folder
+    assert names(folder) == small | {"model-1-of-2.safetensors", "model-2-of-2.safetensors"}
+    assert not any("consolidated" in path or "original" in path or "pytorch" in path for path in asked)
+
+
+def test_what_the_hub_refuses_is_said_with_what_to_do(asked: list[str]) -> None:
+    with pytest.raises(UserError, match=r"model\.name: some/gated is gated: accept its licence.*HF_TOKEN"):
+        hub.directory("some/gated")
+    with pytest.raises(UserError, match=r"data\.tokenizer: some/missing is not on the Hub, or is private: .*HF_TOKEN"):
+        hub.directory("some/missing", key="data.tokenizer")
+    with pytest.raises(UserError, match=r"some/open@v9 has no such revision on the Hub: name a commit, a tag"):
+        hub.directory("some/open", "v9")
+    assert asked
+
+
+def test_a_missing_package_is_named() -> None:
+    for module, said in (
+        ("peft.tuners", r"needs the package peft: install windlass\[hf\]"),
+        ("einops", "needs the package einops"),
+    ):
+        with pytest.raises(UserError, match=f"model.name: x {said}"), hub.explained("model.name: x"):
+            raise ImportError(name=module)
+    code = "This modeling file requires the following packages that were not found in your environment: einops."
+    with pytest.raises(UserError, match="not found in your environment: einops"), hub.explained("model.name: x"):
+        raise ImportError(code)
+
+
+def test_a_local_directory_has_no_commit(tmp_path: Path) -> None:
+    assert hub.directory(str(tmp_path)) == tmp_path and hub.commit_of(tmp_path) == ""
+    with pytest.raises(UserError, match="there is no directory"):
+        hub.directory(str(tmp_path / "none"))
