@@ -33,6 +33,14 @@ class Pass:
     """Bytes of a number in matrix products: 2 in bf16 and fp16."""
     master_bytes: int = 4
     device: str = "cpu"
+    squares: bool = False
+    """Attention without a kernel, whatever the settings say."""
+    whole_logits: bool = False
+    """The loss is made from all logits at once, whatever their size."""
+    extra_hidden: int = 0
+    """Copies of the feed-forward layer's inside that its activation keeps beyond those of ours."""
+    frozen_head: bool = False
+    """The head is not trained: no gradient is made of it."""
 
     @property
     def tokens(self) -> int:
@@ -88,8 +96,8 @@ def attention_bytes(p: Pass) -> int:
 def _plain_attention(p: Pass) -> bool:
     """Whether no kernel takes it, so that whole T x T matrices are kept."""
     m = p.model
-    if p.device == "cpu":
-        return m.dropout > 0
+    if p.squares or p.device == "cpu":
+        return p.squares or m.dropout > 0
     return p.compute_bytes >= 4 and m.kv_heads_ != m.heads
 
 
@@ -106,7 +114,7 @@ def feed_forward_bytes(p: Pass) -> int:
     narrow = p.tokens * p.model.width * p.compute_bytes
     copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[p.model.activation]
     inputs = 2 if p.model.activation == "swiglu" and p.compute_bytes < p.master_bytes else 1  # autocast casts it twice
-    return inputs * narrow + copies * p.hidden
+    return inputs * narrow + (copies + p.extra_hidden) * p.hidden
 
 
 def block_bytes(p: Pass) -> int:
@@ -176,11 +184,12 @@ def logits_bytes(p: Pass) -> Logits:
     wide = max(4, c)
     fit = max(1, CHUNK_BYTES[p.device] // (4 * V))
     copy = V * d * c if c < m else 0  # the head's matrix in the arithmetic of the pass
-    if n <= fit:
+    if n <= fit or p.whole_logits:
         capped = n * V * c if p.model.logit_cap else 0
         return Logits(2 * n * V * wide + capped + copy, n * V * wide + capped + copy, 3 * n * V * wide + capped + copy)
     chunk = -(-n // -(-n // fit))
-    gradient = V * d * m + n * d * (c if c == m else c + m)
+    of_head = 0 if p.frozen_head else V * d * m
+    gradient = of_head + n * d * (c if c == m else c + m)
     slope = chunk * V * wide if p.model.logit_cap else 0
     inside = max(2 * chunk * V * wide, chunk * V * (wide + c) + (V * d * c if c < wide else 0)) + slope
-    return Logits(gradient + copy + inside, V * d * m + n * d * m, V * d * m + n * d * m)
+    return Logits(gradient + copy + inside, of_head + n * d * m, of_head + n * d * m)

@@ -3,6 +3,9 @@
 A step is walked through from event to event (the loss is made, its backward pass begins, each block's backward pass from
 the last to the first, the update), what lies in memory at each is added up, and the largest sum is the peak. What is
 counted are tensors; a device's driver, libraries and the allocator's rounding come on top (`devices.USABLE`).
+
+A model of `transformers` has its own weights, gradients and moments in it, and the activations of our GPT of the nearest
+shape: an estimate. Frozen weights have neither gradients nor moments.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from windlass.estimate.activations import (
     root_bytes,
     weight_copies,
 )
-from windlass.model.size import block_matrices, block_parameters, count
+from windlass.model.size import HfSizes, block_matrices, block_parameters, count
+from windlass.recipe.settings import ModelSettings
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
-    from windlass.recipe.settings import ModelSettings
+
+Network = ModelSettings | HfSizes
+"""What is trained: our own GPT's settings, or the counted sizes of a model of `transformers`."""
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -112,11 +118,27 @@ class _Sizes:
     """The part of the root whose gradient comes first: the head's matrix, also a tied one."""
     moments: int
     """Of all, whole."""
+    root_gradient: int
+    """Gradients of the root; less than `root` where weights are frozen."""
+    block_gradient: int
+    """Gradients of one block."""
 
 
-def _sizes(model: ModelSettings, vocab: int, layout: Layout, optimizer: str) -> _Sizes:
+def _sizes(model: Network, vocab: int, layout: Layout, optimizer: str) -> _Sizes:
     c = COMPUTE_BYTES[layout.precision]
     m = max(4, c)
+    if isinstance(model, HfSizes):
+        layers, frozen = model.like.layers, model.trained < model.total
+        moments = 2 * model.trained - (layers * model.block_matrices if optimizer == "muon" else 0)
+        return _Sizes(
+            root=m * (model.total - layers * model.block),
+            block=m * model.block,
+            gathered_block=min(c, m) * model.block,
+            head=0 if frozen else m * model.head,
+            moments=m * moments,
+            root_gradient=m * max(0, model.trained - layers * model.trained_block),
+            block_gradient=m * model.trained_block,
+        )
     parts, block = count(model, vocab), block_parameters(model)
     moments = 2 * parts.total - (model.layers * block_matrices(model) if optimizer == "muon" else 0)
     return _Sizes(
@@ -125,28 +147,41 @@ def _sizes(model: ModelSettings, vocab: int, layout: Layout, optimizer: str) -> 
         gathered_block=min(c, m) * block,
         head=m * vocab * model.width,
         moments=m * moments,
+        root_gradient=m * (parts.total - model.layers * block),
+        block_gradient=m * block,
     )
 
 
-def memory(model: ModelSettings, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
+def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
     """The memory of one rank at the peak of a step.
 
     Args:
-        model: our own GPT's settings.
+        model: our own GPT's settings, or the sizes of a model of `transformers`.
         vocab: rows of its embedding.
         layout: how it is spread.
         optimizer: `adamw` or `muon`.
     """
     c = COMPUTE_BYTES[layout.precision]
-    p = Pass(model, vocab, layout.micro_batch, c, max(4, c), layout.device)
+    like = model.like if isinstance(model, HfSizes) else model
+    p = Pass(like, vocab, layout.micro_batch, c, max(4, c), layout.device)
+    if isinstance(model, HfSizes):
+        frozen = model.trained < model.total
+        p = replace(
+            p,
+            squares=model.squares,
+            whole_logits=model.whole_logits,
+            extra_hidden=model.extra_hidden,
+            frozen_head=frozen,
+        )
     sizes = _sizes(model, vocab, layout, optimizer)
-    resident = -(-(sizes.root + model.layers * sizes.block) // layout.shard)
+    resident = -(-(sizes.root + like.layers * sizes.block) // layout.shard)
     moments = -(-sizes.moments // layout.shard)
     step = _Step(p, layout, sizes, optimizer)
     events = _fsdp_events(step) if layout.sharded else _plain_events(step)
     host = 0
     if layout.offload:
-        host, resident, moments = resident + moments + resident, 0, 0
+        gradients = -(-(sizes.root_gradient + like.layers * sizes.block_gradient) // layout.shard)
+        host, resident, moments = resident + moments + gradients, 0, 0
     always = 16 * p.tokens  # tokens and labels
     if layout.sharded and layout.device == "cpu":
         always += max(sizes.root, sizes.block)  # what `parallel.gloo` receives into is kept
@@ -166,13 +201,14 @@ class _Step:
     @property
     def whole(self) -> int:
         """All gradients, whole."""
-        return self.sizes.root + self.p.model.layers * self.sizes.block
+        return self.sizes.root_gradient + self.p.model.layers * self.sizes.block_gradient
 
     @property
     def largest(self) -> int:
         """The largest matrix of a block, in master precision: a gradient that is made before it is added or copied."""
         m = self.p.model
-        return max(m.ff_width_, m.width + 2 * m.width // m.heads * m.kv_heads_) * m.width * self.p.master_bytes
+        found = max(m.ff_width_, m.width + 2 * m.width // m.heads * m.kv_heads_) * m.width * self.p.master_bytes
+        return min(found, self.sizes.block_gradient)
 
     @property
     def tied(self) -> bool:
@@ -215,7 +251,7 @@ def _plain_events(step: _Step) -> Iterator[Memory]:
         yield replace(event, gradients=lasting, buffers=held)
     for left in range(layers, 0, -1):
         pending = sizes.head if step.tied or not lasting else 0
-        new = pending + (0 if lasting else (layers - left) * sizes.block)
+        new = pending + (0 if lasting else (layers - left) * sizes.block_gradient)
         held = copies * (left if step.layout.checkpointing == "none" else 1)
         yield Memory(
             gradients=lasting + new + step.largest,
@@ -240,6 +276,7 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
     p, sizes, layers, shard = step.p, step.sizes, step.p.model.layers, step.layout.shard
     several, keeps = step.layout.accumulation > 1, step.layout.strategy == "shard_grad_op"
     block, root = sizes.gathered_block, sizes.root
+    reduced, made = sizes.block_gradient, sizes.gathered_block * sizes.block_gradient // max(1, sizes.block)
     here = not step.layout.offload  # with offload reduced gradients go to the host
     before = step.whole if several else 0  # whole gradients lie between micro-batches
     last = 0 if keeps else before  # `shard_grad_op` gathers in the first micro-batch alone, before any gradient
@@ -263,19 +300,23 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
     for left in range(layers, 0, -1):
         done = layers - left
         gathered = left if keeps else min(left, 2)
-        reducing = sizes.block if done else 0
+        reducing = reduced if done else 0
         pending = sizes.head if step.tied or not several else 0
-        unreduced = (root + left * sizes.block if several else 0) + pending
-        shards = here * done * sizes.block // shard
+        unreduced = (sizes.root_gradient + left * reduced if several else 0) + pending
+        shards = here * done * reduced // shard
         event = Memory(buffers=root + gathered * block + reducing, at=f"backward of block {left}")
-        begins, ends = unreduced + shards + step.largest, unreduced + shards + (0 if several else block)
+        begins, ends = unreduced + shards + step.largest, unreduced + shards + (0 if several else made)
         yield replace(event, gradients=begins, activations=step.kept(left) + step.inside())
         yield replace(event, gradients=ends, activations=step.kept(left - 1) + p.stream)
     yield Memory(
-        gradients=root + here * layers * sizes.block // shard + step.embedding(several),
+        gradients=sizes.root_gradient + here * layers * reduced // shard + step.embedding(several),
         activations=p.stream,
         buffers=root,
         at="backward of the embedding",
     )
-    yield Memory(gradients=root + here * step.whole // shard, buffers=2 * root, at="reduction of embedding and head")
+    yield Memory(
+        gradients=sizes.root_gradient + here * step.whole // shard,
+        buffers=root + sizes.root_gradient,
+        at="reduction of embedding and head",
+    )
     yield Memory(gradients=-(-here * step.whole // shard), buffers=step.update(), at="update")

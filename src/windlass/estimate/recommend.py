@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from windlass.estimate.memory import Layout, Memory, memory, shard_size
+from windlass.estimate.memory import Layout, Memory, Network, memory, shard_size
+from windlass.model.size import HfSizes
 from windlass.recipe.batch import TOKENS_PER_MICRO_BATCH
-from windlass.recipe.settings import ModelSettings
 
 BUSY_TOKENS = 2048
 """A micro-batch of fewer tokens than this leaves most devices waiting for memory rather than computing."""
@@ -67,7 +67,7 @@ def micro_batches(share: int) -> list[int]:
 
 
 def largest_micro_batch(
-    model: ModelSettings, vocab: int, layout: Layout, share: int, room: int, optimizer: str = "adamw"
+    model: Network, vocab: int, layout: Layout, share: int, room: int, optimizer: str = "adamw"
 ) -> int:
     """The largest micro-batch with which a layout fits into `room` bytes; 0 where not even one sequence does.
 
@@ -85,13 +85,25 @@ def largest_micro_batch(
     return 0
 
 
+def context_of(model: Network) -> int:
+    """Tokens in its window."""
+    return model.like.context if isinstance(model, HfSizes) else model.context
+
+
+def shortened(model: Network, context: int) -> Network:
+    """The same network with another window."""
+    if isinstance(model, HfSizes):
+        return replace(model, like=model.like.model_copy(update={"context": context}))
+    return model.model_copy(update={"context": context})
+
+
 def sized(layout: Layout, micro_batch: int, share: int) -> Layout:
     """The layout with a micro-batch, and the accumulation that follows."""
     return replace(layout, micro_batch=micro_batch, accumulation=share // micro_batch)
 
 
 def recommend(
-    model: ModelSettings, vocab: int, base: Layout, share: int, room: int | None, optimizer: str = "adamw"
+    model: Network, vocab: int, base: Layout, share: int, room: int | None, optimizer: str = "adamw"
 ) -> Recommendation:
     """The first option that fits with a micro-batch worth having, or else the first that fits at all.
 
@@ -105,7 +117,8 @@ def recommend(
     """
     if room is None:
         return Recommendation(None, "the device's memory is not known: give --memory GB")
-    usual = max(1, TOKENS_PER_MICRO_BATCH[base.device] // model.context)
+    context = context_of(model)
+    usual = max(1, TOKENS_PER_MICRO_BATCH[base.device] // context)
     fixed = base.micro_batch
     first: Fit | None = None
     for option in options(base):
@@ -114,16 +127,16 @@ def recommend(
             if found.total > room:
                 continue
             fit = Fit(sized(option, size, share), found)
-            if fixed or size * model.context >= min(BUSY_TOKENS, share * model.context):
+            if fixed or size * context >= min(BUSY_TOKENS, share * context):
                 return Recommendation(fit, "the cheapest that fits")
             first = first or fit
             break
     if first is not None:
-        return Recommendation(first, f"fits, but with only {first.layout.micro_batch * model.context:,} tokens a pass")
+        return Recommendation(first, f"fits, but with only {first.layout.micro_batch * context:,} tokens a pass")
     return Recommendation(None, what_next(model, vocab, base, room, optimizer))
 
 
-def what_next(model: ModelSettings, vocab: int, base: Layout, room: int, optimizer: str) -> str:
+def what_next(model: Network, vocab: int, base: Layout, room: int, optimizer: str) -> str:
     """What would make it fit where nothing does: low precision, more ranks, a shorter context, a larger device."""
     ways = []
     micro = max(1, base.micro_batch)
@@ -143,9 +156,9 @@ def what_next(model: ModelSettings, vocab: int, base: Layout, room: int, optimiz
             ways.append(f"{world} ranks with parallel.strategy=full_shard{with_}")
             break
     short = replace(_with(base, "full_shard" if base.world > 1 else "single", "full"), micro_batch=1, accumulation=1)
-    context = model.context // 2
+    context = context_of(model) // 2
     while context >= 64:
-        if memory(model.model_copy(update={"context": context}), vocab, short, optimizer).total <= room:
+        if memory(shortened(model, context), vocab, short, optimizer).total <= room:
             ways.append(f"model.context={context} with parallel.activation_checkpointing=full")
             break
         context //= 2
