@@ -6,7 +6,9 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,10 @@ class JsonTokenizer:
         self.vocab = max(pieces.values()) + 1
         probe = inner.encode(PROBE, add_special_tokens=False).ids
         self.fingerprint = hash_of("json", json.dumps([sorted(pieces.items()), eot, probe]))
+        self.special = {token.content: i for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        """Texts and ids of the special tokens: what a chat template writes, and a user does not."""
+        if eot is not None:
+            self.special[inner.id_to_token(eot)] = eot
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]."""
@@ -165,6 +171,50 @@ class JsonTokenizer:
         ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         found = np.array(ids, dtype=np.int64)
         return found if self.eot is None else found[found != self.eot]
+
+    def encode_marked(self, parts: Sequence[tuple[str | int, bool]]) -> tuple[list[int], list[bool]]:
+        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of what it stands for.
+
+        They are those of the parts' texts joined, special tokens recognised in the parts that are ids and in no other. A
+        token that reaches over two parts is marked where one of them is.
+        """
+        inner, sentinels = self._marking
+        texts = [sentinels[part][0] if isinstance(part, int) else part for part, _ in parts]
+        marked = [mark for text, (_, mark) in zip(texts, parts, strict=True) for _ in text]
+        whole = "".join(texts).encode("utf-8", "replace").decode()
+        special = iter([(part, mark) for part, mark in parts if isinstance(part, int)])
+        stand_ins = {i for _, i in sentinels.values()}
+        ids: list[int] = []
+        marks: list[bool] = []
+        found = inner.encode(whole, add_special_tokens=False)
+        for i, (start, stop) in zip(found.ids, found.offsets, strict=True):
+            if i not in stand_ins and self.special.get(whole[start:stop]) == i:
+                continue  # a special token's text out of the common vocabulary: `encode` has none either
+            token, mark = next(special) if i in stand_ins else (i, any(marked[start : max(stop, start + 1)]))
+            ids.append(token)
+            marks.append(mark)
+        return ids, marks
+
+    @cached_property
+    def _marking(self) -> tuple[Any, dict[int, tuple[str, int]]]:
+        """A copy that takes the special tokens for text, and stand-ins for tokens; id → stand-in's text and id.
+
+        A stand-in cuts a text as its token does. It is a text that nobody can guess.
+        """
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Inner
+
+        copy = Inner.from_str(self._inner.to_str())
+        copy.post_processor = None  # it would leave the white space out of the tokens' places
+        copy.encode_special_tokens = True
+        known, nonce = self._inner.get_added_tokens_decoder(), secrets.token_hex(8)
+        sentinels = {}
+        for i in self.special.values():
+            flags = {name: getattr(known[i], name) for name in ("lstrip", "rstrip", "normalized") if i in known}
+            text = f"\U000f0010{nonce}-{i}\U000f0011"
+            copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
+            sentinels[i] = (text, copy.token_to_id(text))
+        return copy, sentinels
 
     def pieces(self, text: str) -> Iterable[str]:
         """The text as a whole: what a normaliser does to its parts is not known."""

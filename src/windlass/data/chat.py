@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
+from datetime import date
+from functools import cache, cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.corpus import find_files
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
+Piece = tuple[str | int | None, bool]
+"""A text, a special token by its id, or None for the end-of-text token; and whether it counts in the loss."""
+NONE: Mapping[str, int] = MappingProxyType({})
+TODAY = date(2024, 7, 26)
+"""What a template that asks for the date is told, so that the same rows come out on every day; Llama 3's own default."""
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+HIDDEN = ("\U000f0000", "\U000f0001")
+BEGIN, END = "\U000f0002", "\U000f0003"
+PRIVATE = (*HIDDEN, BEGIN, END)
+"""Marks in a text while it is rendered, of the private characters of Unicode; in a message they are guarded, too."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,11 @@ class Template:
             source = next((t["template"] for t in source if t.get("name") == "default"), "")
         if (directory / "chat_template.jinja").is_file():
             source = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-        special = {
-            name: config[name] for name in ("bos_token", "eos_token", "unk_token", "pad_token") if config.get(name)
+        texts = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and value and isinstance(value, str | dict)
         }
-        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
         return Template(source, tuple(texts.items()))
 
     @staticmethod
@@ -66,36 +79,70 @@ class Template:
         text = json.dumps({"source": self.source, "special": dict(self.special)}, indent=1)
         (directory / "chat.json").write_text(text + "\n", encoding="utf-8")
 
-    def prompt(self, messages: Sequence[Message]) -> list[str | None]:
-        """The text after which the assistant speaks, in pieces; None stands for the end-of-text token."""
+    def prompt(self, messages: Sequence[Message], special: Mapping[str, int] = NONE) -> list[str | int | None]:
+        """The text after which the assistant speaks, in pieces as those of `pieces`."""
         if self.source:
-            return [self._render(messages, ask=True)]
+            guard = _Guard(special)
+            return [piece for piece, _ in guard.cut(self._render(messages, guard, ask=True)[0], [])]
         return [*(text for text, _ in self._plain(messages)), "Assistant:"]
 
-    def pieces(self, messages: Sequence[Message]) -> list[tuple[str | None, bool]]:
-        """The conversation in pieces, each with whether it counts; None stands for the end-of-text token.
+    def pieces(self, messages: Sequence[Message], special: Mapping[str, int] = NONE) -> list[Piece]:
+        """The conversation up to its last answer, in pieces, each with whether it counts.
 
-        Raises UserError where the template writes earlier turns differently once later ones are there.
+        An answer ends with the token that ends its turn; what a template has between `{% generation %}` and
+        `{% endgeneration %}` counts where it has them. A special token's text in a message is text.
+
+        Args:
+            messages: The conversation, with at least one answer.
+            special: Texts and ids of the special tokens that the template may write.
+
+        Returns:
+            Texts, ids of special tokens, and None for the end-of-text token.
+
+        Raises:
+            UserError: The template writes earlier turns differently once later ones are there.
         """
         if not self.source:
             return self._plain(messages)
-        found: list[tuple[str | None, bool]] = []
-        before = ""
-        for place, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            head, whole = self._render(messages[:place], ask=True), self._render(messages[: place + 1], ask=False)
-            if not head.startswith(before) or not whole.startswith(head):
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        guard = _Guard(special)
+        whole, spans = self._render(messages[: places[-1] + 1], guard, ask=False)
+        if not GENERATION.search(self.source):
+            spans = self._answers(messages, places, whole, guard)
+        return guard.cut(whole, spans)
+
+    def end_of_turn(self, special: Mapping[str, int]) -> int | None:
+        """The special token after which the assistant has spoken; None where there is none."""
+        try:
+            pieces = self.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], special)
+        except UserError:
+            return None
+        last = [piece for piece, counts in pieces if counts and piece != ""][-1:]
+        return last[0] if last and isinstance(last[0], int) else None
+
+    def _answers(
+        self, messages: Sequence[Message], places: list[int], whole: str, guard: _Guard
+    ) -> list[tuple[int, int]]:
+        """Where in the rendered conversation the answers are: after the text that asks for each, up to its turn's end."""
+        heads = [self._render(messages[:place], guard, ask=True)[0] for place in places]
+        found: list[tuple[int, int]] = []
+        for number, (place, head) in enumerate(zip(places, heads, strict=True)):
+            last = number == len(places) - 1
+            here = whole if last else self._render(messages[: place + 1], guard, ask=False)[0]
+            closed = whole.startswith(here)
+            stop = len(here) if closed or last else len(heads[number + 1])
+            start, before = len(head), found[-1][1] if found else 0
+            end = guard.turn_end(whole[start:stop], messages[place]["content"], closed) if start <= stop else None
+            if not whole.startswith(head) or start < before or end is None:
                 raise UserError(
                     "the tokenizer's chat template changes earlier turns when later ones follow, so that the answers cannot "
                     "be told apart from the rest; train on conversations with one answer"
                 )
-            found += [(head[len(before) :], False), (whole[len(head) :], True)]
-            before = whole
+            found.append((start, start + end))
         return found
 
-    def _plain(self, messages: Sequence[Message]) -> list[tuple[str | None, bool]]:
-        found: list[tuple[str | None, bool]] = []
+    def _plain(self, messages: Sequence[Message]) -> list[Piece]:
+        found: list[Piece] = []
         for message in messages:
             if message["role"] == "assistant":
                 found += [
@@ -118,39 +165,134 @@ class Template:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
         )
         environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", self.source)
-        return environment.from_string(source)
+        environment.globals["strftime_now"] = TODAY.strftime
+        return environment.from_string(self.source)
 
-    def _render(self, messages: Sequence[Message], *, ask: bool) -> str:
+    def _render(self, messages: Sequence[Message], guard: _Guard, *, ask: bool) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered conversation, its messages guarded, and where in it the template's generation blocks are."""
         from jinja2 import TemplateError
 
+        guarded = [{**message, "content": guard.hide(message["content"])} for message in messages]
+        # `transformers` gives None for what a caller leaves out, and templates ask for that.
+        given = {"tools": None, "documents": None, **dict(self.special)}
         try:
-            return str(self._compiled.render(messages=list(messages), add_generation_prompt=ask, **dict(self.special)))
-        except TemplateError as error:
+            text = str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **given))
+        except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the tokenizer's chat template does not take this conversation: {error}") from None
+        parts, spans, size = re.split(f"([{BEGIN}{END}])", text), [], 0
+        begun = 0
+        for part in parts:
+            if part == BEGIN:
+                begun = size
+            elif part == END:
+                spans.append((begun, size))
+            else:
+                size += len(part)
+        return "".join(part for part in parts if part not in (BEGIN, END)), spans
 
 
-def encode(tokenizer: Tokenizer, text: str | None) -> list[int]:
-    """The tokens of a piece of a rendered conversation, in which the end-of-text token may be spelled out."""
-    eot = [] if tokenizer.eot is None else [tokenizer.eot]
-    if text is None:
-        return eot
-    if not eot:
-        return [int(i) for i in tokenizer.encode(text)]
-    found: list[int] = []
-    for place, part in enumerate(text.split(tokenizer.decode(eot))):
-        found += (eot if place else []) + [int(i) for i in tokenizer.encode(part)]
-    return found
+class _Guard:
+    """Tells the special tokens that a template writes from the same texts in a message."""
+
+    def __init__(self, special: Mapping[str, int]):
+        self._special = special
+        texts = sorted(special, key=len, reverse=True)  # the longest that matches, as in `tokenizers`
+        self._found = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._texts = [*texts, *PRIVATE]
+        self._hidden = re.compile("|".join(map(re.escape, self._texts)))
+
+    def hide(self, text: str) -> str:
+        """A message in which nothing looks like a special token."""
+        return self._hidden.sub(lambda m: f"{HIDDEN[0]}{self._texts.index(m[0])}{HIDDEN[1]}", text)
+
+    def _shown(self, text: str) -> str:
+        return re.sub(f"{HIDDEN[0]}([0-9]+){HIDDEN[1]}", lambda m: self._texts[int(m[1])], text)
+
+    def turn_end(self, tail: str, content: str, closed: bool) -> int | None:
+        """Where an answer ends in the text that follows its head: after the first special token that comes after it.
+
+        Where there is none, `closed` says that the text has nothing else in it; None where it may have.
+        """
+        said = self.hide(content).strip()
+        at = (tail.rfind(said) if closed else tail.find(said)) if said else 0
+        ends = [match.end() for match in self._found.finditer(tail) if match.start() >= at + len(said)]
+        if at < 0:  # the template changed it
+            ends = [match.end() for match in self._found.finditer(tail)][-1:]
+        return ends[0] if ends else len(tail) if closed else None
+
+    def cut(self, text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
+        """A rendered text in pieces: texts and special tokens, those in `spans` marked."""
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        pieces: list[Piece] = []
+        for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+            part, at, counts = text[start:stop], 0, number % 2 == 1
+            for match in self._found.finditer(part):
+                pieces += [(self._shown(part[at : match.start()]), counts), (self._special[match[0]], counts)]
+                at = match.end()
+            pieces.append((self._shown(part[at:]), counts))
+        return [piece for piece in pieces if piece[0] != ""]
+
+
+@cache
+def _generation_blocks() -> Any:
+    """The extension of jinja that puts what is between `{% generation %}` and `{% endgeneration %}` between two marks."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - how jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    return Generation
+
+
+def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
+    """Texts and ids of a tokenizer's special tokens."""
+    known: Mapping[str, int] | None = getattr(tokenizer, "special", None)
+    if known is not None:
+        return known
+    return {} if tokenizer.eot is None else {tokenizer.decode([tokenizer.eot]): tokenizer.eot}
+
+
+def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat template."""
+    turn = template.end_of_turn(special_tokens(tokenizer)) if template is not None and template.source else None
+    return frozenset(token for token in (tokenizer.eot, turn) if token is not None)
+
+
+def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
+    """The tokens of pieces of a conversation, each with whether it counts.
+
+    A tokenizer of `tokenizers` reads them as one text: then the tokens are those of `apply_chat_template`.
+    """
+    known = [(tokenizer.eot if piece is None else piece, counts) for piece, counts in pieces]
+    parts = [(piece, counts) for piece, counts in known if piece is not None]
+    if hasattr(tokenizer, "encode_marked"):
+        ids, marks = tokenizer.encode_marked(parts)
+        return list(ids), list(marks)
+    found = [
+        (int(i), counts)
+        for piece, counts in parts
+        for i in ([piece] if isinstance(piece, int) else tokenizer.encode(piece))
+    ]
+    return [i for i, _ in found], [counts for _, counts in found]
 
 
 def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens after which the assistant speaks."""
-    return [i for piece in template.prompt(messages) for i in encode(tokenizer, piece)]
+    pieces = template.prompt(messages, special_tokens(tokenizer))
+    return encode(tokenizer, [(piece, False) for piece in pieces])[0]
 
 
 def read_files(pattern: str, setting: str = "data.source") -> list[list[Message]]:
@@ -186,12 +328,7 @@ def row(
     messages: Sequence[Message], template: Template, tokenizer: Tokenizer, context: int
 ) -> tuple[list[int], list[bool]] | None:
     """Tokens and marks of a conversation, cut after `context` + 1 of them; None where nothing is left to learn."""
-    ids: list[int] = []
-    marks: list[bool] = []
-    for text, counts in template.pieces(messages):
-        piece = encode(tokenizer, text)
-        ids += piece
-        marks += [counts] * len(piece)
+    ids, marks = encode(tokenizer, template.pieces(messages, special_tokens(tokenizer)))
     ids, marks = ids[: context + 1], marks[: context + 1]
     return (ids, marks) if any(marks[1:]) else None
 
