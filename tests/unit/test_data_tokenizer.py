@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizer_fixtures
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,6 +118,28 @@ def test_bytes_of_each_token_add_up(gpt2, data_files):
         lengths = tokenizer.byte_lengths()
         assert lengths.shape == (tokenizer.vocab,) and lengths[tokenizer.eot] == 0
         assert int(lengths[ids].sum()) == len(SAMPLE.encode())
+
+
+@pytest.mark.parametrize("kind", tokenizer_fixtures.KINDS)
+def test_bytes_of_each_token_add_up_for_every_kind_of_pieces(kind, tmp_path):
+    tokenizer = named_tokenizer(f"hf:{tokenizer_fixtures.save(kind, tmp_path)}")
+    text = " é ü ö \u00ff über naïve \u4e2d\u6587 \U0001f642 Žluťoučký<0x41>\u0120\u2581 x"
+    text = text if kind in ("chatml", "marked", "llama3") else text.replace("\u2581", "")
+    ids = tokenizer.encode(text)
+    before = len(" ") if tokenizer_fixtures.KINDS[kind].get("pieces") == "prepend" else 0
+    assert int(tokenizer.byte_lengths()[ids].sum()) == len(text.encode()) + before
+    assert tokenizer.decode(ids) == (text[1:] if tokenizer_fixtures.KINDS[kind].get("pieces") == "first" else text)
+    assert not tokenizer.byte_lengths()[list(tokenizer.special.values())].any()
+
+
+def test_bytes_of_each_character_add_up_in_a_tokenizer_file(tmp_path):
+    from windlass.checkpoint.export_tokenizer import save_tokenizer
+    from windlass.data.chat import Template
+
+    text = "é ü \u2581 \u0120 \u4e2d \U0001f642 x" + END_OF_TEXT
+    save_tokenizer(CharTokenizer(text, True), Template(), 64, tmp_path)
+    tokenizer = named_tokenizer(f"hf:{tmp_path}")
+    assert int(tokenizer.byte_lengths()[tokenizer.encode(text)].sum()) == len(text.encode())
 
 
 def named_hf(data_files):

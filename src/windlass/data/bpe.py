@@ -233,24 +233,36 @@ class JsonTokenizer:
         return "".join(parts[:-1])
 
     def byte_lengths(self) -> np.ndarray:
-        """Bytes that each id stands for when it is decoded after another token, int64 [V]."""
+        """Bytes that each id stands for when it is decoded after another token, int64 [V]; 0 for special tokens.
+
+        Where a tokenizer puts a space before a text, as sentencepiece does, that space is counted in the first token.
+        """
         sizes = np.zeros(self.vocab, dtype=np.int64)
-        letters = _byte_letters()
-        for piece, i in self._inner.get_vocab(with_added_tokens=True).items():
-            if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-                sizes[i] = 1  # a byte on its own, as sentencepiece writes it
-            elif all(c in letters for c in piece):
+        # The decoder says what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
+        decoder, cutter = _state(self._inner.decoder), _state(self._inner.pre_tokenizer)
+        letters = _byte_letters() if '"ByteLevel"' in decoder + cutter else {}
+        space = " " if "\u2581" in decoder else "\u2581"
+        for piece, i in self._inner.get_vocab(with_added_tokens=False).items():
+            if letters and all(c in letters for c in piece):
                 sizes[i] = len(piece)
+            elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+                sizes[i] = 1  # a byte on its own, as sentencepiece writes it
             else:
-                sizes[i] = len(piece.replace("\u2581", " ").encode())
-        if self.eot is not None:
-            sizes[self.eot] = 0
+                sizes[i] = len(piece.replace("\u2581", space).encode())
+        for i, token in self._inner.get_added_tokens_decoder().items():
+            sizes[i] = len(token.content.encode())  # as it stands, whatever the pieces are made of
+        sizes[list(self.special.values())] = 0
         return sizes
 
     def save(self, directory: Path) -> None:
         """Write the `tokenizer.json`."""
         folder = save_description(directory, self._kind, fingerprint=self.fingerprint, eot=self.eot)
         self._inner.save(str(folder / JSON_FILE))
+
+
+def _state(part: Any) -> str:
+    """The settings of a part of a tokenizer of `tokenizers`, as JSON; empty where it has none."""
+    return "" if part is None else json.dumps(json.loads(part.__getstate__()), ensure_ascii=False)
 
 
 def hugging_face(place: str) -> Tokenizer:
