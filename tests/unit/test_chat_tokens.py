@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import tokenizer_fixtures
 
 from windlass.data import bpe, chat
 from windlass.data.chat import Template
+from windlass.data.items import directory_of, open_items
 from windlass.errors import UserError
+from windlass.recipe import Recipe
 
 TALK = [
     {"role": "user", "content": "Who are you?  é 中"},
@@ -107,3 +110,27 @@ def test_an_open_end_that_no_token_closes_is_refused() -> None:
     with pytest.raises(UserError, match="changes earlier turns"):
         Template(talk).pieces(TALK)
     assert Template(talk).pieces(TALK[:2]) == [(TALK[0]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
+
+
+def test_rows_are_made_again_when_the_tokenizer_or_its_template_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tokenizer_fixtures.save("chatml", tmp_path / "tok")
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    data = {"format": "chat", "source": "talk.jsonl", "val_fraction": 0.0, "tokenizer": "hf:tok"}
+    recipe = Recipe.model_validate({"model": {"context": 200}, "data": data})
+    assert directory_of(recipe) == directory_of(recipe)
+    places, fingerprints = [directory_of(recipe)], [open_items(recipe).train.fingerprint]
+    (folder / "chat_template.jinja").write_text(
+        tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+    )
+    places, fingerprints = [*places, directory_of(recipe)], [*fingerprints, open_items(recipe).train.fingerprint]
+    tokenizer_fixtures.save("chatml", folder, vocab=300)
+    places, fingerprints = [*places, directory_of(recipe)], [*fingerprints, open_items(recipe).train.fingerprint]
+    assert len(set(places)) == len(set(fingerprints)) == 3
+    kept = recipe.with_overrides("data.dir=kept")
+    open_items(kept)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="tokenizer files: prepared with"):
+        open_items(kept)

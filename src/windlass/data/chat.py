@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
+LAYOUT = "chat 2"
+"""Changes with what is made of a conversation: rows made otherwise are made again."""
 Piece = tuple[str | int | None, bool]
 """A text, a special token by its id, or None for the end-of-text token; and whether it counts in the loss."""
 NONE: Mapping[str, int] = MappingProxyType({})

@@ -16,7 +16,16 @@ from windlass.data import chat, squad
 from windlass.data.lock import only_one
 from windlass.data.progress import Progress, console
 from windlass.data.rows import Rows, choose
-from windlass.data.tokenizer import FOLDER, CharTokenizer, Tokenizer, kind_of, load_tokenizer, named_tokenizer
+from windlass.data.tokenizer import (
+    FOLDER,
+    CharTokenizer,
+    Tokenizer,
+    kind_of,
+    layout_files,
+    load_tokenizer,
+    named_tokenizer,
+    tokenizer_files,
+)
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,16 +53,18 @@ class Items:
 
 
 def shaping(recipe: Recipe) -> dict[str, Any]:
-    """Everything that determines the rows: settings, and the content of the files."""
+    """Everything that determines the rows: settings, and the content of the files, those of a local tokenizer too."""
     data = recipe.data
+    tokenizer = tokenizer_files(data.tokenizer) | layout_files(data.tokenizer)
     files = [s.removeprefix("squad:") for s in (data.source, data.eval_source) if s and s != "squad"]
     sums = {file: _sha256(path) for file in files for path in sorted(_paths(file))}
     return {
         **{key: getattr(data, key) for key in SHAPING},
         "context": recipe.model.context,
         "seed": recipe.run.seed,
-        "layout": squad.PROMPT if data.format == "squad" else "chat",
+        "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         "files": sums,
+        **({"tokenizer files": tokenizer} if tokenizer else {}),
     }
 
 

@@ -218,6 +218,17 @@ def tokenizer_files(setting: str) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
+def layout_files(setting: str) -> dict[str, str]:
+    """The SHA-256 of each local file beside an `hf:` tokenizer that says how texts begin and end, and its chat template."""
+    kind, _, place = setting.partition(":")
+    if kind != "hf":
+        return {}
+    path = Path(place).expanduser()
+    folder = path.parent if path.is_file() else path
+    files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
 def _load_saved(folder: Path, wanted: str) -> Tokenizer:
     from windlass.data import bpe
 
