@@ -28,6 +28,10 @@ ALIVE_SECONDS = 60.0
 LOCK = ".lock"
 """Held by the process that trains in the directory, from its start to its end, however it ends."""
 
+OCCUPIED = "another process trains in"
+"""What a training says that finds its directory taken."""
+
+STARTS = ("started", "resumed", "branched")
 ENDINGS = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
@@ -199,7 +203,7 @@ class Run:
         seams = [line for line in lines if line["kind"] == "event" and _seam(line)]
         if not seams:
             return "running" if self.alive else "new"
-        last = next((s["event"] for s in reversed(seams) if s["event"] in (*ENDINGS, "started", "resumed")), "started")
+        last = next((s["event"] for s in reversed(seams) if s["event"] in (*ENDINGS, *STARTS)), "started")
         if last in ENDINGS:
             return ENDINGS[last]
         return "running" if self.alive else "failed"
@@ -221,8 +225,10 @@ def judged(state: str, events: Iterable[Line], verdict: Mapping[str, Any] | None
     if said[0] not in ("", "interrupted"):
         return said
     if state == "failed":
-        failures = [x for x in events if x["kind"] == "event" and x.get("event") == "failed"]
-        if failures:
+        seams = [x for x in events if x["kind"] == "event"]
+        last = max((int(x.get("attempt", 0)) for x in seams), default=0)
+        failures = [x for x in seams if x.get("event") == "failed" and int(x.get("attempt", 0)) == last]
+        if failures:  # by the last start itself; one that was killed says nothing
             return "failed", str(failures[-1].get("reason", ""))
     state = {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(state, state)
     return said if said[0] and state in ("waiting", "interrupted") else (state, "")

@@ -14,11 +14,12 @@ from test_resume import corpus, settings
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
+from windlass.report.study import read_study, winner
 from windlass.run import Run
-from windlass.study.cells import DIVERGED_NATS, progress
+from windlass.study.progress import DIVERGED_NATS, progress
 from windlass.study.study import Study
 from windlass.study.submit import array_script
-from windlass.study.table import by_seed, rows, winner
+from windlass.study.table import by_seed, rows
 
 __all__ = ["corpus"]
 
@@ -69,11 +70,11 @@ def test_a_killed_sweep_goes_on_and_leaves_finished_cells_alone(corpus, tmp_path
     medians = by_seed(study)
     assert [m["seeds"] for m in medians] == [2, 2]
     assert medians[0]["median"] == pytest.approx((table[0]["best_loss"] + table[1]["best_loss"]) / 2)
-    best = winner(study)
+    best = winner(read_study(first).cells)
     assert best is not None
-    assert best["optim.lr"] == min(medians, key=lambda m: m["median"])["optim.lr"]
-    assert f"optim.lr={best['optim.lr']}" in again.stdout
-    listed = json.loads(again.stdout[again.stdout.index("[\n") : again.stdout.index("\n]") + 2])
+    assert best.assignment["optim.lr"] == min(medians, key=lambda m: m["median"])["optim.lr"]
+    assert f"optim.lr={best.assignment['optim.lr']}" in again.stderr
+    listed = json.loads(again.stdout)
     assert [r["best_loss"] for r in listed] == [r["best_loss"] for r in table]
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.errors import UserError
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, parse_override, typed
 from windlass.study.grid import Axis, expand, parse_axis
 
 
@@ -55,3 +55,40 @@ def test_bad_grids_name_every_cell():
         expand(base, [parse_axis("optim.lr=0.1,1e-1")])
     with pytest.raises(UserError, match="no such setting"):
         expand(base, [parse_axis("optim.lrr=1,2")])
+
+
+def test_settings_that_change_nothing_of_the_maths_tell_cells_apart():
+    """The strategy, the micro-batch and the number of ranks are not in the digest."""
+    base = Recipe.load("quickstart")
+    axes = ["parallel.strategy=single,ddp", "train.micro_batch=2,4", "parallel.world=1,2"]
+    cells = expand(base, [parse_axis(text) for text in axes])
+    assert len({c.recipe.digest for c in cells}) == 1
+    assert len({c.key for c in cells}) == len({c.place for c in cells}) == 8
+    assert [(c.recipe.parallel.strategy, c.recipe.train.micro_batch, c.world) for c in cells[:3]] == [
+        ("single", 2, 1), ("single", 2, 2), ("single", 4, 1)
+    ]  # fmt: skip
+    assert cells[1].overrides == ["parallel.strategy=single", "train.micro_batch=2"]
+    with pytest.raises(UserError, match="the same thing"):
+        expand(base, [parse_axis("parallel.strategy=ddp,ddp")])
+
+
+def test_a_cell_of_what_the_digest_knows_keeps_its_old_name():
+    cell = expand(Recipe.load("quickstart"), [parse_axis("optim.lr=1e-2")])[0]
+    assert (cell.key, cell.place, cell.world) == (cell.recipe.digest, f"runs/lr=0.01-{cell.recipe.digest[:8]}", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("parallel.world=0,1", "number of ranks"), ("parallel.world=many", "number of ranks"), ("run.dir=a,b", "no axis")],
+)
+def test_what_cannot_be_an_axis(text, says):
+    with pytest.raises(UserError, match=says):
+        expand(Recipe.load("quickstart"), [parse_axis(text)])
+
+
+@pytest.mark.parametrize(
+    "value", [True, 3, 1e-4, "cosine", "2 epochs", "true", "1", " x", 'a "quoted" word', [0.9, 0.95], ["a,b", "1"]]
+)
+def test_a_typed_value_reads_back(value):
+    found = parse_override(f"key={typed(value)}")[1]
+    assert (found, type(found)) == (value, type(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,6 +10,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from windlass.study.study import Study
+
+WIDE = 110
+"""Columns of a terminal from which the table has the device-hours too."""
 
 
 def register(app: typer.Typer) -> None:
@@ -49,6 +51,7 @@ def sweep(
     """
     from pathlib import Path
 
+    from windlass.errors import UserError
     from windlass.recipe import Recipe
     from windlass.study.study import Study
     from windlass.study.sweep import Options, Sweep
@@ -59,103 +62,123 @@ def sweep(
 
         return submit_array(study, submit, world, dry_run=dry_run)
     options = Options(world, workers, stop_diverged, halving, retry_failed)
+    if not -1 <= only < len(study.cells):
+        raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
     cells = [study.cells[only]] if only >= 0 else None
-    with _Screen() as screen:
-        code = Sweep(study, options, screen.show, cells).run()
+    with _Screen(errors=json_) as screen:
+        code = Sweep(study, options, screen.show, cells, screen.say).run()
     if json_:
         import json
 
         from windlass.study.table import rows
 
         typer.echo(json.dumps(rows(study), indent=1))
-    _say_end(study, code)
+    _say_end(study, code, world, screen)
     return code
 
 
 class _Screen:
     """The study's table, redrawn in a terminal; elsewhere a line whenever a cell's state changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, errors: bool = False) -> None:
+        """With `errors` everything goes to the error stream: the other one is for JSON alone."""
+        from rich.console import Console
+
+        self.errors = errors
+        self.console = Console(stderr=errors)
         self.live: Any = None
+        self.last: Study | None = None
         self.said: dict[str, str] = {}
         self.drawn = 0.0
 
     def __enter__(self) -> _Screen:
-        if sys.stdout.isatty():
+        if self.console.is_terminal:
             from rich.live import Live
 
-            self.live = Live(auto_refresh=False)
+            self.live = Live(console=self.console, auto_refresh=False)
             self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.live:
+            if self.last:  # what was drawn last may be a second old
+                self._draw(self.last)
             self.live.stop()
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        if self.live:
+            self.console.print(text, markup=False, highlight=False)
+        else:
+            typer.echo(text, err=self.errors)
 
     def show(self, study: Study) -> None:
         """Called often; draws about once a second."""
         import time
 
+        self.last = study
         if self.live:
             if time.monotonic() - self.drawn > 1 or self.drawn == 0:
-                self.live.update(table(study), refresh=True)
+                self._draw(study)
                 self.drawn = time.monotonic()
             return
         for number, cell in enumerate(study.cells):
             state, reason = study.state_of(cell)
-            if self.said.get(cell.label) != state and state != "waiting":
-                self.said[cell.label] = state
-                typer.echo(f"[{number + 1}/{len(study.cells)}] {cell.label}: {state}{f' ({reason})' if reason else ''}")
+            if self.said.get(cell.key) != state and (state != "waiting" or cell.key in self.said):
+                self.said[cell.key] = state
+                self.say(f"[{number + 1}/{len(study.cells)}] {cell.label}: {state}{f' ({reason})' if reason else ''}")
+
+    def _draw(self, study: Study) -> None:
+        self.live.update(table(study, self.console.width), refresh=True)
 
 
-def table(study: Study) -> Table:
-    """The study as a table for the terminal."""
+def table(study: Study, width: int = WIDE) -> Table:
+    """The study as a table for a terminal of so many columns."""
     from rich.table import Table
 
     from windlass.study.table import rows
 
-    keys = list(study.cells[0].assignment)
+    keys, wide = list(study.cells[0].assignment), width >= WIDE
     drawn = Table(title=str(study.path), title_justify="left")
-    for name in [
-        *(k.rsplit(".", 1)[-1] for k in keys),
-        "state",
-        "step",
-        "loss",
-        "val loss",
-        "best",
-        "tokens/s",
-        "reason",
-    ]:
+    hours = ["device-h"] if wide else []
+    names = ["state", "step", "loss", "val loss", "best", "tokens/s", *hours, "reason"]
+    for name in [*(k.rsplit(".", 1)[-1] for k in keys), *names]:
         drawn.add_column(name, justify="left" if name in ("state", "reason") else "right", no_wrap=name == "state")
     for row in rows(study):
-        step = f"{row['step']}/{row['steps'] or '?'}" if row["step"] else ""
+        step = f"{row['step']}/{row['steps'] or '?'}" if row["step"] or row["steps"] else ""
         losses = ["" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss", "best_loss")]
         speed = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else ""
+        spent = ["" if row["device_hours"] is None else f"{row['device_hours']:.3g}"] if wide else []
         values = [f"{row[k]:g}" if isinstance(row[k], float) else str(row[k]) for k in keys]
-        drawn.add_row(*values, row["state"], step, *losses, speed, row["reason"])
+        drawn.add_row(*values, row["state"], step, *losses, speed, *spent, row["reason"])
     return drawn
 
 
-def _say_end(study: Study, code: int) -> None:
-    from rich.console import Console
-
+def _say_end(study: Study, code: int, world: int, screen: _Screen) -> None:
     from windlass.errors import STOPPED
-    from windlass.study.table import by_seed, winner
+    from windlass.report.study import named, read_study, winner, winner_command
+    from windlass.study.table import by_seed
 
-    console = Console()
-    if not sys.stdout.isatty():
-        console.print(table(study))
+    if not screen.live:
+        screen.console.print(table(study, screen.console.width))
+
+    def say(text: str) -> None:
+        typer.echo(text, err=screen.errors)
+
     for row in by_seed(study):
         if row["median"] is not None:
-            rest = " ".join(f"{k}={v}" for k, v in row.items() if k not in ("median", "low", "high", "seeds"))
-            typer.echo(
-                f"{rest}: median {row['median']:.4f}, {row['low']:.4f} to {row['high']:.4f} over {row['seeds']} seeds"
-            )
-    best = winner(study)
+            rest = named({k: v for k, v in row.items() if k not in ("median", "low", "high", "seeds", "of")})
+            seeds = f"{row['of']} seeds" if row["seeds"] == row["of"] else f"{row['seeds']} of {row['of']} seeds"
+            say(f"{rest}: median {row['median']:.4f}, {row['low']:.4f} to {row['high']:.4f} over {seeds}")
+    seen = read_study(study.path)
+    best = winner(seen.cells)
     if best:
-        settings = " ".join(f"{k}={v}" for k, v in best.items() if k != "best_loss")
-        typer.echo(f"best: {settings} (validation loss {best['best_loss']:.4f})")
-        typer.echo(f"  windlass train {study.path / 'recipe.toml'} {settings}")
-    typer.echo(f"report: windlass report {study.path}")
+        command, remark = winner_command(seen, best.assignment, world)
+        over = f", median of {best.seeds}" if best.seeds else ""
+        say(f"best: {named(best.assignment)} (validation loss {best.loss:.4f}{over})")
+        say(f"  {command}")
+        if remark:
+            say(f"  {remark}")
+    say(f"report: windlass report {study.path}")
     if code == STOPPED:
         typer.echo("stopped with everything saved; the same command goes on", err=True)

@@ -2,10 +2,11 @@
 
 from windlass.recipe.batch import BatchPlan, plan_batch
 from windlass.recipe.durations import Duration, Horizon
-from windlass.recipe.load import Recipe, RecipeError, load, parse_override, presets, settings
+from windlass.recipe.load import IMMATERIAL, Recipe, RecipeError, load, parse_override, presets, settings, typed
 from windlass.recipe.settings import DataSettings, ModelSettings, OptimSettings, ScheduleSettings
 
 __all__ = [
+    "IMMATERIAL",
     "BatchPlan",
     "DataSettings",
     "Duration",
@@ -20,4 +21,5 @@ __all__ = [
     "plan_batch",
     "presets",
     "settings",
+    "typed",
 ]

@@ -166,6 +166,18 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def typed(value: Any) -> str:
+    """A setting's value as it is typed after the `=`, so that `parse_override` reads the same value."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(json.dumps(v) if isinstance(v, str) else typed(v) for v in value) + "]"
+    if isinstance(value, str):
+        plain = value == value.strip() and parse_override(f"key={value}")[1] == value
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    return repr(value) if isinstance(value, float) else str(value)
+
+
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *path, last = dotted.split(".")
     for part in path:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.recipe import Recipe, presets
+from windlass.recipe import Recipe, presets, typed
 from windlass.report.tables import Table, measures
 from windlass.report.text import show
 from windlass.report.view import RunView, view
 from windlass.run import Run, judged
 
-SEED = "run.seed"
+SEED, WORLD = "run.seed", "parallel.world"
 Assignment = Mapping[str, Any]
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
 """Settings that a command to train the winner does not repeat: names, and what a study does without to be quick."""
@@ -227,18 +227,26 @@ class Winner:
     loss: float
     cells: list[Cell]
 
+    @property
+    def seeds(self) -> str:
+        """`2 seeds`, or `1 of 2 seeds` while some have not finished; empty where the seed is no axis."""
+        if not any(SEED in cell.assignment for cell in self.cells):
+            return ""
+        done, of = sum(score(cell) is not None for cell in self.cells), len(self.cells)
+        return f"{of} seeds" if done == of else f"{done} of {of} seeds"
+
 
 def winner(cells: Sequence[Cell]) -> Winner | None:
-    """The winner among what has finished; None where nothing has."""
+    """The winner among what has finished, those with all their seeds before the others; None where nothing has."""
     scored = [(value, group) for group in by_seed(cells) if (value := group.median("best_eval_loss")) is not None]
     if not scored:
         return None
-    loss, group = min(scored, key=lambda pair: pair[0])
+    loss, group = min(scored, key=lambda pair: (any(score(cell) is None for cell in pair[1].cells), pair[0]))
     return Winner(group.assignment, loss, group.cells)
 
 
-def winner_command(study: StudyView, assignment: Assignment) -> tuple[str, str]:
-    """The command that trains an assignment in full, and a remark.
+def winner_command(study: StudyView, assignment: Assignment, world: int = 1) -> tuple[str, str]:
+    """The command that trains an assignment in full on `world` ranks (or as many as it says itself), and a remark.
 
     Where the study's recipe is a preset with changes, those are repeated, but for a number of steps that was cut down
     for the study; else the study's own recipe file is named.
@@ -255,17 +263,10 @@ def winner_command(study: StudyView, assignment: Assignment) -> tuple[str, str]:
             del changed["train.steps"]
             remark = f"The study's cells had {show(steps)} steps; this is the preset's full length, {show(full)}."
         source, overrides = recipe.preset, changed | overrides
+    world = overrides.pop(WORLD, world)
     words = ["windlass", "train", source, *(f"{key}={typed(value)}" for key, value in overrides.items())]
+    words += ["--world", str(world)] if world > 1 else []
     return " ".join(_quoted(word) for word in words), remark
-
-
-def typed(value: Any) -> str:
-    """A setting's value as it is typed on the command line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(json.dumps(v) if isinstance(v, str) else typed(v) for v in value) + "]"
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 def _quoted(word: str) -> str:

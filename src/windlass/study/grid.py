@@ -4,22 +4,31 @@
     optim.lr=1e-4:1e-2:log:5             five values from 1e-4 to 1e-2, evenly on a logarithmic axis
     model.width=128:512:lin:4            four values evenly on a linear axis (whole numbers stay whole)
     optim.lr+train.global_batch=1e-3+64,5e-4+128     a zip: both change together, two values
+    parallel.strategy=ddp,full_shard     any setting of a recipe, also those that do not change what is trained
+    parallel.world=1,2,4                 the ranks of a cell: no setting of a recipe, but an axis in its own right
 
 Axes are crossed; the values of a zip are not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.recipe import Recipe, parse_override
+from windlass.recipe import IMMATERIAL, Recipe, parse_override, typed
 
 GRID_HELP = __doc__ or ""
+WORLD = "parallel.world"
+"""An axis that is no setting: how many ranks train a cell."""
+TAKEN = ("run.dir", "run.name")
+"""Settings that the study itself makes."""
 
 Assignment = dict[str, Any]
 """Dotted keys and the values of one cell."""
@@ -48,6 +57,14 @@ class Cell:
 
     assignment: Assignment
     recipe: Recipe
+    key: str = ""
+    """Tells the cell from all others: left out, the recipe's digest, and what is set beside it (strategy, ranks, ...)."""
+    place: str = ""
+    """Its run directory, from the study's; left out, `runs/<slug>`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.key or _key(self.assignment, self.recipe))
+        object.__setattr__(self, "place", self.place or f"runs/{slug(self)}")
 
     @property
     def label(self) -> str:
@@ -56,8 +73,42 @@ class Cell:
 
     @property
     def overrides(self) -> list[str]:
-        """The assignment as it would be typed."""
-        return [f"{key}={_typed(value)}" for key, value in self.assignment.items()]
+        """The assignment as it would be typed, but for the number of ranks."""
+        return [f"{key}={typed(value)}" for key, value in self.assignment.items() if key != WORLD]
+
+    @property
+    def world(self) -> int | None:
+        """Its number of ranks where that is an axis."""
+        return self.assignment.get(WORLD)
+
+
+def cell_of(base: Recipe, assignment: Assignment, key: str = "", place: str = "") -> Cell:
+    """The cell that an assignment makes of the shared recipe; raises UserError where that cannot work."""
+    settings = {name: value for name, value in assignment.items() if name != WORLD}
+    taken = [name for name in TAKEN if name in settings]
+    if taken:
+        raise UserError(f"{taken[0]} is no axis: a study names its runs' directories itself")
+    recipe = base.with_overrides(**settings)
+    if WORLD in assignment:
+        world = assignment[WORLD]
+        if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+            raise UserError(f"{WORLD} is a number of ranks, not {world!r}")
+        recipe.batch(world)
+    return Cell(assignment, recipe, key, place)
+
+
+def slug(cell: Cell) -> str:
+    """The name of a cell's run directory: readable, safe as a file name, and addressed by the content."""
+    words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", cell.label).strip("-")[:80]
+    return f"{words}-{cell.key[:8]}"
+
+
+def _key(assignment: Assignment, recipe: Recipe) -> str:
+    """The recipe's digest; with what the digest leaves out, where the cell sets any of that."""
+    beside = {name: value for name, value in sorted(assignment.items()) if name.startswith((WORLD, *IMMATERIAL))}
+    if not beside:
+        return recipe.digest
+    return hashlib.sha256(json.dumps([recipe.digest, beside]).encode()).hexdigest()[:12]
 
 
 def parse_axis(text: str) -> Axis:
@@ -134,14 +185,6 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _typed(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_typed(v) for v in value) + "]"
-    return repr(value) if isinstance(value, float) else str(value)
-
-
 def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     """All cells of the grid, the last axis changing fastest; each one's recipe is checked.
 
@@ -156,13 +199,13 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     for combination in itertools.product(*(axis.assignments() for axis in axes)):
         assignment = {key: value for part in combination for key, value in part.items()}
         try:
-            cells.append(Cell(assignment, base.with_overrides(**assignment)))
+            cells.append(cell_of(base, assignment))
         except UserError as error:
             problems.append(f"{' '.join(f'{k}={v}' for k, v in assignment.items())}: {error}")
     if problems:
         raise UserError("\n".join(["some cells of the grid cannot work:", *problems]))
-    digests = [cell.recipe.digest for cell in cells]
-    same = [cell.label for cell in cells if digests.count(cell.recipe.digest) > 1]
+    found = [cell.key for cell in cells]
+    same = [cell.label for cell in cells if found.count(cell.key) > 1]
     if same:
         raise UserError(f"cells of the grid train the same thing: {'; '.join(same)}")
     return cells

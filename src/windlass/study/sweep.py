@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from windlass.errors import BAD_INPUT, DONE, STOPPED
-from windlass.study.cells import CellProcess, evaluations, progress
+from windlass.run import OCCUPIED
+from windlass.study.cells import CellProcess
 from windlass.study.grid import Cell
 from windlass.study.halving import Halving
+from windlass.study.progress import evaluations, progress
 from windlass.study.study import Study
 
 OPEN = ("waiting", "interrupted", "running")
 """States of cells that a sweep works on; a `running` one that is not ours is left to whoever runs it, and looked at again:
 if it is killed there, it is taken up here."""
+RETRIES = 2
+"""How often a sweep takes up again a cell that a signal ended (a full memory, a kill) or that another process had taken."""
 STOP_SECONDS = 90.0
 """How long cells may take to save and end when the sweep is stopped."""
 
@@ -46,8 +50,21 @@ class Sweep:
     options: Options
     show: Callable[[Study], None] = lambda study: None
     only: list[Cell] | None = None
+    say: Callable[[str], None] = lambda text: None
+    """Called with what the user should know and no table has."""
     running: list[CellProcess] = field(default_factory=list)
+    queue: list[Cell] = field(default_factory=list)
+    interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.cells = self.study.cells if self.only is None else self.only
+        self.world = max((cell.world or self.options.world for cell in self.cells), default=1)
+        """Ranks of the largest cell."""
+        needs = any(cell.recipe.parallel.device != "cpu" for cell in self.cells)
+        self.devices = visible_devices() if needs else []
+        self.workers = self._workers()
+        self.halving: Halving | None = None
 
     def run(self) -> int:
         """Work until no cell is open."""
@@ -57,20 +74,27 @@ class Sweep:
         finally:
             for process in self.running:
                 process.kill()
+                process.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         self.show(self.study)
         if self.stopping:
             return STOPPED
-        states = [self.study.state_of(cell)[0] for cell in self._cells()]
+        states = [self.study.state_of(cell)[0] for cell in self.cells]
         return DONE if all(s in ("finished", "pruned", "diverged") for s in states) else 1
+
+    def _workers(self) -> int:
+        """How many cells run side by side: no more than there are, and each with devices of its own."""
+        asked, have = min(self.options.workers, max(1, len(self.cells))), len(self.devices)
+        workers = asked if not have else max(1, min(asked, have // self.world))
+        if workers < asked:
+            each = "a device" if self.world == 1 else f"{self.world} devices"
+            self.say(f"{have} devices: {workers} cells side by side, not {asked} (each needs {each} of its own)")
+        return workers
 
     @property
     def _open(self) -> tuple[str, ...]:
         return (*OPEN, "failed") if self.options.retry_failed else OPEN
-
-    def _cells(self) -> list[Cell]:
-        return self.study.cells if self.only is None else self.only
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         if self.stopping and number == signal.SIGINT:
@@ -80,13 +104,13 @@ class Sweep:
 
     def _work(self) -> None:
         if self.options.retry_failed:
-            for cell in self._cells():
+            for cell in self.cells:
                 if self.study.state_of(cell)[0] in ("failed", "diverged"):
                     self.study.judge(cell, "", "")
-        queue = [c for c in self._cells() if self.study.state_of(c)[0] in self._open]
-        halving = Halving(self.study) if self.options.halving else None
-        while queue or self.running:
-            self._fill(queue)
+        self.queue = [c for c in self.cells if self.study.state_of(c)[0] in self._open]
+        self.halving = Halving(self.study) if self.options.halving else None
+        while self.queue or self.running:
+            self._fill()
             if self.stopping:
                 self._wait_for_saves()
                 return
@@ -96,49 +120,71 @@ class Sweep:
                     self.running.remove(process)
                     self._ended(process, code)
                 else:
-                    self._watch(process, halving)
+                    self._watch(process)
             self.show(self.study)
             time.sleep(self.options.poll_seconds)
 
-    def _fill(self, queue: list[Cell]) -> None:
+    def _fill(self) -> None:
         """Start the next cells while there is room; those that another process trains stay in the queue."""
-        for cell in list(queue):
-            if self.stopping or len(self.running) >= self.options.workers:
+        for cell in list(self.queue):
+            if self.stopping or len(self.running) >= self.workers:
                 return
             state = self.study.state_of(cell)[0]
-            if state != "running":
-                queue.remove(cell)
-                if state in self._open:
-                    self.running.append(self._start(cell))
+            if state == "running":
+                continue
+            self.queue.remove(cell)
+            if state not in self._open:
+                continue
+            if self.halving and (reason := self.halving.prunes(cell, evaluations(self.study.run_of(cell)))):
+                self.study.judge(cell, "pruned", reason)  # a sweep that was killed had not come to write it down
+            else:
+                self.running.append(self._start(cell))
 
     def _start(self, cell: Cell) -> CellProcess:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks = self.options.workers * self.options.world
-        used = [p.devices for p in self.running]
-        devices = next((d for d in device_shares(self.options.workers, self.options.world) if d not in used), None)
-        return CellProcess(self.study, cell, self.options.world, max(1, cores // ranks), devices)
+        world = cell.world or self.options.world
+        used = [name for process in self.running for name in (process.devices or "").split(",")]
+        free = [name for name in self.devices if name not in used][:world]
+        devices = ",".join(free) if len(free) == world else None
+        return CellProcess(self.study, cell, world, thread_share(self.workers * self.world), devices)
 
-    def _watch(self, process: CellProcess, halving: Halving | None) -> None:
-        """Stop a running cell that diverged or that halving leaves behind; the verdict says why."""
-        if self.study.verdicts().get(process.cell.recipe.digest):
+    def _decided(self, cell: Cell) -> bool:
+        return self.study.verdicts().get(cell.key, {}).get("state", "interrupted") != "interrupted"
+
+    def _watch(self, process: CellProcess) -> None:
+        """Stop a running cell that diverged or that halving leaves behind; the verdict says why.
+
+        Not one that is through all its steps and only saves.
+        """
+        cell, now = process.cell, progress(process.run)
+        if now.at_end or self._decided(cell):
             return
-        if self.options.stop_diverged and (reason := progress(process.run).diverged):
-            self.study.judge(process.cell, "diverged", reason)
+        if self.options.stop_diverged and (reason := now.diverged):
+            self.study.judge(cell, "diverged", reason)
             process.stop()
-        elif halving and (reason := halving.prunes(process.cell, evaluations(process.run))):
-            self.study.judge(process.cell, "pruned", reason)
+        elif self.halving and (reason := self.halving.prunes(cell, evaluations(process.run))):
+            self.study.judge(cell, "pruned", reason)
             process.stop()
 
     def _ended(self, process: CellProcess, code: int) -> None:
-        if self.study.verdicts().get(process.cell.recipe.digest):
+        process.close()
+        cell, diverged = process.cell, progress(process.run).diverged
+        if self._decided(cell):
             return
-        if code in (DONE, STOPPED):
-            reason = progress(process.run).diverged
-            if code == DONE and reason and self.study.state_of(process.cell)[0] != "finished":
-                self.study.judge(process.cell, "diverged", reason)
-            return
-        state = "diverged" if code not in (DONE, BAD_INPUT) and progress(process.run).diverged else "failed"
-        self.study.judge(process.cell, state, process.reason(code))
+        reason = process.reason(code)
+        if code == STOPPED or code < 0 or OCCUPIED in reason:
+            self._interrupted(cell, reason or "stopped by a signal")
+        elif code != DONE:
+            self.study.judge(cell, "diverged" if diverged and code != BAD_INPUT else "failed", reason)
+        elif diverged and self.study.state_of(cell)[0] != "finished":
+            self.study.judge(cell, "diverged", diverged)
+
+    def _interrupted(self, cell: Cell, reason: str) -> None:
+        """Take a cell up again that ended by no fault of its own; after some times leave it to the next sweep."""
+        times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
+        said = f"{reason} ({times} times)" if times > 1 else reason
+        self.study.judge(cell, "interrupted", said)
+        if times <= RETRIES:
+            self.queue.append(cell)
 
     def _wait_for_saves(self) -> None:
         for process in self.running:
@@ -148,16 +194,16 @@ class Sweep:
             time.sleep(0.1)
 
 
-def device_shares(workers: int, world: int) -> list[str]:
-    """The CUDA devices of each of `workers` cells of `world` ranks, as CUDA_VISIBLE_DEVICES wants them.
+def thread_share(ranks: int) -> int:
+    """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
 
-    Empty where there is no NVIDIA device, or where there are too few for each cell to have its own.
-    """
+
+def visible_devices() -> list[str]:
+    """The CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them; empty where there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [n for n in visible.split(",") if n] if visible is not None else _devices()
-    if len(names) < workers * world:
-        return []
-    return [",".join(names[i * world : (i + 1) * world]) for i in range(workers)]
+    return [n.strip() for n in visible.split(",") if n.strip()] if visible is not None else _devices()
 
 
 def _devices() -> list[str]:

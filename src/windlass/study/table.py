@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import Any
 
-from windlass.study.cells import progress
+from windlass.errors import UserError
+from windlass.estimate.optimum import resolve_steps
+from windlass.study.grid import Cell
+from windlass.study.progress import ledger_of
 from windlass.study.study import Study
 
 SEED = "run.seed"
@@ -19,15 +21,15 @@ def rows(study: Study) -> list[dict[str, Any]]:
     for cell in study.cells:
         run = study.run_of(cell)
         state, reason = study.state_of(cell)
-        now = progress(run)
-        summary = run.summary
+        ledger = ledger_of(run)
+        now, summary = ledger.progress, ledger.summary
         found.append(
             {
                 **{key: cell.assignment[key] for key in cell.assignment},
                 "state": state,
                 "reason": reason,
                 "step": now.step,
-                "steps": now.steps or None,
+                "steps": now.steps or planned_steps(cell),
                 "loss": now.loss,
                 "eval_loss": now.eval_loss,
                 "best_loss": now.best_loss,
@@ -40,38 +42,31 @@ def rows(study: Study) -> list[dict[str, Any]]:
     return found
 
 
-def by_seed(study: Study) -> list[dict[str, Any]]:
-    """Cells that differ only in `run.seed` as one row: `median`, `low`, `high` of the best loss, and `seeds`.
+def planned_steps(cell: Cell) -> int | None:
+    """The steps of a cell that has not begun; None where they hang on data that is not prepared yet."""
+    try:
+        return resolve_steps(cell.recipe)
+    except UserError:
+        return None
 
-    Empty where the seed is no axis of the study. Only finished cells count.
+
+def by_seed(study: Study) -> list[dict[str, Any]]:
+    """Cells that differ only in `run.seed` as one row: `median`, `low`, `high` of the best loss, `seeds`, and `of`.
+
+    Empty where the seed is no axis of the study. Only finished cells count: `seeds` says how many, `of` how many there are.
     """
     if not any(SEED in cell.assignment for cell in study.cells):
         return []
     groups: dict[str, tuple[dict[str, Any], list[float]]] = {}
+    sizes: dict[str, int] = {}
     for cell, row in zip(study.cells, rows(study), strict=True):
         rest = {k: v for k, v in cell.assignment.items() if k != SEED}
         group = groups.setdefault(repr(rest), (rest, []))
+        sizes[repr(rest)] = sizes.get(repr(rest), 0) + 1
         if row["state"] == "finished" and row["best_loss"] is not None:
             group[1].append(row["best_loss"])
     return [
         {**rest, "median": statistics.median(v) if v else None, "low": min(v, default=None),
-         "high": max(v, default=None), "seeds": len(v)}
-        for rest, v in groups.values()
+         "high": max(v, default=None), "seeds": len(v), "of": sizes[name]}
+        for name, (rest, v) in groups.items()
     ]  # fmt: skip
-
-
-def winner(study: Study) -> dict[str, Any] | None:
-    """The assignment with the lowest best loss among finished cells (the lowest median where seeds are an axis)."""
-    seeds = [row for row in by_seed(study) if row["median"] is not None]
-    if seeds:
-        best = min(seeds, key=lambda row: row["median"])
-        return {k: v for k, v in best.items() if k not in ("median", "low", "high", "seeds")} | {
-            "best_loss": best["median"]
-        }
-    done = [r for r in rows(study) if r["state"] == "finished" and r["best_loss"] is not None]
-    done = [r for r in done if math.isfinite(r["best_loss"])]
-    if not done:
-        return None
-    best = min(done, key=lambda row: row["best_loss"])
-    keys = [key for axis in study.cells[:1] for key in axis.assignment]
-    return {key: best[key] for key in keys} | {"best_loss": best["best_loss"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from windlass.errors import UserError
-from windlass.run import LOCK
+from windlass.run import LOCK, OCCUPIED
 
 WAIT_SECONDS = 10.0
 """A run that was just killed may still be ending."""
@@ -28,12 +28,16 @@ def occupy(run: Path, seconds: float = WAIT_SECONDS) -> IO[str] | None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if _is_at(file, run / LOCK):
+                break
+            file.close()  # its directory was set aside while we waited: another one has the name now
+            run.mkdir(parents=True, exist_ok=True)
+            file = (run / LOCK).open("a+", encoding="utf-8")
         except BlockingIOError:
             if time.monotonic() >= end:
                 who = _holder(file)
                 file.close()
-                raise UserError(f"another process trains in {run} already ({who}); wait for it, or stop it") from None
+                raise UserError(f"{OCCUPIED} {run} already ({who}); wait for it, or stop it") from None
             time.sleep(0.1)
         except OSError:
             file.close()
@@ -43,6 +47,13 @@ def occupy(run: Path, seconds: float = WAIT_SECONDS) -> IO[str] | None:
     file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     file.flush()
     return file
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _holder(file: IO[str]) -> str:
