@@ -1,8 +1,10 @@
-"""Exact Match and F1 against the official definition: hand-worked cases, a plain second reading of it, the whole dev set."""
+"""Exact Match and F1 against the official definition: hand-worked cases, a plain second reading of it, the whole dev set,
+published predictions."""
 
 from __future__ import annotations
 
 import json
+import lzma
 import random
 import string
 from pathlib import Path
@@ -61,6 +63,30 @@ def test_the_whole_dev_set_with_its_own_first_answers_is_perfect(data_files: Pat
         "f1": 100,
         "items": 10_570,
     }
+
+
+@pytest.mark.parametrize(
+    ("file", "exact", "overlap"),
+    [
+        ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
+        (
+            "match-lstm-ensemble",
+            67.6,
+            76.8,
+        ),  # arXiv 1608.07905, table 2: Match-LSTM with Ans-Ptr (Boundary+Search+en), dev
+    ],
+)
+def test_published_predictions_get_the_published_scores(
+    data_files: Path, file: str, exact: float, overlap: float
+) -> None:
+    """Answers of two models to all of dev-v1.1, see squad_predictions/README.md."""
+    tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
+    questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
+    packed = (Path(__file__).parent / "squad_predictions" / f"{file}.txt.xz").read_bytes()
+    answers = lzma.decompress(packed).decode("utf-8").split("\n")[:-1]
+    predictions = {q["id"]: text for q, text in zip(questions, answers, strict=True)}
+    result = score(predictions, {q["id"]: [a["text"] for a in q["answers"]] for q in questions})
+    assert (round(result["exact_match"], 1), round(result["f1"], 1)) == (exact, overlap)
 
 
 @pytest.mark.full
