@@ -256,6 +256,8 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
         assert (open_model(hf, alone("cpu"))(batch) - ours(batch)).abs().max() < 1e-5
     with pytest.raises(UserError, match="not empty"):
         export_hf(str(tmp_path / "run"), directory)
+    with pytest.raises(UserError, match=r"README\.md is a file: name a new directory"):
+        export_hf(str(tmp_path / "run"), directory / "README.md")
     with pytest.raises(UserError, match="already"):
         export_hf(str(directory), tmp_path / "again")
     assert not list(tmp_path.glob(".*partial"))
