@@ -41,6 +41,19 @@ def test_a_model_and_samples_of_ones_own(tmp_path):
     assert all("mfu" not in line for line in lines), "its FLOPs are not known"
 
 
+def test_ids_past_the_embedding_of_a_model_of_ones_own(tmp_path):
+    """A model without `vocab` cannot be checked before it starts."""
+    import torch
+
+    page = shown()
+    mine = page["Mine"]()
+    table = next(m for m in mine.modules() if isinstance(m, torch.nn.Embedding))
+    assert not hasattr(mine, "vocab")
+    table.weight, table.num_embeddings = torch.nn.Parameter(table.weight[:3].detach().clone()), 3
+    with pytest.raises(UserError, match=r"'embedding' has 3 rows and was given the id \d+: it needs a row for every"):
+        train(recipe(tmp_path / "run"), mine, page["data"])
+
+
 def test_it_stops_and_goes_on_to_the_same_end(tmp_path):
     import torch
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 from harness import Join, run_ranks
 
 import hf_fixtures
+from windlass.evaluate.squad import score
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -60,9 +63,10 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
     return made.with_overrides(**{k.replace("__", "."): v for k, v in changes.items()})
 
 
-def rank(join: Join, wanted: Recipe, port: int) -> None:
+def rank(join: Join, wanted: Recipe, port: int, stop_at: int = 0) -> None:
     """Train as one of the ranks that a launcher set up through the environment."""
     from windlass import train
+    from windlass.errors import Stopped
 
     os.environ.update(
         RANK=str(join.rank),
@@ -71,10 +75,11 @@ def rank(join: Join, wanted: Recipe, port: int) -> None:
         MASTER_PORT=str(port),
         LOCAL_RANK=str(join.rank),
     )
-    train(wanted)
+    with contextlib.suppress(Stopped):
+        train(wanted, stop_at=stop_at)
 
 
-def trained(wanted: Recipe, world: int) -> Run:
+def trained(wanted: Recipe, world: int, stop_at: int = 0) -> Run:
     """The run, trained by forked ranks: the libraries are imported once, here."""
     import transformers.models.bloom.modeling_bloom  # noqa: F401
 
@@ -83,7 +88,7 @@ def trained(wanted: Recipe, world: int) -> Run:
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    run_ranks(rank, world, wanted, port, timeout=200)
+    run_ranks(rank, world, wanted, port, stop_at, timeout=200)
     return Run(wanted.run_dir)
 
 
@@ -156,6 +161,31 @@ def test_the_questions_are_learned_by_heart(lesson: Path) -> None:
     losses = {line["step"]: line["loss"] for line in run.lines("eval", suite="loss")}
     assert scores[0] < 10 and scores[90] > 90 and losses[90] < 0.1 < losses[0]
     assert run.lines("eval", suite="squad")[-1]["exact_match"] > 90
+
+
+def test_the_answers_of_each_evaluation_are_kept(lesson: Path) -> None:
+    """In the official form, once each on two ranks; the same after a stop; and a disk that does not take them stops nothing."""
+    tree = json.loads((lesson / "few.json").read_text())
+    questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
+    references = {q["id"]: [a["text"] for a in q["answers"]] for q in questions}
+    often: dict[str, Any] = {"eval__every": 2, "parallel__strategy": "ddp"}
+    run = trained(recipe(lesson, "answers", **often), 2)
+    names = [f"squad-predictions-step-{step:08d}.json" for step in (0, 2, 4)]
+    assert sorted(p.name for p in (run.path / "eval").iterdir()) == names
+    for name, line in zip(names, run.lines("eval", suite="squad"), strict=True):
+        predictions = json.loads((run.path / "eval" / name).read_text(encoding="utf-8"))
+        assert list(predictions) == list(references)
+        result = score(predictions, references)
+        assert (result["exact_match"], result["f1"]) == (line["exact_match"], line["f1"])
+    halves = recipe(lesson, "answers-in-halves", **often)
+    trained(halves, 2, stop_at=3)
+    (halves.run_dir / "eval" / names[1]).rename(halves.run_dir / "aside.json")
+    shutil.rmtree(halves.run_dir / "eval")
+    (halves.run_dir / "eval").touch()  # no folder can be made here
+    trained(halves, 2)
+    assert Run(halves.run_dir).state == "finished"
+    assert "step-00000004.json were not written" in Run(halves.run_dir).log_path.read_text()
+    assert (halves.run_dir / "aside.json").read_bytes() == (run.path / "eval" / names[1]).read_bytes()
 
 
 @pytest.mark.full

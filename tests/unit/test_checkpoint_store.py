@@ -28,6 +28,7 @@ from windlass.checkpoint.slices import Slice, expected_bytes, gather_state, rest
 from windlass.checkpoint.stage import DTYPES, Stage
 from windlass.checkpoint.store import Saver
 from windlass.errors import UserError
+from windlass.recipe import Recipe
 
 
 class Net(nn.Module):
@@ -323,10 +324,10 @@ def test_the_loss_may_come_after_the_save(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
         saver.save(step, gather_state(trained()[0]), {})
         if loss:
-            saver.note_loss(step, loss)
+            saver.note(step, {"loss": loss})
         saver.wait()
-    saver.note_loss(9, 0.5)  # of a step without a checkpoint
-    saver.note_loss(4, float("nan"))
+    saver.note(9, {"loss": 0.5})  # of a step without a checkpoint
+    saver.note(4, {"loss": float("nan")})
     saver.wait()
     index = json.loads((tmp_path / "checkpoints" / "index.json").read_text())
     assert index["latest"] == 4 and index["best"] == 2
@@ -336,6 +337,47 @@ def test_the_loss_may_come_after_the_save(tmp_path: Path) -> None:
     ]
     assert load.choose(tmp_path, "best").step == 2  # type: ignore[union-attr]
     saver.close()
+
+
+def test_the_best_by_another_suites_measure(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "checkpoints", policy=Policy(last=1, measure="squad.f1"))
+    for step, loss, f1 in ((1, 1.0, 10.0), (2, 2.0, 60.0), (3, 3.0, float("nan")), (4, 4.0, 20.0)):
+        saver.save(step, gather_state(trained()[0]), {}, {"loss": loss})
+        saver.note(step, {"loss": loss, "squad.f1": f1})
+        saver.wait()
+    index = json.loads((tmp_path / "checkpoints" / "index.json").read_text())
+    assert (index["latest"], index["best"], index["best_by"]) == (4, 2, "squad.f1")
+    assert [(c["step"], c["loss"], c["scores"], c["kept"]) for c in index["checkpoints"]] == [
+        (2, 2.0, {"squad.f1": 60.0}, ["best"]),
+        (4, 4.0, {"squad.f1": 20.0}, ["last"]),
+    ]
+    assert load.find(f"{tmp_path}@best").step == 2
+    (tmp_path / "checkpoints" / "index.json").unlink()  # without it the recipe says it
+    recipe = Recipe.load("bloom-560m-squad")
+    assert recipe.checkpoint.best == "squad.f1"
+    (tmp_path / "recipe.toml").write_text(recipe.toml())
+    assert load.find(f"{tmp_path}@best").step == 2
+    saver.note_missing(4, {"loss": 4.0, "squad.f1": 20.0})  # it is known already
+    assert not saver.busy
+    (tmp_path / "checkpoints" / "step-00000004" / "loss.json").unlink()
+    saver.note_missing(4, {"loss": 4.0, "squad.f1": 70.0})
+    saver.wait()
+    assert load.find(f"{tmp_path}@best").step == 4
+    saver.close()
+
+
+def test_what_was_noted_before_there_were_other_measures_is_read(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "checkpoints", background=False)
+    for step in (1, 2):
+        saver.save(step, gather_state(trained()[0]), {}, {})
+        place = tmp_path / "checkpoints" / f"step-{step:08d}"
+        note = {"save_id": open_checkpoint(place).manifest.save_id, "loss": 3.0 - step}
+        (place / "loss.json").write_text(json.dumps(note))
+    assert load.find(f"{tmp_path}@best").step == 2
+    assert [(e.step, e.loss, e.scores) for e in catalog.entries(tmp_path / "checkpoints")] == [
+        (2, 1.0, {}),
+        (1, 2.0, {}),
+    ]
 
 
 def test_retention_and_index_follow_each_commit(tmp_path: Path) -> None:

@@ -210,3 +210,18 @@ def test_bad_input_is_one_message_and_exit_2(arguments):
 def test_the_version_is_said():
     done = subprocess.run([sys.executable, "-m", "windlass", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()[0]) == (0, "windlass")
+
+
+def test_the_best_is_by_a_measure_that_is_measured():
+    assert Recipe.load("quickstart").checkpoint.best == "loss"
+    suites = 'eval.suites=["loss","squad"]'
+    assert Recipe.load("quickstart", [suites, "checkpoint.best=squad.f1"]).checkpoint.best == "squad.f1"
+    with pytest.raises(
+        UserError, match=r'does not measure squad: write eval\.suites=\["loss","squad"\], or checkpoint\.best="loss"'
+    ):
+        Recipe.load("quickstart", ["checkpoint.best=squad.f1"])
+    with pytest.raises(
+        UserError, match=r"checkpoint\.best.*'loss', 'squad\.f1', 'squad\.exact_match', 'hellaswag\.acc'"
+    ):
+        Recipe.load("quickstart", [suites, "checkpoint.best=f1"])
+    assert Recipe.load("quickstart", ['eval.suites=["squad"]']).checkpoint.best == "loss"  # then none is the best

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, Kept, Policy, best, retain
+from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, Kept, Policy, best, better, retain
 
 
 def steps_kept(checkpoints: list[Kept], policy: Policy) -> dict[int, list[str]]:
@@ -27,9 +27,38 @@ def test_the_best_stays_however_old() -> None:
     assert steps_kept(checkpoints, Policy(last=1, best=False)) == {50: ["last"]}
 
 
-def test_the_newest_of_equally_good_ones() -> None:
-    assert best([Kept(1, 10, 2.0), Kept(2, 20, 2.0)]) == Kept(2, 20, 2.0)
+def test_the_first_of_equally_good_ones() -> None:
+    """As training has it, which saves for the sake of a value only where it is better than any before."""
+    assert best([Kept(1, 10, 2.0), Kept(2, 20, 2.0)]) == Kept(1, 10, 2.0)
     assert best([Kept(1, 10)]) is None
+
+
+def test_the_best_by_another_measure_is_the_highest() -> None:
+    def scored(serial: int, loss: float | None, **scores: float) -> Kept:
+        return Kept(serial, 10 * serial, loss, scores={name.replace("_", "."): v for name, v in scores.items()})
+
+    rows = [
+        scored(1, 1.0, squad_f1=20.0),
+        scored(2, 2.0, squad_f1=80.0),
+        scored(3, None, squad_f1=float("nan")),
+        scored(4, 0.5),
+        scored(5, 3.0, squad_f1=80.0),
+        scored(6, 3.0, squad_f1=float("inf")),
+        scored(7, float("-inf"), squad_f1=float("-inf")),
+    ]
+    assert best(rows, "squad.f1") is rows[1] and best(rows) is rows[3]
+    assert best(rows, "hellaswag.acc") is None
+    assert steps_kept(rows, Policy(last=1, measure="squad.f1")) == {70: ["last"], 20: ["best"]}
+    assert steps_kept(rows, Policy(last=1)) == {70: ["last"], 40: ["best"]}
+
+
+def test_only_a_finite_value_is_ever_better() -> None:
+    assert better(2.0, None, "loss") and better(1.0, 2.0, "loss") and not better(3.0, 2.0, "loss")
+    assert better(0.0, None, "squad.f1") and better(3.0, 2.0, "squad.f1") and not better(1.0, 2.0, "squad.f1")
+    for measure in ("loss", "squad.f1"):
+        assert not better(2.0, 2.0, measure)
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            assert not better(bad, None, measure) and not better(bad, 1.0, measure)
 
 
 def test_for_good() -> None:

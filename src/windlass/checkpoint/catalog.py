@@ -14,15 +14,15 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint import manifest as format_
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MARKER, Damaged, Manifest
-from windlass.checkpoint.retention import Kept, Policy, best, retain
+from windlass.checkpoint.retention import LOSS, Kept, Policy, best, retain
 
 INDEX, INDEX_VERSION = "index.json", 1
 STEP_DIR = re.compile(r"^step-(\d{8,})$")
@@ -39,7 +39,8 @@ class Entry:
     step: int
     manifest: Manifest | None
     problem: str = ""
-    noted_loss: float | None = None
+    noted: Mapping[str, float] = field(default_factory=dict)
+    """What was measured at its step after the save: `loss`, and others by names as `squad.f1`."""
 
     @property
     def serial(self) -> int:
@@ -49,13 +50,18 @@ class Entry:
     @property
     def loss(self) -> float | None:
         """Validation loss at its step, where it was measured, before the save or after it."""
-        return self.noted_loss if self.noted_loss is not None or self.manifest is None else self.manifest.loss
+        return self.noted.get(LOSS, self.manifest.loss if self.manifest else None)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """What else was measured at its step."""
+        return {name: value for name, value in self.noted.items() if name != LOSS}
 
     @property
     def kept(self) -> Kept:
         """What retention must know of it."""
         assert self.manifest is not None
-        return Kept(self.serial, self.step, self.loss, str(self.manifest.meta.get("reason", "periodic")))
+        return Kept(self.serial, self.step, self.loss, str(self.manifest.meta.get("reason", "periodic")), self.scores)
 
 
 def step_dir(directory: Path, step: int) -> Path:
@@ -86,23 +92,28 @@ def entry(path: Path, deep: bool = False) -> Entry:
         return Entry(path, step, None, str(error))
     if found and manifest.step != step:
         return Entry(path, step, None, f"it is the checkpoint of step {manifest.step} under another name")
-    return Entry(path, manifest.step, manifest, noted_loss=_noted_loss(path, manifest.save_id))
+    return Entry(path, manifest.step, manifest, noted=_noted(path, manifest.save_id))
 
 
-def note_loss(directory: Path, step: int, loss: float, files: Files) -> None:
-    """Give the checkpoint of a step, if there is one, the validation loss that was measured after its save."""
+def note(directory: Path, step: int, scores: Mapping[str, float], files: Files) -> None:
+    """Give the checkpoint of a step, if there is one, what was measured after its save: `loss` and others, all finite."""
     path = step_dir(directory, step)
     one = entry(path)
     if one.manifest is not None:
-        files.replace_json(path / format_.LOSS, {"save_id": one.manifest.save_id, "loss": loss})
+        others = {name: value for name, value in scores.items() if name != LOSS}
+        tree = {"save_id": one.manifest.save_id, "loss": scores.get(LOSS, one.loss)}
+        files.replace_json(path / format_.LOSS, tree | ({"scores": others} if others else {}))
 
 
-def _noted_loss(path: Path, save_id: str) -> float | None:
+def _noted(path: Path, save_id: str) -> dict[str, float]:
     try:
         found = json.loads((path / format_.LOSS).read_bytes())
-        return float(found["loss"]) if found["save_id"] == save_id else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        if found["save_id"] != save_id:
+            return {}
+        values = {LOSS: found["loss"], **found.get("scores", {})}
+        return {str(name): float(value) for name, value in values.items() if value is not None}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def entries(directory: Path, deep: bool = False) -> list[Entry]:
@@ -124,11 +135,12 @@ def index_of(found: Iterable[Entry], policy: Policy) -> tuple[dict[str, Any], li
     good = [e for e in found if e.manifest is not None and STEP_DIR.match(e.path.name)]
     why = retain([e.kept for e in good], policy)
     stay = sorted((e for e in good if why[e.serial]), key=lambda e: e.serial)
-    lowest = best(e.kept for e in stay)
+    first = best((e.kept for e in stay), policy.measure)
     tree = {
         "version": INDEX_VERSION,
         "latest": stay[-1].step if stay else None,
-        "best": lowest.step if lowest else None,
+        "best": first.step if first else None,
+        "best_by": policy.measure,
         "checkpoints": [_row(e, why[e.serial]) for e in stay],
     }
     return tree, [e for e in good if not why[e.serial]]
@@ -138,7 +150,8 @@ def _row(one: Entry, why: list[str]) -> dict[str, Any]:
     assert one.manifest is not None
     return {
         "step": one.step, "path": one.path.name, "serial": one.serial, "time": one.manifest.time,
-        "bytes": one.manifest.bytes, "world": one.manifest.world, "loss": one.loss, "reason": one.kept.reason, "kept": why,
+        "bytes": one.manifest.bytes, "world": one.manifest.world, "loss": one.loss, "scores": one.scores, "reason": one.kept.reason,
+        "kept": why,
     }  # fmt: skip
 
 

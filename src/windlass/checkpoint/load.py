@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from windlass.checkpoint import catalog
 from windlass.checkpoint import manifest as format_
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import Damaged, Manifest, TensorInfo
-from windlass.checkpoint.retention import best
+from windlass.checkpoint.retention import LOSS, best
 from windlass.errors import UserError
 from windlass.run import Run
 
@@ -164,7 +165,7 @@ def choose(run_dir: str | Path, resume: str = "latest") -> Choice | None:
             return None
         if resume.isdigit():
             return _of_step(run_dir, found, int(resume))
-        return _first_good(run_dir, _preferred(found, resume))
+        return _first_good(run_dir, _preferred(found, resume, best_by(run_dir) if resume == "best" else LOSS))
     path = Path(resume)
     if not path.is_dir():
         raise UserError(f"checkpoint.resume is {resume!r}: there is no such checkpoint; write {RESUME_HELP}")
@@ -173,15 +174,25 @@ def choose(run_dir: str | Path, resume: str = "latest") -> Choice | None:
     return Choice(path, open_checkpoint(path).step)
 
 
-def _preferred(found: list[catalog.Entry], resume: str) -> list[catalog.Entry]:
+def best_by(run_dir: str | Path) -> str:
+    """The measure that the run's best checkpoint is chosen by: as its index says, else its recipe, else `loss`."""
+    run = Run(Path(run_dir))
+    named = run.checkpoint_index().get("best_by")
+    if not named and run.recipe_path.is_file():
+        with contextlib.suppress(UserError, ValueError):
+            named = run.recipe.checkpoint.best
+    return str(named or LOSS)
+
+
+def _preferred(found: list[catalog.Entry], resume: str, measure: str) -> list[catalog.Entry]:
     """In the order in which they are tried: the newest first, or the best first and then the next best."""
     if resume == "latest":
         return found
     order: list[catalog.Entry] = []
     rest = [e for e in found if e.manifest is not None]
-    while (lowest := best(e.kept for e in rest)) is not None:
-        order += [e for e in rest if e.serial == lowest.serial]
-        rest = [e for e in rest if e.serial != lowest.serial]
+    while (first := best((e.kept for e in rest), measure)) is not None:
+        order += [e for e in rest if e.serial == first.serial]
+        rest = [e for e in rest if e.serial != first.serial]
     return order + [e for e in found if e not in order]
 
 

@@ -6,7 +6,7 @@ A checkpoint is a directory of
 - `state.json`: the counters;
 - `manifest.json`: step, world, digests; where each tensor's rows lie; size and SHA-256 of each file above;
 - `COMMITTED`: the SHA-256 of manifest.json, written last: without it there is no checkpoint;
-- `loss.json`, perhaps: the validation loss, where it was measured only after the save.
+- `loss.json`, perhaps: the validation loss and other measures, where they were measured only after the save.
 
 Nothing in it is code, and nothing that it names is opened unless it is a plain name inside the directory.
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 EMERGENCY = "signal"
@@ -12,7 +13,9 @@ FINAL = "final"
 PERIODIC = "periodic"
 """The reason of one that was due."""
 BEST = "best"
-"""The reason of one that was written, though not due, because its validation loss was the lowest so far."""
+"""The reason of one that was written, though not due, because it was the best so far."""
+LOSS = "loss"
+"""The one measure (see `checkpoint.best`) of which less is better."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,13 @@ class Kept:
     """Validation loss at this step; None where it was not measured."""
     reason: str = PERIODIC
     """Why it was written: `periodic`, `best`, `signal` or `final`."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """What else was measured at this step, by names as `squad.f1`."""
+
+    def value(self, measure: str) -> float | None:
+        """What was measured; None where it was not, or is not finite."""
+        found = self.loss if measure == LOSS else self.scores.get(measure)
+        return found if found is not None and math.isfinite(found) else None
 
 
 def _never(step: int) -> bool:
@@ -35,34 +45,46 @@ def _never(step: int) -> bool:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: `checkpoint.keep_last`, `keep_best`, and `keep_every` as a question about a step."""
+    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a question about a step, and `checkpoint.best`."""
 
     last: int = 10
     best: bool = True
     for_good: Callable[[int], bool] = field(default=_never)
+    measure: str = LOSS
 
 
-def best(checkpoints: Iterable[Kept]) -> Kept | None:
-    """The one with the lowest validation loss, the newest of equal ones; None where none was measured."""
-    measured = [c for c in checkpoints if c.loss is not None and c.loss == c.loss]
-    return min(measured, key=lambda c: (c.loss, -c.serial), default=None)
+def better(value: float, than: float | None, measure: str) -> bool:
+    """Whether a value of the measure beats another one, or the first finite one there is; no other value ever wins."""
+    if not math.isfinite(value):
+        return False
+    return than is None or (value < than if measure == LOSS else value > than)
+
+
+def best(checkpoints: Iterable[Kept], measure: str = LOSS) -> Kept | None:
+    """The one with the lowest validation loss, or the highest value of another measure; the first of equal ones.
+
+    None where it was measured for none of them.
+    """
+    sign = 1.0 if measure == LOSS else -1.0
+    measured = [(sign * value, c.serial, c) for c in checkpoints if (value := c.value(measure)) is not None]
+    return min(measured, key=lambda found: found[:2])[2] if measured else None
 
 
 def retain(checkpoints: Iterable[Kept], policy: Policy) -> dict[int, list[str]]:
     """Why each checkpoint is kept, by its serial number; those with an empty list may go.
 
-    The newest is always kept, and the last N of those that were due or final. One that was written for its loss, or because
-    the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more. Final ones
-    stay: a run may be extended, and its first end is a result.
+    The newest is always kept, and the last N of those that were due or final. One that was written for being the best, or
+    because the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more. Final
+    ones stay: a run may be extended, and its first end is a result.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     why: dict[int, list[str]] = {c.serial: [] for c in newest_first}
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     for kept in {c.serial: c for c in (*newest_first[:1], *regular[: policy.last])}.values():
         why[kept.serial].append("last")
-    lowest = best(newest_first) if policy.best else None
+    first = best(newest_first, policy.measure) if policy.best else None
     for kept in newest_first:
-        if kept is lowest:
+        if kept is first:
             why[kept.serial].append("best")
         if kept.reason == FINAL:
             why[kept.serial].append("final")

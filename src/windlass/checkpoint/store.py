@@ -8,6 +8,7 @@ training's own collectives, and an agreement that needs all ranks alive could no
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
@@ -21,7 +22,7 @@ from windlass.checkpoint import catalog
 from windlass.checkpoint.commit import Commit, Request, explain
 from windlass.checkpoint.files import PIECE_BYTES, Files, to_json
 from windlass.checkpoint.priority import NICE, lower_this_thread, set_nice
-from windlass.checkpoint.retention import PERIODIC, Policy
+from windlass.checkpoint.retention import LOSS, PERIODIC, Policy
 from windlass.checkpoint.slices import Slice, State
 from windlass.checkpoint.stage import Stage, Staged
 
@@ -99,7 +100,7 @@ class Saver:
         self._stage = Stage()
         self._changed = threading.Condition()
         self._job: _Job | None = None
-        self._losses: dict[int, float] = {}
+        self._scores: dict[int, dict[str, float]] = {}
         self._noting = False
         self._reserve: tuple[int, bool] | None = None
         self._trouble = ""
@@ -176,20 +177,29 @@ class Saver:
         )
         self._start(_Job(self._saves, request, staged, staged_s=time.perf_counter() - waited, waited_s=waited - began))
 
-    def note_loss(self, step: int, loss: float) -> None:
-        """The validation loss at a step whose save was begun before it was measured; rank 0 writes it, in the background.
+    def note(self, step: int, scores: Mapping[str, float]) -> None:
+        """What was measured at a step whose save was begun before: `loss`, and others by names as `squad.f1`.
 
-        Saving first means that an evaluation that fails costs nothing.
+        Rank 0 writes it, in the background; what is not finite is left out. Saving first means that an evaluation that
+        fails costs nothing.
         """
-        if self.rank != 0 or not abs(loss) < float("inf"):
+        finite = {name: value for name, value in scores.items() if math.isfinite(value)}
+        if self.rank != 0 or not finite:
             return
         with self._changed:
-            self._losses[step] = loss
+            self._scores[step] = finite
             self._noting = True
         if self.background:
             self._wake()
         else:
-            self._note_losses()
+            self._write_notes()
+
+    def note_missing(self, step: int, scores: Mapping[str, float]) -> None:
+        """The same, where the checkpoint of the step does not say so already: a kill came before it was written."""
+        one = catalog.entry(catalog.step_dir(self.directory, step))
+        known = one.scores if one.loss is None else {LOSS: one.loss, **one.scores}
+        if one.manifest is not None and not scores.items() <= known.items():
+            self.note(step, scores)
 
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call; never waits."""
@@ -264,29 +274,27 @@ class Saver:
                 with contextlib.suppress(MemoryError, OSError, RuntimeError):  # the first save will say so
                     self._stage.reserve(*reserve)
             outcome = self._run(job) if job is not None else None
-            self._note_losses()
+            self._write_notes()
             with self._changed:
                 if outcome is not None:
                     self._outcomes.append(outcome)
                     self._job = None
-                self._noting = bool(self._losses)
+                self._noting = bool(self._scores)
                 if self._reserve is reserve:
                     self._reserve = None
                 self._changed.notify_all()
 
-    def _note_losses(self) -> None:
-        """Write down the losses of checkpoints that are there now; they may change which one is the best."""
+    def _write_notes(self) -> None:
+        """Write down what was measured of checkpoints that are there now; it may change which one is the best."""
         with self._changed:
-            losses, self._losses = self._losses, {}
+            notes, self._scores = self._scores, {}
         try:
-            for step, loss in losses.items():
-                catalog.note_loss(self.directory, step, loss, self.files)
-            if losses:
+            for step, scores in notes.items():
+                catalog.note(self.directory, step, scores, self.files)
+            if notes:
                 catalog.publish(self.directory, self.policy, self.files)
         except Exception as problem:
-            self._trouble = (
-                f"the validation loss of step {', '.join(map(str, losses))} was not noted: {explain(problem)}"
-            )
+            self._trouble = f"what was measured at step {', '.join(map(str, notes))} was not noted: {explain(problem)}"
 
     def _run(self, job: _Job) -> Outcome:
         """Write and commit; whatever goes wrong is an outcome, and the training goes on."""

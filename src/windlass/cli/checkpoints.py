@@ -50,6 +50,7 @@ def table_rows(run: Path, verify: bool) -> list[dict[str, Any]]:
                 "time": manifest.time if manifest else None,
                 "bytes": manifest.bytes if manifest else None,
                 "loss": one.loss,
+                "scores": one.scores,
                 "world": manifest.world if manifest else None,
                 "kept": known.get(one.path.name, {}).get("kept", []),
                 "problem": one.problem,
@@ -65,13 +66,22 @@ def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from windlass.checkpoint.load import best_by
+    from windlass.checkpoint.retention import LOSS
     from windlass.checkpoint.space import gb
 
     if not rows:
         typer.echo(f"{run} has no checkpoint yet")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("step", "right"), ("saved (UTC)", "left"), ("size", "right"), ("loss", "right")):
+    by = best_by(run)
+    measures = [LOSS] if by == LOSS else [LOSS, by]
+    for name, justify in (
+        ("step", "right"),
+        ("saved (UTC)", "left"),
+        ("size", "right"),
+        *((m, "right") for m in measures),
+    ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.columns[1].no_wrap = True
     table.add_column("kept because", no_wrap=True)
@@ -82,7 +92,10 @@ def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:
             f"{row['step']:,}",
             row["time"][:19].replace("T", " ") if row["time"] else "",
             gb(row["bytes"]) if row["bytes"] is not None else "",
-            f"{row['loss']:.4f}" if row["loss"] is not None else "",
+            *(
+                "" if value is None else f"{value:.4f}"
+                for value in ({LOSS: row["loss"], **row["scores"]}.get(m) for m in measures)
+            ),
             ", ".join(MEANING.get(why, why) for why in row["kept"]),
             "BAD" if row["problem"] else good,
         )

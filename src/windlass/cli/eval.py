@@ -67,7 +67,8 @@ def evaluate(
     suites = [s.strip() for s in suite.split(",") if s.strip()] or (source.recipe.eval.suites if source.run else [])
     if not suites:
         raise UserError("say what to measure: --suite loss,hellaswag,squad or lm-eval:TASKS")
-    source.recipe.with_overrides(f"eval.suites={json.dumps(suites)}")  # says which one there is not
+    # Says which suite there is not. What the run's best was chosen by need not be measured here.
+    source.recipe.with_overrides(f"eval.suites={json.dumps(suites)}", 'checkpoint.best="loss"')
     if source.run is None and "loss" in suites and not any(o.startswith("data.source=") for o in overrides or []):
         raise UserError(
             "the loss of a model without a run needs a corpus: add data.source=FILE (and data.val_fraction=0.1)"
@@ -164,6 +165,8 @@ def write(source: Source, results: dict[str, Any], keep: dict[str, Any], out: Pa
     record = {"model": source.name, "step": source.step, "results": {**before, **results}}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if "predictions" in keep:
-        predictions = folder / f"squad-predictions-{name}.json"
-        predictions.write_text(json.dumps(keep["predictions"], ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+        from windlass.evaluate.squad import predictions_name, write_predictions
+
+        predictions = folder / predictions_name(source.step)
+        write_predictions(predictions, keep["predictions"])
         typer.echo(f"predictions: {predictions}", err=True)

@@ -6,13 +6,17 @@ differs from later ones and from common libraries: where a normalised text is em
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import re
 import string
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.squad import end_of_text, prompt
@@ -148,3 +152,24 @@ def evaluate_squad(
     result = score(predictions, {question.id: question.answers for question in questions})
     runtime_s = time.perf_counter() - started
     return result | {"runtime_s": runtime_s, "samples_per_s": len(questions) / runtime_s}, predictions
+
+
+def predictions_name(step: int | None) -> str:
+    """The file of the predictions at a step, or of a model that knows no step; a run has it in its folder `eval`."""
+    return f"squad-predictions-{'model' if step is None else f'step-{step:08d}'}.json"
+
+
+def write_predictions(path: Path, predictions: Mapping[str, str]) -> None:
+    """Write question id → answer as the official script reads it: the whole file, or what was there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        with open(fresh, "w", encoding="utf-8", errors="replace") as file:
+            file.write(json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise

@@ -98,6 +98,21 @@ def _training(recipe: Recipe) -> Problems:
     return found
 
 
+def _best(recipe: Recipe) -> Problems:
+    measure, suites = recipe.checkpoint.best, recipe.eval.suites
+    suite = measure.partition(".")[0]
+    if measure == "loss" or suite in suites:
+        return []
+    more = ",".join(f'"{name}"' for name in [*suites, suite])
+    return [
+        (
+            "checkpoint.best",
+            f'it is "{measure}", and eval.suites does not measure {suite}: write eval.suites=[{more}], or '
+            'checkpoint.best="loss"',
+        )
+    ]
+
+
 def check(recipe: Recipe) -> Problems:
     """All problems of a recipe whose fields are each valid; empty when it can run."""
-    return [*_model(recipe), *_data(recipe), *_training(recipe)]
+    return [*_model(recipe), *_data(recipe), *_training(recipe), *_best(recipe)]

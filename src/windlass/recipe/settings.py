@@ -10,6 +10,9 @@ from windlass.recipe.durations import Duration, is_epochs
 
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 
+BestMeasure = Literal["loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm"]
+"""What a model can be the best by: a suite, and the field of its `eval` line."""
+
 
 class Section(BaseModel):
     """A part of a recipe; unknown keys are errors, and every field's docstring is its documentation."""
@@ -308,8 +311,10 @@ class CheckpointSettings(Section):
     """The newest so many are kept."""
     keep_every: Duration = 0
     """Those at multiples of this are kept for good."""
+    best: BestMeasure = "loss"
+    """Which one is the best: the one with the lowest validation loss, or with the highest of another suite's measures."""
     keep_best: bool = True
-    """The one with the lowest validation loss is kept."""
+    """The best one is kept."""
     resume: str = "latest"
     """`latest`, `best`, a step, a checkpoint's path, or `never` (refuses where there is one)."""
     background: bool = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, LOSS, PERIODIC, better
 from windlass.checkpoint.slices import restore
 from windlass.data.loader import Loader
 from windlass.data.order import step_samples
@@ -21,7 +20,8 @@ from windlass.parallel import reduce
 from windlass.telemetry.speed import mfu
 from windlass.telemetry.trackers import Note
 from windlass.training.checks import replicas, startup_checks
-from windlass.training.evaluations import evaluate_suites, generate_samples
+from windlass.training.evaluations import best_of, evaluate_suites, generate_samples, scores, scores_by_step
+from windlass.training.ids import IdWatch
 from windlass.training.policies import Judge, Rewind
 from windlass.training.profile import Profile
 from windlass.training.saving import Saves
@@ -73,6 +73,7 @@ class Actions:
         self.rewinds: dict[int, int] = {}
         self.judge = Judge(session, self.event)
         self.profile: Profile | None = None
+        self.ids = IdWatch(session)
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
@@ -113,14 +114,19 @@ class Actions:
             self.stop()
 
     def _restore_best(self) -> None:
-        """The lowest validation loss of the ledger up to here: a save comes before its step's evaluation."""
+        """The best values of the ledger up to here: a save comes before its step's evaluation.
 
-        def lowest() -> float | None:
-            lines = [x for x in self.s.run.lines("eval", suite="loss") if x["step"] <= self.state.step]
-            found = [float(x["loss"]) for x in lines if math.isfinite(float(x["loss"]))]
-            return min(found, default=None)
+        Where a kill came between the two, the checkpoint is told what was measured.
+        """
+        s, state, measure = self.s, self.state, self.recipe.checkpoint.best
 
-        self.state.best_loss = self.s.agreed("best", lowest)
+        def found() -> tuple[float | None, float | None]:
+            measured = scores_by_step(s.run, state.step)
+            if self.saves.step == state.step and state.step in measured:
+                s.saver.note_missing(state.step, measured[state.step])
+            return best_of(measured, LOSS)[1], best_of(measured, measure)[1]
+
+        state.best_loss, state.best_score = s.agreed("best", found)
 
     def _has_line(self, kind: str, step: int) -> bool:
         return any(x["step"] == step for x in self.s.run.lines(kind))
@@ -161,6 +167,7 @@ class Actions:
         self.result, self.batch_end = result, batch.first_sample + self.s.batch.global_batch
         if state.step == 1 or state.step == self.saves.step + 1:
             self.s.ranks.steady()
+            self.ids.first_step_done()
         self.s.console.tick(state.step)
         if not self.s.step.deferred:
             self.judge.examine(result, self.batch_end)
@@ -263,7 +270,7 @@ class Actions:
         return self._evaluates() and (last or self.horizon.due(self.recipe.eval.every, self.state.step))
 
     def evaluate(self) -> None:
-        """Measure the suites; the lowest validation loss so far makes this step's checkpoint the best one."""
+        """Measure the suites; the best value so far of `checkpoint.best` makes this step's checkpoint the best one."""
         s, state = self.s, self.state
         with s.timer.outside(), s.goodput.phase("eval"):
             s.ranks.mark(state.step, "evaluation")
@@ -273,15 +280,16 @@ class Actions:
         epoch = state.samples / self.horizon.samples_per_epoch
         for line in lines:
             s.console.eval(s.ledger.write("eval", state.step, **line, epoch=epoch, samples_trained=state.samples))
-        loss = next((x["loss"] for x in lines if x["suite"] == "loss"), None)
-        if loss is not None and math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
+        measured, measure = scores(lines), self.recipe.checkpoint.best
+        loss, value = measured.get(LOSS), measured.get(measure)
+        if loss is not None and better(loss, state.best_loss, LOSS):
             state.best_loss = loss
-            if state.step and self.recipe.checkpoint.keep_best:
-                if self.saves.step != state.step:
-                    self.save("best", loss)
-                s.saver.note_loss(state.step, loss)
-        elif loss is not None and self.saves.step == state.step:
-            s.saver.note_loss(state.step, loss)
+        if value is not None and better(value, state.best_score, measure):
+            state.best_score = value
+            if state.step and self.recipe.checkpoint.keep_best and self.saves.step != state.step:
+                self.save(BEST, loss)
+        if self.saves.step == state.step:
+            s.saver.note(state.step, measured)
 
     def _stop_asked(self) -> bool:
         if self.s.ranks.main:
@@ -391,6 +399,7 @@ class Actions:
         if s.sampler is not None:
             s.sampler.attempt = s.attempt
         self.event("rewound", reason=back.reason, left_out=[begin, back.stop_sample])
+        self._restore_best()
         s.console.trouble(
             f"{back.reason}: back to step {self.state.step}, samples {begin} to {back.stop_sample} left out"
         )

@@ -249,7 +249,9 @@ class Session:
 
     def _policy(self) -> Policy:
         wanted = self.recipe.checkpoint
-        return Policy(wanted.keep_last, wanted.keep_best, lambda step: self.horizon.due(wanted.keep_every, step))
+        return Policy(
+            wanted.keep_last, wanted.keep_best, lambda step: self.horizon.due(wanted.keep_every, step), wanted.best
+        )
 
     def _wanted(self) -> str:
         """`checkpoint.resume`; when a WSD run is extended, the newest checkpoint before its decay began."""

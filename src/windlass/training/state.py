@@ -22,6 +22,8 @@ class TrainState:
     """Tokens trained on that counted in the loss: padding and masked prompts are not among them."""
     best_loss: float | None = None
     """Lowest validation loss so far."""
+    best_score: float | None = None
+    """The best value so far of the measure `checkpoint.best`."""
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
     updates_skipped: int = 0
@@ -41,8 +43,12 @@ class TrainState:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:
-        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is forgotten in silence."""
+        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is forgotten in silence.
+
+        Checkpoints of before `checkpoint.best` have no `best_score`; a resume reads it from the ledger in any case.
+        """
         names = TrainState.__dataclass_fields__
-        state = TrainState(**{name: saved[name] for name in names})
+        state = TrainState(**{name: saved[name] for name in names if name != "best_score"})
+        state.best_score = saved.get("best_score")
         state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
         return state

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.estimate.predict import predicted_beside_measured
 from windlass.run import read_lines
 from windlass.telemetry.speed import device_hours, wall_time
+from windlass.training.evaluations import best_of, scores_by_step
 
 if TYPE_CHECKING:
     from windlass.training.session import Session
@@ -23,12 +24,14 @@ def write_summary(session: Session, last_loss: float | None) -> None:
     s.ledger.write("event", state.step, event="measured")  # a last stamp of the wall time
     raw = list(read_lines(s.run.metrics_path))
     evals = s.run.lines("eval", suite="loss")
+    measure = s.recipe.checkpoint.best
+    best_step, best_score = best_of(scores_by_step(s.run, state.step), measure)
     spent = wall_time(raw)
     s.ledger.write(
         "summary", state.step, steps=s.horizon.steps, tokens=state.tokens, samples=state.samples,
         epochs=state.samples / s.horizon.samples_per_epoch, final_loss=last_loss,
         final_eval_loss=evals[-1]["loss"] if evals else None, best_eval_loss=state.best_loss,
-        best_step=next((x["step"] for x in evals if x["loss"] == state.best_loss), None),
+        best_measure=measure, best_score=best_score, best_step=best_step,
         runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
         parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1, predicted=predicted_beside_measured(s.run) or None,
         **_speeds(s), **_devices(s),
