@@ -23,7 +23,9 @@ from typing import Any
 from windlass.checkpoint import catalog, space
 from windlass.checkpoint import manifest as format_
 from windlass.checkpoint.files import PAGE, Files
+from windlass.checkpoint.fork import read_fork
 from windlass.checkpoint.manifest import Chunk, FileInfo, Manifest, TensorInfo
+from windlass.errors import UserError
 
 REASON = "reason"
 SLOWEST_POLL_SECONDS = 0.25
@@ -166,6 +168,13 @@ class Commit:
         with contextlib.suppress(OSError):  # where this fails, the next start does it
             catalog.discard(old, files)
 
+    def _line(self) -> int:
+        """The number after which the run's present line begins: commits that were deleted by hand keep theirs."""
+        with contextlib.suppress(UserError):
+            fork = read_fork(self.directory.parent)
+            return fork.serial if fork is not None else 0
+        return 0
+
     def _marked(self) -> bool:
         """Whether an error came so late that the marker is there: other ranks may count on it already."""
         return not self.temporary.exists() and self._is_committed()
@@ -274,7 +283,7 @@ class Commit:
         written[format_.STATE] = FileInfo(len(request.counters), hashlib.sha256(request.counters).hexdigest())
         return Manifest(
             step=request.step,
-            serial=1 + max((e.serial for e in catalog.entries(self.directory)), default=0),
+            serial=1 + max((*(e.serial for e in catalog.entries(self.directory)), self._line()), default=0),
             save_id=request.save_id,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             world=self.world,

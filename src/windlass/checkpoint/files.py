@@ -119,6 +119,27 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def make_dirs(self, path: Path) -> None:
+        """Make a directory and its parents, so that a power cut takes none of those that were made back."""
+        if not path.is_dir():
+            self.make_dirs(path.parent)
+            self.make_dir(path)
+            self.sync_dir(path.parent)
+
+    def sync_tree(self, path: Path) -> None:
+        """Return when all files under a directory that others wrote, and their names, are on the disk."""
+        for entry in _entries(path):
+            if entry.is_dir(follow_symlinks=False):
+                self.sync_tree(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False):
+                self.about_to("fsync", Path(entry.path))
+                descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        self.sync_dir(path)
+
     def write_json(self, path: Path, value: Any) -> bytes:
         """Write a new durable file of JSON, and return its bytes. A kill may leave it torn."""
         data = to_json(value)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint import catalog
 from windlass.checkpoint import manifest as format_
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.fork import Fork, on_line
 from windlass.checkpoint.manifest import Damaged, Manifest, TensorInfo
 from windlass.checkpoint.retention import LOSS, best
 from windlass.errors import UserError
@@ -147,7 +148,8 @@ def choose(run_dir: str | Path, resume: str = "latest") -> Choice | None:
     """The checkpoint that `checkpoint.resume` means, every byte verified; None where there is none to resume from.
 
     `latest` and `best` pass over damaged checkpoints, and say so; a step or a path that is damaged is refused. Nothing is
-    changed. One rank asks, and tells the others, so that all go on from the same one.
+    changed. One rank asks, and tells the others, so that all go on from the same one. `latest` is the newest commit, as
+    readers want it; a training goes on from `latest_on_line`.
 
     Raises:
         UserError: the checkpoint that was asked for is not there or damaged, all are damaged, or there is one and
@@ -211,6 +213,37 @@ def _first_good(run_dir: str | Path, order: list[catalog.Entry]) -> Choice | Non
             "use --fresh to set the run aside and begin anew"
         )
     return None
+
+
+def latest_on_line(run_dir: Path, fork: Fork | None, up_to: int | None = None) -> Choice | None:
+    """The newest good checkpoint of the run's present line, else the one that the line began at; None: begin at step 0.
+
+    Args:
+        run_dir: the run.
+        fork: where its present line began, see `fork.read_fork`.
+        up_to: only checkpoints up to this step.
+
+    Raises:
+        UserError: there is nothing of the line that can be used.
+    """
+    found = [e for e in on_line(catalog.entries(run_dir / "checkpoints"), fork) if up_to is None or e.step <= up_to]
+    origin = fork.path(run_dir) if fork is not None else None
+    if fork is None or origin is None:
+        return _first_good(run_dir, found)
+    others = [e for e in found if e.path.name != origin.name or not e.path.samefile(origin)]
+    try:
+        choice = _first_good(run_dir, others)
+    except UserError:
+        choice = None  # all of them damaged: the line's beginning is still there
+    if choice is not None or (up_to is not None and fork.step > up_to):
+        return choice
+    if not origin.is_dir():
+        raise UserError(
+            f"{run_dir} has no checkpoint yet since it went on from {origin}, and that one is gone: bring it back, or "
+            "name another one to go on from (checkpoint.resume=STEP)"
+        )
+    notes = [f"the checkpoint of step {e.step} is damaged and passed over" for e in others]
+    return Choice(origin, open_checkpoint(origin).step, notes, [e.path for e in others])
 
 
 def _of_step(run_dir: str | Path, found: list[catalog.Entry], step: int) -> Choice:

@@ -51,6 +51,8 @@ class Policy:
     best: bool = True
     for_good: Callable[[int], bool] = field(default=_never)
     measure: str = LOSS
+    start: int | None = None
+    """The step that the run's present line goes on from, where that checkpoint is one of its own."""
 
 
 def better(value: float, than: float | None, measure: str) -> bool:
@@ -75,7 +77,7 @@ def retain(checkpoints: Iterable[Kept], policy: Policy) -> dict[int, list[str]]:
 
     The newest is always kept, and the last N of those that were due or final. One that was written for being the best, or
     because the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more. Final
-    ones stay: a run may be extended, and its first end is a result.
+    ones stay: a run may be extended, and its first end is a result. So does the one that the present line goes on from.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     why: dict[int, list[str]] = {c.serial: [] for c in newest_first}
@@ -90,4 +92,6 @@ def retain(checkpoints: Iterable[Kept], policy: Policy) -> dict[int, list[str]]:
             why[kept.serial].append("final")
         if policy.for_good(kept.step):
             why[kept.serial].append("every")
+        if kept.step == policy.start:
+            why[kept.serial].append("start")
     return why

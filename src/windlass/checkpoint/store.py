@@ -14,13 +14,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.commit import Commit, Request, explain
 from windlass.checkpoint.files import PIECE_BYTES, Files, to_json
+from windlass.checkpoint.fork import Fork
 from windlass.checkpoint.priority import NICE, lower_this_thread, set_nice
 from windlass.checkpoint.retention import LOSS, PERIODIC, Policy
 from windlass.checkpoint.slices import Slice, State
@@ -108,6 +109,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def keep_start(self, fork: Fork | None) -> None:
+        """Keep the checkpoint that the run's present line goes on from, where it is one of the run's own."""
+        self.policy = replace(self.policy, start=fork.own_step() if fork is not None else None)
+
     def recover(self) -> list[str]:
         """Tidy up after a kill, on rank 0 at the start, before any rank saves or loads; says what was done."""
         return catalog.recover(self.directory, self.policy, self.files) if self.rank == 0 else []
@@ -158,10 +163,16 @@ class Saver:
         began = time.perf_counter()
         self._until_idle(None, while_waiting)
         waited = time.perf_counter()
-        failed = ""
+        failed, rest = "", b"{}"
         try:
+            rest = to_json(dict(counters))
             staged = self._stage.fill(state.slices, self.rank)
-        except (MemoryError, OSError, RuntimeError) as problem:  # no memory for the copy: the save fails, not the run
+        except (
+            MemoryError,
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as problem:  # no memory, say: the save fails, not the run
             failed = f"the state could not be copied to the host: {explain(problem)}"
             staged = Staged(memoryview(b""), {}, None)
         request = Request(
@@ -170,7 +181,7 @@ class Saver:
             image=staged.image,
             tensors=staged.tensors,
             aliases=state.aliases,
-            counters=to_json(dict(counters)),
+            counters=rest,
             meta={"reason": PERIODIC, **_finite(meta or {})},
             total_bytes=state.total_bytes,
             failed=failed,
@@ -303,15 +314,16 @@ class Saver:
         removed: tuple[str, ...] = ()
         try:
             job.staged.ready()
-            Commit(
+            commit = Commit(
                 request, self.directory, self.rank, self.world,
                 files=self.files, deadline=self.deadline, piece_bytes=self.piece_bytes,
-            ).run()  # fmt: skip
+            )  # fmt: skip
+            commit.run()
         except Exception as problem:
             error = explain(problem)
         else:
             removed, warning = self._tidy(job.number) if self.rank == 0 else ((), "")
-            warning, self._trouble = warning or self._trouble, ""
+            warning, self._trouble = commit.warning or warning or self._trouble, ""
             self.last_seconds = time.perf_counter() - began + job.staged_s
         return Outcome(
             step=request.step, path=catalog.step_dir(self.directory, request.step), error=error, bytes=len(request.image),
@@ -324,7 +336,7 @@ class Saver:
         try:
             catalog.sweep(self.directory, self.attempt, number, self.files)
             return tuple(p.name for p in catalog.publish(self.directory, self.policy, self.files)), ""
-        except OSError as problem:
+        except Exception as problem:  # whatever it is, the checkpoint is there
             return (
                 (),
                 f"the checkpoint is committed, but the index or old checkpoints could not be changed: {explain(problem)}",

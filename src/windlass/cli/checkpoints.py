@@ -59,7 +59,7 @@ def table_rows(run: Path, verify: bool) -> list[dict[str, Any]]:
     return rows
 
 
-MEANING = {"last": "among the last", "best": "best", "every": "for good", "final": "end of the run"}
+MEANING = {"last": "among the last", "best": "best", "every": "for good", "final": "end of the run", "start": "gone on from"}
 
 
 def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:

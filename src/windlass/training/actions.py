@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from windlass.checkpoint import load as checkpoints
+from windlass.checkpoint.fork import read_fork
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, LOSS, PERIODIC, better
 from windlass.checkpoint.slices import restore
 from windlass.data.loader import Loader
@@ -78,7 +79,7 @@ class Actions:
     # -- the beginning ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Say what is about to run; make the evaluation that is due at this very step, if a kill left it undone."""
+        """Say what is about to run; make what is due at this very step, if a kill or a stop left it undone."""
         s = self.s
         self._restore_best()
         s.console.header(s.header())
@@ -101,6 +102,9 @@ class Actions:
         due = self.due_evaluation() or (self.state.step == 0 and self._evaluates())
         if due and not s.agreed("evaluated", lambda: self._has_line("eval", self.state.step)):
             self.evaluate()
+            self._stop_if_asked()
+        if self.due_sample() and not s.agreed("sampled", lambda: self._has_line("sample", self.state.step)):
+            self.sample()
             self._stop_if_asked()
         s.goodput.enter("train")
         s.timer.read()
@@ -242,9 +246,10 @@ class Actions:
         return self.horizon.due(self.recipe.checkpoint.every, self.state.step)
 
     def save(self, reason: str = PERIODIC, loss: float | None = None) -> None:
-        """Stage the state; it is written in the background."""
+        """Stage the state; it is written in the background. That of the last step is the run's end, whatever it is saved for."""
         if self.saves.step == self.state.step and reason == PERIODIC:
             return
+        reason = FINAL if self.state.step == self.horizon.steps else reason
         if (
             self.s.step.deferred and self.result is not None
         ):  # counters must not run ahead of updates that were called off
@@ -269,14 +274,17 @@ class Actions:
         last = self.state.step == self.horizon.steps
         return self._evaluates() and (last or self.horizon.due(self.recipe.eval.every, self.state.step))
 
-    def evaluate(self) -> None:
-        """Measure the suites; the best value so far of `checkpoint.best` makes this step's checkpoint the best one."""
+    def evaluate(self) -> bool:
+        """Measure the suites; the best value so far of `checkpoint.best` makes this step's checkpoint the best one.
+
+        False where a stop signal cut it short, on all ranks: then nothing of it is written down.
+        """
         s, state = self.s, self.state
         with s.timer.outside(), s.goodput.phase("eval"):
             s.ranks.mark(state.step, "evaluation")
             lines = evaluate_suites(s, poll=self._stop_asked)
-        if lines is None:  # cut short by a stop signal, which the loop will see
-            return
+        if lines is None:
+            return False
         epoch = state.samples / self.horizon.samples_per_epoch
         for line in lines:
             s.console.eval(s.ledger.write("eval", state.step, **line, epoch=epoch, samples_trained=state.samples))
@@ -290,6 +298,7 @@ class Actions:
                 self.save(BEST, loss)
         if self.saves.step == state.step:
             s.saver.note(state.step, measured)
+        return True
 
     def _stop_asked(self) -> bool:
         if self.s.ranks.main:
@@ -300,8 +309,8 @@ class Actions:
         """Whether a text is generated after this step."""
         return self.s.speaks and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
 
-    def sample(self) -> None:
-        """Generate text from the recipe's prompt, into the ledger, a file and the terminal."""
+    def sample(self) -> bool:
+        """Generate text from the recipe's prompt, into the ledger, a file and the terminal; False as in `evaluate`."""
         s = self.s
         with s.timer.outside(), s.goodput.phase("sample"):
             s.ranks.mark(self.state.step, "sample")
@@ -313,6 +322,7 @@ class Actions:
                     s.run.samples_dir.mkdir(exist_ok=True)
                     (s.run.samples_dir / f"step-{self.state.step:08d}-{index}.txt").write_text(text, encoding="utf-8")
             s.console.sample(text, self.state.step)
+        return texts is not None
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -348,6 +358,8 @@ class Actions:
             self.event("failed", reason="the last checkpoint could not be saved")
             raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
         self._stop_profile()
+        if self.last_loss is None:  # nothing was left to do but the end
+            self.last_loss = next((x["loss"] for x in reversed(s.run.lines("train"))), None)
         write_summary(s, self.last_loss)
         self.event("finished")
         s.console.event(f"finished: {s.run.path}", self.state.step)
@@ -374,7 +386,7 @@ class Actions:
         self.saves.wait()
 
         def choose() -> str:
-            choice = checkpoints.choose(s.run.path, "latest")
+            choice = checkpoints.latest_on_line(s.run.path, read_fork(s.run.path))
             if choice is None:
                 raise RunFailed(f"{back.reason}; there is no checkpoint yet to go back to")
             return str(choice.path)

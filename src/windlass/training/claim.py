@@ -5,15 +5,24 @@ Decided from files alone, before any process group exists, by the launcher and a
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from windlass.checkpoint.fork import BEGINNING, read_fork
 from windlass.errors import UserError
+from windlass.parallel.env import detect
 from windlass.recipe import Recipe
-from windlass.run import Run
+from windlass.run import LOCK, Run, lock_held, read_lines
+from windlass.training.occupancy import WAIT_SECONDS, occupy
 
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 """What a branch may do otherwise than the run it comes from; model, data, seed and batch stay."""
+
+LEFT_OVER = {LOCK, "heartbeat", BEGINNING, f".{BEGINNING}.new", ".recipe.toml.new", "log.txt", "tokenizer"}
+"""What a start that failed before its recipe was written may leave, and the next one finds no fault with."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,10 @@ class Claim:
     """With `--extend-to`: the steps of the old horizon; else 0."""
     branch_from: Path | None = None
     """With `--branch-from`: the checkpoint to start from."""
+    fresh: bool = False
+    """What is in the directory is to be set aside first."""
+    restart: bool = False
+    """The same job began the run, or this line of it, and was started again: go on from the latest checkpoint."""
 
     @property
     def run_dir(self) -> Path:
@@ -44,8 +57,18 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
 
 
-def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "") -> Claim:
+def claim(
+    recipe: Recipe,
+    *,
+    fresh: bool = False,
+    extend_to: int = 0,
+    branch_from: str = "",
+    environ: Mapping[str, str] = os.environ,
+) -> Claim:
     """Look at the run's directory and say what is to be done there; changes nothing.
+
+    Where a job is started again (`--max-restarts`, torchrun, a requeued SLURM job) with the command that began the run,
+    what that command said of the beginning (`fresh`, `branch_from`, `checkpoint.resume`) has been done already.
 
     Raises UserError where the directory holds a run of another recipe (the differences are shown), is no run directory at
     all, or where an extension or a branch does not fit.
@@ -53,16 +76,17 @@ def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_fro
     run = Run(recipe.run_dir)
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file; give another run.dir")
-    exists = run.recipe_path.is_file() and not fresh
-    if not exists:
-        if not fresh and run.path.is_dir() and any(p.name != "log.txt" for p in run.path.iterdir()):
+    restart = run.recipe_path.is_file() and started_again(run, environ)
+    fresh = fresh and not restart
+    if fresh or not run.recipe_path.is_file():
+        if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
             raise UserError(
                 f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside"
             )
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
         source = _branch_source(recipe, branch_from) if branch_from else None
-        return Claim(recipe, run, resuming=False, finished=False, branch_from=source)
+        return Claim(recipe, run, resuming=False, finished=False, branch_from=source, fresh=fresh)
     old = run.recipe
     if extend_to and old.train.steps == extend_to:  # the same command again: the run is that long already
         recipe = recipe.with_overrides(f"train.steps={extend_to}")
@@ -71,9 +95,56 @@ def claim(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_fro
     changed = differences(old, recipe)
     if changed:
         raise UserError(_refusal(run, changed))
-    begun = not branch_from or any(run.checkpoints_dir.glob("step-????????"))
-    source = None if begun else _branch_source(recipe, branch_from)  # it was killed before its first checkpoint
-    return Claim(recipe, run, resuming=True, finished=run.state == "finished", branch_from=source)
+    if branch_from:
+        _refuse_other_origin(run, branch_from)
+    return Claim(recipe, run, resuming=True, finished=_finished(run, recipe), restart=restart)
+
+
+def _finished(run: Run, recipe: Recipe) -> bool:
+    """Whether the ledger ends with the end of a run of this length: a run that is being extended has an end before it."""
+    lines = list(read_lines(run.metrics_path))
+    if run.state_by(lines) != "finished":
+        return False
+    end = next(line["step"] for line in reversed(lines) if line.get("event") == "finished")
+    return not isinstance(recipe.train.steps, int) or end == recipe.train.steps
+
+
+def job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What names the job that this process belongs to, and stays the same when it is started again.
+
+    `launch`: our launcher's process or torchrun's run id; `slurm`: the number of the SLURM job. Empty where there is none.
+    """
+    launcher = detect(environ).launcher
+    ours = f"{socket.gethostname()}/{os.getppid()}" if launcher == "windlass" else ""
+    return {
+        "launch": ours or environ.get("TORCHELASTIC_RUN_ID", ""),
+        "slurm": environ.get("SLURM_JOB_ID", ""),
+    }
+
+
+def started_again(run: Run, environ: Mapping[str, str]) -> bool:
+    """Whether this process belongs to a restart of the very job that began the present line of the run."""
+    place = detect(environ)
+    requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    if not (place.attempt or requeued):
+        return False
+    fork, here = read_fork(run.path), job(environ)
+    if fork is None:
+        return False
+    if requeued and here["slurm"] and fork.job.get("slurm") == here["slurm"]:
+        return True
+    return place.attempt > 0 and place.launcher != "slurm" and fork.job.get("launch", "") == here["launch"]
+
+
+def _refuse_other_origin(run: Run, branch_from: str) -> None:
+    """A branch goes on from where it was; another origin would be another run."""
+    fork = read_fork(run.path)
+    if fork is None or not Path(fork.checkpoint).is_absolute():
+        return
+    place, _, step = branch_from.rpartition("@")
+    wanted = Path(place).resolve() / "checkpoints" / f"step-{int(step) if step.isdigit() else 0:08d}"
+    if wanted != Path(fork.checkpoint):
+        raise UserError(f"{run.path} begins at {fork.checkpoint}, not at {branch_from}; give another run.dir")
 
 
 def _refusal(run: Run, changed: list[str]) -> str:
@@ -115,12 +186,26 @@ def _branch_source(recipe: Recipe, branch_from: str) -> Path:
     return folder
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename a run directory out of the way (`--fresh`); returns where it lies now, None where there was none."""
+def set_aside(path: Path, seconds: float = WAIT_SECONDS) -> Path | None:
+    """Rename a run directory out of the way (`--fresh`); returns where it lies now, None where there was none.
+
+    Raises UserError where a process trains in it, or may do so on another host: it would go on under the new name.
+    """
     if not path.exists():
         return None
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    path.rename(aside)
+    run = Run(path)
+    if lock_held(run.lock_path) is None and run.state == "running":
+        raise UserError(
+            f"{path} has a fresh heartbeat: a process on another host may train in it, and is not to lose its directory; "
+            "stop it, or try again in a minute"
+        )
+    lock = occupy(path, seconds)
+    try:
+        number = 1
+        while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+            number += 1
+        path.rename(aside)
+    finally:
+        if lock is not None:
+            lock.close()
     return aside

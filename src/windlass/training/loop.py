@@ -67,7 +67,7 @@ def train(
     claimed = claim(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
     if claimed.finished:
         return claimed.run
-    with Signals() as signals, Session(claimed, Options(fresh, stop_at, profile), signals) as session:
+    with Signals() as signals, Session(claimed, Options(stop_at, profile), signals) as session:
         actions = Actions(session.open(model, data))
         try:
             fit(session, actions, on_step)
@@ -98,10 +98,14 @@ def fit(session: Session, actions: Actions, on_step: OnStep | None = None) -> No
                     actions.log(result)
                 if actions.due_save():
                     actions.save()
-                if actions.due_evaluation():
-                    actions.evaluate()
-                if actions.due_sample():
-                    actions.sample()
+                cut = actions.due_evaluation() and not actions.evaluate()
+                if not cut and actions.due_sample():
+                    cut = not actions.sample()
+                if (
+                    cut
+                ):  # by a stop signal, for all ranks alike: the next start makes it up, and so comes to this very step
+                    agreement.result()
+                    actions.stop()
                 actions.look_around()
                 last = state.step == horizon.steps
                 if any(agreement.result() or ()) or (state.step == session.options.stop_at and not last):

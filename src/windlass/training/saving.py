@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from windlass.checkpoint import catalog
+from windlass.checkpoint.fork import on_line, read_fork
 from windlass.checkpoint.slices import gather_state
+from windlass.training.beginning import line_digest
 
 if TYPE_CHECKING:
     from windlass.checkpoint.store import Outcome
@@ -29,7 +32,8 @@ class Saves:
             meta = {
                 "reason": reason, "loss": loss, "recipe": s.recipe.digest, "data": s.data.fingerprint,
                 "strategy": s.ranks.strategy, "train_loss": train_loss, "samples": state.samples,
-                "tokens": state.tokens, "parameters": s.parameters,
+                "tokens": state.tokens, "parameters": s.parameters, "line": line_digest(s.recipe),
+                "optimizer": s.recipe.optim.kind,
             }  # fmt: skip
             s.saver.save(
                 state.step, gather_state(s.model, s.optimizer, s.ranks.rank, s.ranks.world), state.to_json(), meta,
@@ -63,6 +67,7 @@ class Saves:
         return good and not self.s.saver.busy
 
     def newest(self) -> int:
-        """The newest committed step on the disk; -1 where there is none."""
-        steps = [int(p.name[5:]) for p in self.s.run.checkpoints_dir.glob("step-????????")]
-        return max(steps, default=-1)
+        """The newest committed step that a restart would go on from; -1 where there is none."""
+        fork = read_fork(self.s.run.path)
+        steps = [e.step for e in on_line(catalog.entries(self.s.run.checkpoints_dir), fork) if e.manifest is not None]
+        return max(steps, default=fork.step if fork is not None and fork.checkpoint else -1)

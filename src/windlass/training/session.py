@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -15,16 +15,22 @@ from torch import nn
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint import space
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.fork import read_fork
 from windlass.checkpoint.initial import load_initial
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.slices import expected_bytes, gather_state, restore
 from windlass.checkpoint.store import Saver
 from windlass.data.dataset import Data, open_data
-from windlass.errors import RunFailed, UserError
+from windlass.errors import RunFailed, Stopped, UserError
+from windlass.estimate.disk import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
+from windlass.model import hf_origin
 from windlass.model.build import build_model
+from windlass.model.hf import HfModel
+from windlass.model.hf_size import read_sizes, sizes_of
 from windlass.model.init import initialise
-from windlass.model.size import flops_per_token
+from windlass.model.size import HfSizes, flops_per_token
 from windlass.optim.build import build_optimizer
 from windlass.parallel import mesh
 from windlass.parallel.env import detect
@@ -39,9 +45,10 @@ from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.peaks import measure_cpu_peak, peak_flops
 from windlass.telemetry.speed import Goodput, StepTimer
 from windlass.telemetry.trackers import Trackers, start_trackers
+from windlass.training import beginning
 from windlass.training.checks import tie_groups
 from windlass.training.claim import Claim, set_aside
-from windlass.training.guard import Signals
+from windlass.training.guard import Signals, Together
 from windlass.training.occupancy import occupy
 from windlass.training.state import TrainState
 from windlass.training.step import Step
@@ -56,7 +63,6 @@ Value = TypeVar("Value")
 class Options:
     """What is asked of one start of a run, besides the recipe."""
 
-    fresh: bool = False
     stop_at: int = 0
     """Save and stop after this step; 0: at the run's end."""
     profile: int = 0
@@ -73,6 +79,7 @@ class Session:
     recipe: Recipe = field(init=False)
     run: Run = field(init=False)
     ranks: Ranks = field(init=False)
+    together: Together = field(init=False)
     data: Data = field(init=False)
     batch: BatchPlan = field(init=False)
     horizon: Horizon = field(init=False)
@@ -93,6 +100,8 @@ class Session:
     trackers: Trackers | None = None
     sampler: DeviceSampler | None = None
     parameters: int = 0
+    hf: HfSizes | None = None
+    """The sizes of a model of `transformers`, whole, as it was before it was wrapped."""
     ties: list[list[str]] = field(default_factory=list)
     """Names of weights that were tied before the model was wrapped."""
     theirs: bool = False
@@ -101,6 +110,9 @@ class Session:
     def __post_init__(self) -> None:
         self._stack = ExitStack()
         self._lock: IO[str] | None = None
+        self._nonce = ""
+        self._outside: checkpoints.Choice | None = None
+        """Where a new run begins, if not at step 0; on rank 0."""
         self.recipe, self.run = self.claim.recipe, self.claim.run
         self.goodput = Goodput()
 
@@ -109,19 +121,30 @@ class Session:
         self.theirs = model is not None
         try:
             place = detect()
-            with self.signals.at_once():
+            self.ranks = self._stack.enter_context(mesh.meet(place, self.recipe))
+            self.together = self._stack.enter_context(Together(self.signals, self.ranks))
+            with self.together.stage("data"), self.signals.at_once():
                 self.data = data if data is not None else open_data(self.recipe)
-            self.ranks = self._stack.enter_context(mesh.start(place, self.recipe))
-            self.ranks.mark(0, "start")
+            mesh.join(self.ranks, self.recipe)
             self._numbers()
             self._open_directory()
             self._build(model)
             self._resume()
             self._observe()
         except BaseException as error:
+            if isinstance(error, Stopped):
+                self._stopped()
             self.close(error)
             raise
         return self
+
+    def _stopped(self) -> None:
+        """Leave word in the ledger of a stop before it was opened, at its last step: the line makes none of them void."""
+        if self.ranks.main and self._nonce:
+            step = max((line["step"] for line in self.run.ledger()), default=0)
+            ledger = Ledger(self.run.metrics_path, self.attempt, enabled=True, stamp=self.goodput.stamp)
+            ledger.write("event", step, event="preempted", reason=self.signals.name, saved=True)
+            ledger.close()
 
     def __enter__(self) -> Session:
         return self
@@ -151,25 +174,32 @@ class Session:
                 "or a shorter context"
             )
         steps = self.recipe.train.steps
-        if steps == "compute-optimal" and (self.theirs or self.recipe.model.kind != "gpt"):
-            raise UserError('train.steps = "compute-optimal" needs a model of our own kind; write steps or epochs')
+        foreign = None
+        if steps == "compute-optimal" and self.theirs:
+            raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
+        if steps == "compute-optimal" and self.recipe.model.kind == "hf":
+            foreign = read_sizes(self.recipe, flops=False).total
         per_sample = getattr(self.data.train, "sample_tokens", None)  # a source of the user's own may not know
-        steps = resolve_steps(self.recipe, self.data.vocab, per_sample() if per_sample else None, samples)
+        steps = resolve_steps(self.recipe, self.data.vocab, per_sample() if per_sample else None, samples, foreign)
         self.horizon = Horizon(steps, samples, self.recipe.train.global_batch)
 
     def _open_directory(self) -> None:
         """Rank 0 makes or sets aside the run's directory; all agree on the number of this start."""
 
         def prepare() -> tuple[int, str]:
-            if self.options.fresh and self.ranks.place.attempt == 0:
+            with self.signals.at_once():
+                self._outside = None if self.claim.resuming else beginning.of_new(self.claim)
+            if self.claim.fresh:
                 set_aside(self.run.path)
-            self.run.path.mkdir(parents=True, exist_ok=True)
+            Files().make_dirs(self.run.path)
             self._lock = occupy(self.run.path)
+            if not self.claim.resuming and self.run.recipe_path.exists():
+                raise UserError(f"another process has just begun a run in {self.run.path}; give another run.dir")
             self.run.heartbeat_path.touch()
             number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
-            if not self.claim.resuming or self.claim.extends_from:
-                _write(self.run.recipe_path, self.recipe.toml())
-            self.data.save_tokenizer(self.run.path)
+            if not self.claim.resuming:
+                beginning.write_new(self.claim, self._outside)
+            beginning.write_tokenizer(self.run, self.data)
             return number, secrets.token_hex(4)
 
         self.attempt, self._nonce = self.agreed("attempt", prepare)
@@ -184,6 +214,8 @@ class Session:
                 answer = {"error": str(error)}
             except RunFailed as error:
                 answer = {"failure": str(error)}
+            except Stopped as error:
+                answer = {"stopped": str(error)}
             except OSError as error:
                 answer = {"error": f"{error.filename or self.run.path}: {error.strerror}; give another run.dir"}
         answer = self.ranks.share(name, answer)
@@ -191,6 +223,8 @@ class Session:
             raise UserError(answer["error"])
         if "failure" in answer:
             raise RunFailed(answer["failure"])
+        if "stopped" in answer:
+            raise Stopped(answer["stopped"])
         value: Value = answer["value"]
         return value
 
@@ -199,24 +233,32 @@ class Session:
         recipe, ranks = self.recipe, self.ranks
         torch.use_deterministic_algorithms(recipe.train.deterministic)
         if model is None:
-            model = build_model(recipe, self.data.vocab, device="meta")
+            model = build_model(recipe, self.data.vocab, device="meta", run=self.run.path)
         if self.data.vocab > getattr(model, "vocab", self.data.vocab):
             raise UserError(
                 f"the model has {model.vocab:,} token embeddings, and the tokenizer {self.data.vocab:,} tokens: set model.vocab "
                 "to 0 or to at least that"
             )
         self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.hf = sizes_of(model) if isinstance(model, HfModel) and not self.theirs else None
         self.precision = precision_on(recipe.train.precision, ranks.device)
         if self.precision == "fp64":
             model = model.double()
         self.ties = tie_groups(model)
         self.model = wrap(model, ranks, recipe)
-        if not self.theirs:
+        if self._foreign:  # its values come when it is known that no checkpoint has them
+            self.agreed("origin", lambda: hf_origin.keep(unwrap(self.model), self.run.path))
+        elif not self.theirs:
             initialise(unwrap(self.model), recipe.run.seed)
         replicas = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
         self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type, replicas)
         self.timer = StepTimer(ranks.device, self.goodput)
         self.step = Step(self.model, self.optimizer, ranks, recipe, self.timer)
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether the model is one of `transformers`, named by the recipe."""
+        return self.recipe.model.kind == "hf" and not self.theirs
 
     def _resume(self) -> None:
         """The newest good checkpoint, if there is one, into model, optimizer and counters."""
@@ -227,53 +269,41 @@ class Session:
         self._stack.callback(self.saver.close)
 
         def choose() -> tuple[str, list[str]]:
+            fork = read_fork(self.run.path)
+            self.saver.keep_start(fork)
             notes = self.saver.recover()
-            if self.claim.branch_from is not None:
-                checkpoints.open_checkpoint(self.claim.branch_from)  # every byte of it
-                return str(self.claim.branch_from), notes
-            choice = checkpoints.choose(self.run.path, self._wanted())
-            if choice is None:
-                return self._origin(), notes
-            checkpoints.set_aside(choice)
-            return str(choice.path), [*notes, *choice.notes]
+            choice = self._outside
+            if self.claim.resuming:
+                with self.signals.at_once():  # it reads every byte, and changes nothing
+                    choice = beginning.of_old(self.claim, self.horizon)
+                if choice is not None:
+                    checkpoints.set_aside(choice)
+                if beginning.begins_anew(self.claim):
+                    self.saver.keep_start(beginning.write_line(self.claim, choice))
+            return (str(choice.path), [*notes, *choice.notes]) if choice is not None else ("", notes)
 
+        self.ranks.mark(0, "load")
         path, self.resume_notes = self.agreed("checkpoint", choose)
         self.state = TrainState()
         if path:
             self._load(Path(path))
         elif self.recipe.model.init_from and not self.theirs:
             load_initial(unwrap(self.model), self.recipe)
+        elif self._foreign:
+            initialise(unwrap(self.model), self.recipe.run.seed)
+        self.ranks.mark(self.state.step, "start")
         self.step.load(self.state)
         share = expected_bytes(self.model, self.ranks.rank, self.ranks.world)
         self.saver.reserve(share, pinned=self.ranks.device.type == "cuda" and not self.recipe.parallel.offload)
 
     def _policy(self) -> Policy:
-        wanted = self.recipe.checkpoint
+        wanted, horizons = self.recipe.checkpoint, [self.horizon]
+        if old := self.claim.extends_from:  # what was kept for good goes not before it is known what is needed of it
+            horizons.append(replace(self.horizon, steps=old))
         return Policy(
-            wanted.keep_last, wanted.keep_best, lambda step: self.horizon.due(wanted.keep_every, step), wanted.best
-        )
-
-    def _wanted(self) -> str:
-        """`checkpoint.resume`; when a WSD run is extended, the newest checkpoint before its decay began."""
-        if not self.claim.extends_from or self.recipe.optim.schedule.kind != "wsd":
-            return self.recipe.checkpoint.resume
-        old = Horizon(self.claim.extends_from, self.horizon.samples_per_epoch, self.horizon.samples_per_step)
-        plateau_ends = old.steps - old.steps_in(self.recipe.optim.schedule.decay)
-        there = sorted(int(p.name[5:]) for p in self.run.checkpoints_dir.glob("step-????????"))
-        before = [step for step in there if step <= plateau_ends]
-        if not before:
-            raise UserError(
-                f"the decay of {self.run.path} began at step {plateau_ends}, and no checkpoint from before it is kept (there "
-                f"are {', '.join(map(str, there)) or 'none'}): a decayed run cannot be extended; set checkpoint.keep_every next time"
-            )
-        return str(before[-1])
-
-    def _origin(self) -> str:
-        """Where a branch that was killed before its first checkpoint began; empty for a run of its own."""
-        origin = next((str(e["branched_from"]) for e in self.run.events if e.get("branched_from")), "")
-        if origin and not Path(origin).is_dir():
-            raise UserError(f"{self.run.path} has no checkpoint yet, and the one it branched from, {origin}, is gone")
-        return origin
+            wanted.keep_last, wanted.keep_best, lambda step: any(h.due(wanted.keep_every, step) for h in horizons),
+            wanted.best,
+        )  # fmt: skip
 
     def _load(self, path: Path) -> None:
         checkpoint = checkpoints.open_checkpoint(path, deep=False)
@@ -284,7 +314,11 @@ class Session:
                 "the old data back (data.dir), or start anew with --fresh"
             )
         self.ranks.mark(checkpoint.step, "load")
-        restore(checkpoint, self.model, self.optimizer)
+        checkpoint.poll = self.together.poll
+        moments, note = beginning.moments_of(checkpoint, self.recipe)
+        self.resume_notes += note
+        with self.together.stage("load"):  # what is half loaded when a signal comes is never used: all ranks stop
+            restore(checkpoint, self.model, self.optimizer if moments else None)
         self.state = TrainState.from_json(checkpoint.counters)
         self.resumed_from = path
 
@@ -302,7 +336,8 @@ class Session:
             self.peak = measure_cpu_peak()
         everywhere = ranks.gather("environment", describe_rank(ranks.rank, ranks.device))
         if ranks.main:
-            write_environment(run.path, describe(everywhere))
+            origin = {"model": hf_origin.describe(unwrap(self.model))} if self._foreign else {}
+            write_environment(run.path, {**describe(everywhere), **origin})
         self.sampler = DeviceSampler(
             run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device,
             every=recipe.telemetry.sample_seconds, attempt=self.attempt,
@@ -318,8 +353,11 @@ class Session:
         """Warn before step 1 where the disk will not hold what the run is going to save."""
         if not self.ranks.main:
             return
-        size = gather_state(self.model, self.optimizer, 0, 1).total_bytes if self.state.step else 12 * self.parameters
-        short = space.shortage(self.run.path, space.needed_bytes(size, self.recipe.checkpoint.keep_last + 2), "the run")
+        present = len(list(self.run.checkpoints_dir.glob("step-????????")))
+        count = checkpoints_to_come(self.recipe, self.horizon, self.state.step, present)
+        size = gather_state(self.model, self.optimizer, 0, 1).total_bytes
+        size += 0 if self.state.step else 8 * self.parameters  # moments that are not there before the first step
+        short = space.shortage(self.run.path, space.needed_bytes(size, count - 1), "the run") if count else ""
         if short:
             self.console.trouble(short)
 
@@ -328,7 +366,7 @@ class Session:
         """Model FLOPs of a token, forward and backward, by the 6N convention plus attention; None where not known."""
         if self.recipe.model.kind == "gpt" and not self.theirs:
             return flops_per_token(self.recipe.model, self.data.vocab)
-        return None
+        return self.hf.flops_per_token() if self.hf else None
 
     @property
     def speaks(self) -> bool:
@@ -343,12 +381,6 @@ class Session:
             parameters=self.parameters, steps=self.horizon.steps, tokens_per_step=self.batch.tokens_per_step,
             first_step=self.state.step,
         )  # fmt: skip
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 class Heartbeat:
