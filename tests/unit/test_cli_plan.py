@@ -69,7 +69,7 @@ def test_a_device_without_bf16_takes_fp16(capsys):
     ("arguments", "message"),
     [
         ((), "name a recipe or a run"),
-        (("shakespeare-char-cpu",), "windlass prepare"),
+        (("c4-30m", "--device", "A100"), "there are several: A100-80GB"),
         (("c4-30m", "--world", "3"), "cannot be dealt evenly to 3 ranks"),
         (("quickstart", "parallel.strategy=single", "--world", "2"), "single"),
         (("quickstart", "--from", "nowhere"), "neither a run nor"),

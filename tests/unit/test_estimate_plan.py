@@ -11,6 +11,7 @@ from windlass.estimate.devices import Device, device_names, find_device
 from windlass.estimate.disk import disk, token_bytes
 from windlass.estimate.memory import Layout, layout_of, memory
 from windlass.estimate.milestones import milestones
+from windlass.estimate.optimum import CHINCHILLA
 from windlass.estimate.plan import Facts, Setting, plan
 from windlass.estimate.predict import predict, predicted_beside_measured
 from windlass.estimate.recommend import largest_micro_batch, micro_batches, options, recommend, sized
@@ -156,7 +157,7 @@ def test_predict():
     assert got["memory_mb"] == memory(GPT2.model, VOCAB, layout_of(GPT2, 8, "cuda", "bf16")).total / 1e6
 
 
-def write_run(path, attempts=1):
+def write_run(path):
     """A run of 100 steps at 100 ms with four evaluations of 2 s, logged every 2 steps; 1 s of start-up."""
     recipe = Recipe.load("quickstart", ["train.steps=100", "eval.every=25", "eval.sample_every=0"])
     (path / "devices").mkdir(parents=True)
@@ -170,7 +171,6 @@ def write_run(path, attempts=1):
         seconds = {"startup": 1.0, "eval": 2.0 * (1 + step // 25), "train": 0.1 * step}
         speed = {"step_ms": 100.0, "tokens_per_s": 20_480.0, "tokens": 2048 * step, "samples": 16 * step}
         lines.append({"kind": "train", "step": step, "seconds": seconds, **speed})
-    lines[-1]["attempt"] = attempts - 1
     (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
     samples = [{"rss_mb": 300.0, "phase": "eval"}, {"rss_mb": 401.5, "phase": "train"}, {"rss_mb": 400.0}]
     (path / "devices" / "rank-00000.jsonl").write_text("".join(json.dumps(x) + "\n" for x in samples), encoding="utf-8")
@@ -187,8 +187,20 @@ def test_predicted_beside_measured(tmp_path):
     assert found["memory_mb"]["predicted"] == pytest.approx(105.0, abs=0.5)
 
 
-def test_an_interrupted_run_has_no_predicted_time(tmp_path):
-    assert "runtime_s" not in predicted_beside_measured(write_run(tmp_path / "run", attempts=2))
+def test_what_the_same_flops_would_buy():
+    """By the published law: its best N and D for 6 N D of the recipe, which no neighbour on the same budget beats."""
+    setting = Setting(GPT2, 8, find_device("A100-80GB"), "bf16", Facts())
+    length = plan(setting, [])["length"]
+    found = length["same_compute"]
+    assert found["flops"] == pytest.approx(6 * 124_475_904 * length["tokens"])
+    best = found["optima"][0]
+    assert 6 * best["parameters"] * best["tokens"] == pytest.approx(found["flops"])
+    for factor in (0.9, 1.1):
+        assert CHINCHILLA.loss(best["parameters"] * factor, best["tokens"] / factor) > best["loss"]
+    assert found["within_the_fitted_sizes"]
+
+
+def test_nothing_is_predicted_of_a_run_that_never_began(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "recipe.toml").write_text(Recipe().toml(), encoding="utf-8")
     assert predicted_beside_measured(Run(tmp_path / "new")) == {}

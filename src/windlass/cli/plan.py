@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,9 @@ if TYPE_CHECKING:
     from windlass.estimate.devices import Device
     from windlass.estimate.plan import Facts, Setting
     from windlass.estimate.time import Speed
+    from windlass.model.size import HfSizes
     from windlass.recipe import Horizon, Recipe
     from windlass.run import Run
-
-
-SMALL_WIDTH = 768
-"""Narrower models spend their time on launching kernels rather than in them: no usual MFU holds for them."""
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +39,8 @@ def plan(
 ) -> None:
     """Say what a run needs: parameters, steps, FLOPs, memory for each strategy, time, disk, and what happens when.
 
-    All of it is arithmetic from the recipe, and takes no torch. Time comes from a measured speed (--from, --measure, or the
+    All of it is arithmetic from the recipe, and takes no torch. A Hugging Face model is counted from its configuration on
+    torch's meta device, without its weights. Time comes from a measured speed (--from, --measure, or the
     recipe's own run directory) or from the device's published peak and an assumed MFU; the table says which. A run
     directory gives the plan of what is left of it, by its own ledger.
     """
@@ -57,7 +56,8 @@ def plan(
     if recipe:
         room = int(memory * 1e9) or None
         setting, speeds, horizon, live = _open(recipe, overrides or [], world, device, room, from_, measure, mfu)
-        _plan(setting, speeds, horizon, live, out, shown)
+        prepare_command = shlex.join(["windlass", "prepare", recipe, *(overrides or [])])
+        _plan(setting, speeds, horizon, live, prepare_command, out, shown)
         if schedule_plot:
             _draw(setting, horizon, schedule_plot)
     if fit_scaling:
@@ -86,6 +86,7 @@ def _open(
     from windlass.errors import UserError
     from windlass.estimate.optimum import vocab_of
     from windlass.estimate.plan import Facts, Setting
+    from windlass.estimate.speeds import device_of
     from windlass.recipe import Horizon, Recipe
     from windlass.run import Run
 
@@ -105,29 +106,50 @@ def _open(
             facts = Facts(vocab, samples, per_sample)
             horizon = Horizon(int(started["steps"]), samples, loaded.train.global_batch)
     ranks = world or int(started.get("world", 1))
-    where = _device(loaded, device, room, ranks, str(started.get("device", "")) if not device else "")
+    past = _past(from_)
+    of_run = str(started.get("device", ""))
+    if past and not (device or of_run or measured):
+        of_run = device_of([speed for _, runs in past for _, speed in runs], f"--from {' '.join(from_)}")
+    where = _device(loaded, device, room, ranks, of_run if not device else "")
     loaded.batch(ranks, where.kind)  # a UserError where the batch cannot be dealt out
     if loaded.strategy(ranks) == "single" and ranks > 1:
         raise UserError(
             f'parallel.strategy = "single" is for one rank, and the plan is for {ranks}; use "auto" or "ddp"'
         )
     precision = str(started["precision"]) if "precision" in started and not device else _precision(loaded, where)
-    setting = Setting(loaded, ranks, where, precision, facts, done)
-    return setting, _speeds(setting, live, from_, measured, mfu, bool(device)), horizon, live
+    hf, why = _hf_sizes(loaded) if loaded.model.kind == "hf" else (None, "")
+    setting = Setting(loaded, ranks, where, precision, facts, done, hf, why)
+    prepare_command = shlex.join(["windlass", "prepare", name, *overrides]) if measured else ""
+    return setting, _speeds(setting, live, past, prepare_command, mfu, bool(device)), horizon, live
+
+
+def _hf_sizes(recipe: Recipe) -> tuple[HfSizes | None, str]:
+    """The sizes of a Hugging Face model; or why they are not known: the rest of the plan comes all the same."""
+    from windlass.errors import UserError
+
+    try:
+        from windlass.model.hf_size import read_sizes
+
+        return read_sizes(recipe), ""
+    except ImportError as error:
+        return None, f"A Hugging Face model is counted with the package {error.name}: install windlass[hf]."
+    except UserError as error:
+        return None, f"Parameters, FLOPs and memory are not known. {error}."
 
 
 def _facts(recipe: Recipe) -> Facts:
-    """What the prepared data know, where there are any."""
+    """What the prepared data know, where there are any, or what is known of a public corpus."""
+    from windlass.estimate.known import known_facts
     from windlass.estimate.plan import Facts
 
     if recipe.data.format != "text":
-        return Facts()
+        return known_facts(recipe)
     from windlass.data.prepare import data_dir, ready
 
     directory = data_dir(recipe)
     index = ready(recipe, directory)
     if index is None:
-        return Facts()
+        return known_facts(recipe)
     from windlass.data.dataset import DocumentSamples, PackedSamples
     from windlass.data.shards import Stream
 
@@ -183,45 +205,42 @@ def _precision(recipe: Recipe, device: Device) -> str:
 
 
 def _speeds(
-    setting: Setting, live: Run | None, from_: list[str], measured: bool, mfu: float, device_named: bool
+    setting: Setting,
+    live: Run | None,
+    past: list[tuple[str, list[tuple[Run, Speed]]]],
+    measure_for: str,
+    mfu: float,
+    device_named: bool,
 ) -> list[Speed]:
-    """Measured speeds, or else one assumed from the device's peak, or none."""
-    from dataclasses import replace
+    """Measured speeds, or else one assumed from the device's peak, or none.
 
-    from windlass.errors import UserError
-    from windlass.estimate.time import assumed_speed, measured_speed
-    from windlass.model.size import flops_per_token
-    from windlass.run import Run
-    from windlass.telemetry.peaks import peak_flops
+    `measure_for`: the command that prepares the data, where a few real steps are to be made here; empty: none are.
+    """
+    from windlass.estimate.speeds import assumed, on_device, own_speed, scaled
 
-    recipe, found = setting.recipe, []
-    for place in from_:
-        runs = _runs_in(place)
-        speeds = [_scaled(setting, run, speed) for run in runs if (speed := measured_speed(run))]
-        if not speeds:
-            raise UserError(f"--from {place}: there is no run with logged steps in it")
-        found += speeds
-    if measured:
-        found.append(_measure(setting))
+    found: list[Speed] = []
+    for place, runs in past:
+        here = on_device(runs, setting.device, f"--from {place}")
+        found += [scaled(setting, run, speed) for run, speed in here]
+    if measure_for:
+        found.append(_measure(setting, measure_for))
     if live is not None and not found:
-        own = measured_speed(live)
-        found += [own] if own else []
-    if not found and not device_named and recipe.run_dir.is_dir():
-        own = measured_speed(Run(recipe.run_dir))
-        found += [own] if own else []
-    if found or recipe.model.kind != "gpt":
-        return found
-    peak = peak_flops(setting.device.name, setting.precision, tf32=False)
-    if peak is None:
-        return []
-    flops = flops_per_token(recipe.model, setting.vocab)
-    speed = assumed_speed(flops, peak, setting.world, setting.device.name, mfu)
-    if recipe.model.width < SMALL_WIDTH:
-        narrow = (
-            f"{speed.detail}; matrices of width {recipe.model.width} hardly fill such a device, so take it for a bound"
-        )
-        return [replace(speed, detail=narrow)]
-    return [speed]
+        found = own_speed(setting, live.path)
+    if not found and not device_named:
+        found = own_speed(setting, setting.recipe.run_dir)
+    return found or assumed(setting, mfu)
+
+
+def _past(places: list[str]) -> list[tuple[str, list[tuple[Run, Speed]]]]:
+    """The runs behind each `--from`, with their speeds."""
+    from windlass.errors import UserError
+    from windlass.estimate.speeds import past_speeds
+
+    found = [(place, past_speeds(_runs_in(place))) for place in places]
+    for place, runs in found:
+        if not runs:
+            raise UserError(f"--from {place}: there is no run with logged steps in it")
+    return found
 
 
 def _runs_in(place: str) -> list[Run]:
@@ -240,29 +259,40 @@ def _runs_in(place: str) -> list[Run]:
     return found
 
 
-def _scaled(setting: Setting, run: Run, speed: Speed) -> Speed:
-    """A speed of another model, scaled by the FLOPs of a token; said so."""
-    from dataclasses import replace
+def _measure(setting: Setting, prepare_command: str) -> Speed:
+    """A few real steps on this machine, if it is what the plan is for; data that are missing are prepared, and it is said."""
+    from windlass.data.prepare import prepare
+    from windlass.errors import UserError
+    from windlass.estimate.speeds import same_device
+    from windlass.study.measure import STEPS, measure
 
-    from windlass.estimate.optimum import known_vocab
-    from windlass.model.size import flops_per_token
+    recipe, wanted = setting.recipe, setting.device
+    gpu = _gpu() if wanted.kind != "cpu" else None
+    here = gpu[0] if gpu else "CPU"
+    if not same_device(here, wanted.name):
+        raise UserError(
+            f"--measure makes its steps here, on {here}, and the plan is for {wanted.name}: leave --device out, or take the "
+            "speed of a run that was made there, with --from RUN"
+        )
+    if not _prepared(recipe):
+        source = recipe.data.source
+        if source == "squad" or source.startswith(("hf:", "http://", "https://")):
+            raise UserError(
+                f"--measure makes real steps, and the data of {source} are not here yet. Prepare them first:\n"
+                f"  {prepare_command}"
+            )
+        typer.echo(f"--measure needs the data: {source} is prepared first, the whole of it, as for training", err=True)
+        prepare(recipe)
+    typer.echo(f"measuring: {STEPS} steps, {setting.world} x {here}", err=True)
+    return measure(recipe.with_overrides(**{"parallel.device": wanted.kind}), setting.world, wanted.kind)
 
-    mine, theirs = setting.recipe.model, run.recipe.model
-    if mine == theirs or mine.kind != "gpt" or theirs.kind != "gpt":
-        return speed
-    vocab = known_vocab(run.recipe) or setting.vocab
-    ratio = flops_per_token(theirs, vocab) / flops_per_token(mine, setting.vocab)
-    detail = f"{speed.detail}; another model, scaled by the FLOPs of a token ({ratio:.3g} x)"
-    return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, detail=detail)
 
+def _prepared(recipe: Recipe) -> bool:
+    from windlass.data.items import INDEX
+    from windlass.data.prepare import data_dir, ready
 
-def _measure(setting: Setting) -> Speed:
-    from windlass.data.prepare import data_dir, prepare, ready
-    from windlass.study.measure import measure
-
-    if setting.recipe.data.format == "text" and ready(setting.recipe, data_dir(setting.recipe)) is None:
-        prepare(setting.recipe)
-    return measure(setting.recipe, setting.world, setting.device.kind)
+    directory = data_dir(recipe)
+    return (directory / INDEX).is_file() if recipe.data.format != "text" else ready(recipe, directory) is not None
 
 
 def _plan(
@@ -270,13 +300,23 @@ def _plan(
     speeds: list[Speed],
     horizon: Horizon | None,
     live: Run | None,
+    prepare_command: str,
     out: dict[str, Any],
     shown: list[Any],
 ) -> None:
+    from windlass.estimate.partial import known_horizon, partial_plan, vocabulary_known
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.predict import predicted_beside_measured
     from windlass.report.plan import sections
 
+    sized = setting.recipe.model.kind == "hf" or vocabulary_known(setting)
+    if horizon is None and not (sized and known_horizon(setting)):
+        from windlass.report.partial_plan import partial_sections
+
+        made = partial_plan(setting, speeds)
+        out |= made
+        shown += partial_sections(made, prepare_command)
+        return
     made = make_plan(setting, speeds, horizon)
     if live is not None:
         beside = predicted_beside_measured(live)
@@ -300,7 +340,7 @@ def _fit(study: str, setting: Setting | None, out: dict[str, Any], shown: list[A
     """The law of a study, and what it says: at the recipe's size, or at 2, 4 and 10 times the largest."""
     from dataclasses import asdict
 
-    from windlass.estimate.optimum import count_parameters
+    from windlass.errors import UserError
     from windlass.estimate.plan import horizon_of
     from windlass.estimate.scaling import back_test, fit_scaling, points_of
     from windlass.report.plan import scaling_section
@@ -310,7 +350,9 @@ def _fit(study: str, setting: Setting | None, out: dict[str, Any], shown: list[A
     if setting is not None:
         steps = horizon_of(setting).steps
         tokens = steps * setting.recipe.train.global_batch * setting.tokens_per_sample
-        sizes = [(float(count_parameters(setting.recipe, setting.vocab)), float(tokens))]
+        if setting.parameters is None:
+            raise UserError(f"--fit-scaling with a recipe needs its number of parameters. {setting.note}")
+        sizes = [(float(setting.parameters), float(tokens))]
     else:
         largest = max(points, key=lambda p: (p.parameters, p.tokens))
         grows = fit.grows()

@@ -9,9 +9,9 @@ with the rule of thumb. Both are here; neither knows the corpus, the tokenizer o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
 from windlass.recipe.durations import Horizon
@@ -95,8 +95,8 @@ def count_parameters(recipe: Recipe, vocab: int | None = None) -> int:
 
     if recipe.model.kind != "gpt":
         raise UserError(
-            "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its files: "
-            "write train.steps as a number or in epochs"
+            "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its configuration, which "
+            "could not be read: write train.steps as a number or in epochs"
         )
     return count(recipe.model, vocab or needed_vocab(recipe)).total
 
@@ -164,3 +164,15 @@ def for_compute(flops: float, tokens_per_parameter: float = 20.0) -> list[Optimu
         n, d = law.optimum(flops)
         found.append(Optimum(law.name, law.source, n, d, law.loss(n, d)))
     return found
+
+
+FITTED_SIZES = (7e7, 1.6e10)
+"""Parameters of the models that the Chinchilla laws were fitted to: 70 million to over 16 billion (arXiv 2203.15556)."""
+
+
+def same_compute(parameters: int, tokens: int) -> dict[str, Any]:
+    """What both Chinchilla fits would buy for the FLOPs of a run, 6 N D: `flops`, and `optima` as `for_compute` gives them."""
+    flops = float(FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens)
+    optima = [asdict(o) for o in for_compute(flops)[1:]]
+    inside = all(FITTED_SIZES[0] <= o["parameters"] <= FITTED_SIZES[1] for o in optima)
+    return {"flops": flops, "optima": optima, "within_the_fitted_sizes": inside}

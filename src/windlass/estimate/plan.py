@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.estimate.devices import Device
 from windlass.estimate.disk import disk
-from windlass.estimate.memory import Layout, Memory, layout_of, memory, shard_size
+from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory, shard_size
 from windlass.estimate.milestones import Milestone, clock, milestones, rows
-from windlass.estimate.optimum import needed_vocab, optimal_tokens, resolve_steps
+from windlass.estimate.optimum import needed_vocab, optimal_tokens, resolve_steps, same_compute
 from windlass.estimate.recommend import largest_micro_batch, recommend
 from windlass.estimate.time import Duration, Speed, project, time_left
-from windlass.model.size import count, flops_per_token, forward_flops
+from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token, forward_flops
 from windlass.recipe import Horizon
 
 if TYPE_CHECKING:
@@ -23,8 +23,12 @@ PARTS = ("parameters", "gradients", "moments", "activations", "logits", "buffers
 
 
 FOREIGN = (
-    "A Hugging Face model: its parameters, memory and FLOPs are not in the recipe and are not guessed; --measure and --from "
-    "give its time."
+    "A Hugging Face model: its parameters, memory and FLOPs are in its configuration, which was not read; nothing is "
+    "guessed."
+)
+ESTIMATE = (
+    "A Hugging Face model: parameters and FLOPs are counted on its own modules. Weights, gradients and moments follow from "
+    "them; activations are those of our own GPT of the nearest shape: an estimate, and too high with adapters."
 )
 
 
@@ -37,6 +41,8 @@ class Facts:
     samples_per_epoch: int = 0
     tokens_per_sample: float | None = None
     """Real tokens in a sample on average."""
+    source: str = ""
+    """Where these are known from, in words, if not from prepared data or a run."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,35 @@ class Setting:
     facts: Facts
     now: int = 0
     """Steps done."""
+    hf: HfSizes | None = None
+    """The sizes of a model of `transformers`, where its configuration was read."""
+    note: str = ""
+    """Why it was not."""
+
+    @property
+    def network(self) -> Network | None:
+        """What memory is reckoned for; None where nothing is known of it."""
+        return self.recipe.model if self.recipe.model.kind == "gpt" else self.hf
+
+    @property
+    def parameters(self) -> int | None:
+        """All parameters, N; None where they are not known."""
+        if self.recipe.model.kind == "gpt":
+            return count(self.recipe.model, self.vocab).total
+        return self.hf.total if self.hf else None
+
+    @property
+    def flops_per_token(self) -> int | None:
+        """FLOPs of a token by the usual convention; None where they are not known."""
+        if self.recipe.model.kind == "gpt":
+            return flops_per_token(self.recipe.model, self.vocab)
+        return self.hf.flops_per_token() if self.hf else None
 
     @property
     def vocab(self) -> int:
         """Rows of the embedding."""
+        if self.hf is not None:
+            return self.hf.vocab
         return self.recipe.model.vocab or self.facts.vocab or needed_vocab(self.recipe)
 
     @property
@@ -67,12 +98,13 @@ def horizon_of(setting: Setting, steps: int | None = None) -> Horizon:
     """The run's length; UserError where it follows from data that are not prepared."""
     facts = setting.facts
     if steps is None:
-        steps = resolve_steps(setting.recipe, facts.vocab, facts.tokens_per_sample, facts.samples_per_epoch)
+        foreign = setting.hf.total if setting.hf else None
+        steps = resolve_steps(setting.recipe, facts.vocab, facts.tokens_per_sample, facts.samples_per_epoch, foreign)
     return Horizon(steps, facts.samples_per_epoch, setting.recipe.train.global_batch)
 
 
 def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = None) -> dict[str, Any]:
-    """The whole plan of a run; of a Hugging Face model without what its files would tell (parameters, memory, disk).
+    """The whole plan of a run; of a Hugging Face model whose configuration was not read without what is in that.
 
     Args:
         setting: recipe, ranks, device.
@@ -82,14 +114,15 @@ def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = No
     horizon = horizon or horizon_of(setting)
     found = milestones(setting.recipe, horizon)
     speed = project(speeds, setting.world) if speeds else None
-    known: dict[str, Any] = {"note": FOREIGN}
-    if setting.recipe.model.kind == "gpt":
-        known = {
+    known: dict[str, Any] = {} if setting.recipe.model.kind == "gpt" else {"note": setting.note or FOREIGN}
+    if setting.network is not None:
+        size = checkpoint_size(setting)
+        known = ({"note": ESTIMATE} if setting.hf else {}) | {
             "model": model_part(setting),
             "flops": flops_part(setting, horizon),
             "memory": memory_part(setting),
             "recommendation": recommendation_part(setting),
-            "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found),
+            "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found, size),
         }
     return known | {
         "recipe": setting.recipe.preset,
@@ -105,8 +138,20 @@ def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = No
     }
 
 
+def checkpoint_size(setting: Setting) -> int:
+    """Bytes of a checkpoint."""
+    kind = setting.recipe.optim.kind
+    return (
+        setting.hf.checkpoint_bytes(kind) if setting.hf else checkpoint_bytes(setting.recipe.model, setting.vocab, kind)
+    )
+
+
 def model_part(setting: Setting) -> dict[str, Any]:
-    """Parameters, in all and by part."""
+    """Parameters, in all and by part; `trained` where that is not all of them."""
+    if setting.hf is not None:
+        hf = setting.hf
+        found = {"vocab": hf.vocab, "parameters": hf.total, "non_embedding": hf.non_embedding, "parts": hf.parts}
+        return found | ({"trained": hf.trained} if hf.trained < hf.total else {})
     parts = count(setting.recipe.model, setting.vocab)
     names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
     return {
@@ -118,7 +163,7 @@ def model_part(setting: Setting) -> dict[str, Any]:
 
 
 def length_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
-    """Steps and tokens, for our own GPT beside the compute-optimal ones."""
+    """Steps and tokens, beside the compute-optimal ones where the parameters are known."""
     recipe, per_sample = setting.recipe, setting.tokens_per_sample
     tokens = round(horizon.steps * recipe.train.global_batch * per_sample)
     samples = setting.facts.samples_per_epoch
@@ -129,17 +174,21 @@ def length_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
         "padded_tokens_per_step": recipe.train.global_batch * recipe.model.context,
         "tokens": tokens,
         "epochs": horizon.steps * recipe.train.global_batch / samples if samples else None,
-        "data_is_prepared": bool(samples),
+        "data_is_prepared": bool(samples) and not setting.facts.source,
+        "known_from": setting.facts.source,
+        "taken_as_full": setting.facts.tokens_per_sample is None
+        and (recipe.data.packing == "documents" or recipe.data.format != "text"),
     }
-    if recipe.model.kind != "gpt":
+    parameters, ratio = setting.parameters, recipe.train.tokens_per_parameter
+    if parameters is None:
         return found
-    parameters, ratio = count(recipe.model, setting.vocab).total, recipe.train.tokens_per_parameter
     optimal = replace_steps(recipe, "compute-optimal")
     return found | {
         "tokens_per_parameter": tokens / parameters,
+        "same_compute": same_compute(parameters, tokens) if tokens else None,
         "optimal_tokens": optimal_tokens(parameters, ratio),
         "optimal_ratio": ratio,
-        "optimal_steps": resolve_steps(optimal, setting.vocab, per_sample),
+        "optimal_steps": resolve_steps(optimal, setting.vocab, per_sample, parameters=parameters),
     }
 
 
@@ -149,11 +198,19 @@ def replace_steps(recipe: Recipe, steps: int | str) -> Recipe:
 
 
 def flops_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
-    """FLOPs of a token and of the run: by the 6N rule, with attention, and counted product by product."""
+    """FLOPs of a token and of the run: by the 6N rule, with attention, and counted product by product.
+
+    Of a Hugging Face model torch counts them; `per_token_counted` and `run_counted` are None where it could not.
+    """
     model, batch = setting.recipe.model, setting.recipe.train.global_batch
-    by_rule = 6 * count(model, setting.vocab).total
-    with_attention = flops_per_token(model, setting.vocab)
-    counted = 3 * forward_flops(model, setting.vocab, 1, model.context) / model.context
+    counted: float | None
+    if setting.hf is not None:
+        by_rule, with_attention = setting.hf.flops_by_rule, setting.hf.flops_per_token()
+        counted = setting.hf.counted_flops
+    else:
+        by_rule = 6 * count(model, setting.vocab).total
+        with_attention = flops_per_token(model, setting.vocab)
+        counted = 3 * forward_flops(model, setting.vocab, 1, model.context) / model.context
     padded = horizon.steps * batch * model.context
     return {
         "per_token_6n": by_rule,
@@ -161,7 +218,7 @@ def flops_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
         "per_token_counted": counted,
         "per_step": with_attention * batch * model.context,
         "run": with_attention * padded,
-        "run_counted": counted * padded,
+        "run_counted": None if counted is None else counted * padded,
     }
 
 
@@ -189,11 +246,12 @@ def memory_part(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _row(setting: Setting, layout: Layout, share: int) -> dict[str, Any]:
-    recipe, room = setting.recipe, setting.device.usable_bytes
-    taken = memory(recipe.model, setting.vocab, layout, recipe.optim.kind)
+    recipe, room, network = setting.recipe, setting.device.usable_bytes, setting.network
+    assert network is not None
+    taken = memory(network, setting.vocab, layout, recipe.optim.kind)
     largest = None
     if room is not None:
-        largest = largest_micro_batch(recipe.model, setting.vocab, layout, share, room, recipe.optim.kind)
+        largest = largest_micro_batch(network, setting.vocab, layout, share, room, recipe.optim.kind)
     return {
         **asdict(layout),
         **memory_dict(taken),
@@ -210,11 +268,12 @@ def memory_dict(taken: Memory) -> dict[str, Any]:
 
 def recommendation_part(setting: Setting) -> dict[str, Any]:
     """The cheapest layout that fits, or what to change."""
-    recipe = setting.recipe
+    recipe, network = setting.recipe, setting.network
+    assert network is not None
     base = layout_of(recipe, setting.world, setting.device.kind, setting.precision)
     share = recipe.train.global_batch // setting.world
     base = replace(base, micro_batch=recipe.train.micro_batch)
-    found = recommend(recipe.model, setting.vocab, base, share, setting.device.usable_bytes, recipe.optim.kind)
+    found = recommend(network, setting.vocab, base, share, setting.device.usable_bytes, recipe.optim.kind)
     if found.fit is None:
         return {"fits": False if setting.device.usable_bytes is not None else None, "why": found.why, "settings": {}}
     return {

@@ -6,19 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from windlass.estimate.foreseen import foreseen_time
 from windlass.estimate.memory import layout_of, memory
-from windlass.estimate.milestones import milestones
 from windlass.estimate.optimum import vocab_of
-from windlass.estimate.time import speed_of_lines, time_left
-from windlass.model.size import checkpoint_bytes, count, flops_per_token
-from windlass.recipe import Horizon
+from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
     from windlass.run import Line, Run
-
-EARLY = 0.05
-"""Share of a run's steps after which its time to finish is predicted."""
 
 
 def predict(recipe: Recipe, world: int, vocab: int, device: str = "cpu", precision: str = "") -> dict[str, Any]:
@@ -42,30 +37,58 @@ def predict(recipe: Recipe, world: int, vocab: int, device: str = "cpu", precisi
     }
 
 
-def predicted_beside_measured(run: Run) -> dict[str, Any]:
+def predict_hf(recipe: Recipe, world: int, hf: HfSizes, device: str = "cpu", precision: str = "") -> dict[str, Any]:
+    """The same of a model of `transformers`, from its counted sizes; `parameters` are those that are trained."""
+    taken = memory(hf, hf.vocab, layout_of(recipe, world, device, precision), recipe.optim.kind)
+    return {
+        "parameters": hf.trained,
+        "flops_per_token": hf.flops_per_token(),
+        "memory_mb": taken.total / 1e6,
+        "weights_mb": taken.parameters / 1e6,
+        "checkpoint_mb": hf.checkpoint_bytes(recipe.optim.kind) / 1e6,
+    }
+
+
+def sizes_in(run: Run) -> HfSizes | None:
+    """The sizes of a model of `transformers` that a finished run wrote into its summary; None where there are none."""
+    for line in reversed(run.lines("summary")):
+        try:
+            return HfSizes.from_dict(line["model_sizes"])
+        except (KeyError, TypeError, ValueError):
+            continue
+    return None
+
+
+def predicted_beside_measured(run: Run, hf: HfSizes | None = None) -> dict[str, Any]:
     """Pairs of `predicted` and `measured` for `memory_mb`, `checkpoint_mb` and `runtime_s`, as far as both are there.
 
     Memory on CUDA is the allocator's peak. On a CPU it is how much the resident memory grew since the weights were made,
     against all but the weights: noisy, because evaluation, samples and saves grow it too and memory that was freed stays
-    resident. The time is what could be said after the first 5 % of the steps of a run that was never interrupted.
+    resident. The time is what could be said after the first 5 % of the steps, pauses left out; or `why`
+    nothing could be said.
+    `hf`: the sizes of a model of `transformers`; None: those in the run's summary, if there are any.
     """
     ledger = run.ledger()
     started = next((x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x), None)
     if started is None:
         return {}
     found: dict[str, Any] = {}
-    if run.recipe.model.kind == "gpt" and started.get("strategy"):
-        found |= _sizes(run, started)
-    time = _time(run, ledger, started)
+    if run.recipe.model.kind == "hf":
+        hf = hf or sizes_in(run)
+    if (run.recipe.model.kind == "gpt" or hf) and started.get("strategy"):
+        found |= _sizes(run, started, hf)
+    time = foreseen_time(run)
     return found | ({"runtime_s": time} if time else {})
 
 
-def _sizes(run: Run, started: Line) -> dict[str, Any]:
-    vocab = vocab_of(run.recipe, int(started["parameters"]))
+def _sizes(run: Run, started: Line, hf: HfSizes | None) -> dict[str, Any]:
+    vocab = hf.vocab if hf else vocab_of(run.recipe, int(started["parameters"]))
     cuda = str(started.get("device", "CPU")).upper() != "CPU"
     if not vocab:
         return {}
-    guess = predict(run.recipe, int(started["world"]), vocab, "cuda" if cuda else "cpu", str(started["precision"]))
+    where = ("cuda" if cuda else "cpu", str(started.get("precision") or ""))
+    world = int(started["world"])
+    guess = predict_hf(run.recipe, world, hf, *where) if hf else predict(run.recipe, world, vocab, *where)
     if guess["parameters"] != int(started["parameters"]):
         return {}  # a model of the user's own, which the recipe does not describe
     found: dict[str, Any] = {}
@@ -101,24 +124,3 @@ def _samples(text: str) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(found, dict):
             yield found
-
-
-def _time(run: Run, ledger: list[Line], started: Line) -> dict[str, Any] | None:
-    """The end foreseen from the ledger's first 5 %, and the true one; None for a run that was interrupted."""
-    steps = int(started["steps"])
-    early = [x for x in ledger if x["kind"] == "train" and x["step"] >= max(EARLY * steps, 2)]
-    last = ledger[-1]
-    stamped = [x for x in ledger if isinstance(x.get("seconds"), dict)]
-    if not early or not stamped or any(x.get("attempt", 0) for x in ledger) or last["step"] < steps:
-        return None
-    now = early[0]
-    known = [x for x in ledger if x["step"] <= now["step"]]
-    speed = speed_of_lines(known, run.name)
-    if speed is None or now["step"] >= steps:
-        return None
-    horizon = Horizon(steps, int(started.get("samples_per_epoch", 0)), run.recipe.train.global_batch)
-    per_step = now["tokens"] / now["step"]
-    spent = sum(now["seconds"].values()) if isinstance(now.get("seconds"), dict) else 0.0
-    left = time_left(milestones(run.recipe, horizon), now["step"], steps, per_step, speed)
-    measured = sum(stamped[-1]["seconds"].values())
-    return {"predicted": spent + left.seconds, "measured": measured, "after_step": now["step"]}

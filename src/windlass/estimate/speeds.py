@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
 from windlass.estimate.devices import Device, find_device
-from windlass.estimate.optimum import known_vocab
+from windlass.estimate.optimum import known_vocab, vocab_of
+from windlass.estimate.predict import sizes_in
 from windlass.estimate.time import SCALED, Speed, assumed_speed, measured_speed
 from windlass.model.size import flops_per_token
 from windlass.run import Run
@@ -81,16 +82,36 @@ def scaled(setting: Setting, run: Run, speed: Speed) -> Speed:
     filled = setting.tokens_per_sample / mine.context if setting.facts.tokens_per_sample else there
     if mine == theirs and abs(filled - there) < 0.01 * there:
         return speed
-    if mine.kind != "gpt" or theirs.kind != "gpt":
-        if mine.name == theirs.name and mine.kind == theirs.kind:
-            return speed
-        detail = f"{speed.detail}; another model, and how much it differs is not known: taken as it is"
-        return replace(speed, basis=SCALED, detail=detail)
-    vocab = known_vocab(run.recipe) or setting.vocab
-    ratio = flops_per_token(theirs, vocab) / there / (flops_per_token(mine, setting.vocab) / filled)
+    if mine.kind == theirs.kind == "hf" and mine.name == theirs.name:
+        return speed
+    of_mine, of_theirs = _flops(setting), _flops_of_run(run)
+    if of_mine is None or of_theirs is None:
+        raise UserError(
+            f"--from {run.path}: it trains another model, and how many FLOPs a token takes is not known of both, so that its "
+            "speed cannot be scaled; name a run of the same model"
+        )
+    ratio = of_theirs / there / (of_mine / filled)
     what = "another model" if mine != theirs else "samples filled otherwise"
     detail = f"{speed.detail}; {what}, scaled by the FLOPs of a token ({ratio:.3g} x)"
     return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, detail=detail, basis=SCALED)
+
+
+def _flops(setting: Setting) -> float | None:
+    """FLOPs of a token of the recipe; None where the vocabulary or the model's configuration is not known."""
+    if setting.hf is None and not (setting.facts.vocab or known_vocab(setting.recipe)):
+        return None
+    return setting.flops_per_token
+
+
+def _flops_of_run(run: Run) -> float | None:
+    """FLOPs of a token of a past run, whose vocabulary is in its recipe or follows from its parameters."""
+    recipe = run.recipe
+    if recipe.model.kind != "gpt":
+        sizes = sizes_in(run)
+        return sizes.flops_per_token() if sizes else None
+    started = next((x for x in run.events if isinstance(x.get("parameters"), int)), {})
+    vocab = vocab_of(recipe, started.get("parameters"))
+    return flops_per_token(recipe.model, vocab) if vocab else None
 
 
 def _filled(run: Run) -> float:
@@ -101,7 +122,7 @@ def _filled(run: Run) -> float:
 
 def assumed(setting: Setting, mfu: float) -> list[Speed]:
     """The speed that a share of the device's peak gives; none where the peak or the model's FLOPs are not known."""
-    flops = setting.flops_per_token
+    flops = _flops(setting)
     peak = peak_flops(setting.device.name, setting.precision, tf32=False)
     if flops is None or peak is None:
         return []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from windlass.report.text import compact, duration, markdown_table
+from windlass.report.text import compact, duration, markdown_cell, markdown_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +15,7 @@ UNKNOWN = "unknown"
 PARTS = ("parameters", "gradients", "moments", "activations", "logits", "buffers")
 BASIS = {
     "measured": "measured", "projected": "projected, with the measured efficiency", "assumed": "assumed",
-    "at best": "at best: no efficiency was measured",
+    "at best": "at best: no efficiency was measured", "scaled": "scaled from another model",
 }  # fmt: skip
 
 
@@ -38,9 +38,9 @@ def sections(plan: dict[str, Any]) -> list[Section]:
     """A plan's sections, in the order in which one asks: what is it, does it fit, how long, what happens when."""
     found = [_run(plan)]
     if plan.get("memory"):
-        found.append(_memory(plan))
+        found.append(memory_section(plan))
     if plan["length"]["done"] < plan["length"]["steps"]:
-        found += [_time(plan), _milestones(plan)]
+        found += [_time(plan), milestones_section(plan)]
     if plan.get("predicted_and_measured"):
         found.append(predicted_section(plan["predicted_and_measured"]))
     if plan.get("disk"):
@@ -59,6 +59,8 @@ def _run(plan: dict[str, Any]) -> Section:
             ("parameters", f"{model['parameters']:,} ({model['non_embedding']:,} of them in blocks and norms)"),
             ("", parts),
         ]
+    if model and "trained" in model:
+        facts.append(("trained", f"{model['trained']:,}: the adapters alone have gradients and moments"))
     per_step, padded = length["tokens_per_step"], length["padded_tokens_per_step"]
     tokens = f"{length['steps']:,} steps x {per_step:,.0f} tokens = {compact(length['tokens'])}"
     if per_step != padded:
@@ -71,18 +73,26 @@ def _run(plan: dict[str, Any]) -> Section:
         facts.append(
             ("optimal", f"D = {optimal}; this run has {length['tokens_per_parameter']:.3g} tokens a parameter")
         )
+    if length.get("same_compute"):
+        facts.append(("same FLOPs", _same_compute(length["same_compute"])))
     epochs = length["epochs"]
-    facts.append(("epochs", f"{epochs:.3g}" if epochs else f"{UNKNOWN}: the data is not prepared yet"))
+    known = f" ({length['known_from']})" if length["known_from"] else ""
+    facts.append(("epochs", f"{epochs:.3g}{known}" if epochs else f"{UNKNOWN} until the data is prepared"))
     if flops:
-        facts.append(
-            (
-                "FLOPs",
-                f"{_si(flops['per_token_6n'])} a token by 6 N, {_si(flops['per_token'])} with attention, "
-                f"{_si(flops['per_token_counted'])} counted; {flops['run']:.2e} in all",
-            )
-        )
+        rule = "4 N, 6 N of the adapters" if model and "trained" in model else "6 N"
+        counted = "" if flops["per_token_counted"] is None else f", {_si(flops['per_token_counted'])} counted"
+        ways = f"{_si(flops['per_token_6n'])} a token by {rule}, {_si(flops['per_token'])} with attention{counted}"
+        facts.append(("FLOPs", f"{ways}; {flops['run']:.2e} in all"))
     notes = [plan["note"]] if plan.get("note") else []
+    if length["taken_as_full"]:
+        notes.append("Samples are taken as full: how far they are filled is unknown until the data is prepared.")
     return Section(_title(plan), facts, notes=notes)
+
+
+def _same_compute(found: dict[str, Any]) -> str:
+    fit, refit = (f"N = {compact(o['parameters'])}, D = {compact(o['tokens'])}" for o in found["optima"])
+    outside = "" if found["within_the_fitted_sizes"] else " (fitted to 70 M to 16 B)"
+    return f"{found['flops']:.3g} = 6 N D buy {fit} by the Chinchilla fit; {refit} by its refit{outside}"
 
 
 def _title(plan: dict[str, Any]) -> str:
@@ -99,12 +109,15 @@ def _si(value: float) -> str:
     return f"{value:,.0f} FLOP"
 
 
-def _memory(plan: dict[str, Any]) -> Section:
+def memory_section(plan: dict[str, Any]) -> Section:
+    """The memory of a rank by strategy and recomputation, and what is recommended."""
     table, device = plan["memory"], plan["device"]
-    unit, size = ("GB", 1e9) if max(row["total_bytes"] for row in table) >= 2e9 else ("MB", 1e6)
+    largest_total = max(row["total_bytes"] for row in table)
+    unit, size = ("GB", 1e9) if largest_total >= 2e9 else ("MB", 1e6)
+    digits = sum(largest_total < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
 
     def show(value: int) -> str:
-        return f"{value / size:,.2f}" if unit == "GB" else f"{value / size:,.0f}"
+        return f"{value / size:,.{digits}f}"
 
     rows, strong = [], []
     for i, row in enumerate(table):
@@ -140,10 +153,12 @@ def _toml(value: Any) -> str:
 def _time(plan: dict[str, Any]) -> Section:
     time = plan["time"]
     if time is None:
-        why = (
-            f"{UNKNOWN}: nothing was measured, and the peak of {plan['device']['name']} in {plan['precision']} is not known. "
-            "Use --measure, --from RUN, or --device with a device of the table"
+        peak = (
+            f"the peak of {plan['device']['name']} in {plan['precision']} is not known. Use --measure, --from RUN, or "
         )
+        peak += "--device with a device of the table"
+        missing = peak if plan.get("flops") else "the model's FLOPs are not known. Use --measure or --from RUN"
+        why = f"{UNKNOWN}: nothing was measured, and {missing}"
         return Section("Time", [("to the end", why)])
     facts = [
         (
@@ -176,7 +191,8 @@ def _plural(what: str) -> str:
     return {"evaluation": "evaluations", "checkpoint": "checkpoints", "sample": "samples"}.get(what, what)
 
 
-def _milestones(plan: dict[str, Any]) -> Section:
+def milestones_section(plan: dict[str, Any]) -> Section:
+    """What is still to come, with the time from now where a speed is known."""
     rows = []
     for m in plan["milestones"]:
         several = m["left"] > 1
@@ -206,13 +222,19 @@ def predicted_section(pairs: dict[str, Any]) -> Section:
     """What was predicted beside what was measured."""
     rows, notes = [], []
     for name, pair in pairs.items():
+        if "why" in pair:
+            notes.append(f"{NAMES[name]}: not predicted, {pair['why']}.".capitalize())
+            continue
         predicted, measured = pair["predicted"], pair["measured"]
         off = f"{100 * (predicted / measured - 1):+.1f} %" if measured > 0 else ""
         rows.append((NAMES[name], f"{predicted:,.1f}", f"{measured:,.1f}", off))
         if "what" in pair:
             notes.append(f"Memory: {pair['what']}.")
         if "after_step" in pair:
-            notes.append(f"Time: predicted after step {pair['after_step']:,}.")
+            starts = (
+                f"; {pair['starts']} starts, the pauses and what was done twice left out" if "starts" in pair else ""
+            )
+            notes.append(f"Time: predicted after step {pair['after_step']:,}{starts}.")
     return Section("Predicted beside measured", [], ("what", "predicted", "measured", "off by"), rows, notes=notes)
 
 
@@ -220,7 +242,10 @@ def _disk(plan: dict[str, Any]) -> Section:
     d = plan["disk"]
     facts = [
         ("checkpoint", f"{_bytes(d['checkpoint_bytes'])}, {_bytes(d['rank_bytes'])} from each rank"),
-        ("kept", f"{d['kept']:,} checkpoints, {_bytes(d['kept_bytes'])}, and room for one more while it is written"),
+        (
+            "kept",
+            f"{d['kept']:,} checkpoint{'s' * (d['kept'] != 1)}, {_bytes(d['kept_bytes'])}, and room for one more while it is written",
+        ),
         ("shards", f"{d['token_bytes']} bytes a token, {_bytes(d['shard_bytes'])} a full shard"),
     ]
     if d.get("tokens_bytes"):
@@ -321,11 +346,12 @@ def markdown(found: Sequence[Section], level: int = 3) -> str:
     """The same as Markdown."""
     out = []
     for section in found:
-        out.append(f"{'#' * level} {section.title}\n")
+        out.append(f"{'#' * level} {markdown_cell(section.title)}\n")
         if section.facts:
-            out.append("\n".join(f"- {name + ': ' if name else ''}{value}" for name, value in section.facts) + "\n")
+            lines = (f"- {name + ': ' if name else ''}{markdown_cell(value)}" for name, value in section.facts)
+            out.append("\n".join(lines) + "\n")
         if section.rows:
             right = range(section.left, len(section.head))
             out.append(markdown_table(section.head, section.rows, right))
-        out += [f"{note}\n" for note in section.notes]
+        out += [f"{markdown_cell(note)}\n" for note in section.notes]
     return "\n".join(out)
