@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable
@@ -16,20 +17,13 @@ from windlass.checkpoint.export_tokenizer import save_tokenizer
 from windlass.checkpoint.slices import MODEL
 from windlass.checkpoint.source import Source, alone, find_source, open_model
 from windlass.errors import UserError
-from windlass.model import convert
+from windlass.model import convert, hf_origin
 
 if TYPE_CHECKING:
     from windlass.run import Run
 
 FILE_BYTES = 4 * 10**9
 """Weights in one file, at most."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "added_tokens.json",
-)
 
 
 def export_hf(name: str, directory: Path) -> Path:
@@ -90,13 +84,16 @@ def _write_hf(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
     merge_adapters(model.model)
     model.model.save_pretrained(directory)
-    origin = model.directory
-    if source.recipe.data.tokenizer.startswith("hf:") and (origin / "tokenizer.json").is_file():
-        for file in TOKENIZER_FILES:
-            if (origin / file).is_file():
-                shutil.copyfile(origin / file, directory / file)
-    else:
+    origin, settings = model.directory, source.recipe.model
+    files = [name for name in hf_origin.TOKENIZER if (origin / name).is_file()]
+    if not files or source.recipe.data.tokenizer.partition("@")[0] != f"hf:{settings.name}":
+        files = []
         save_tokenizer(source.tokenizer, source.template, model.context, directory)
+    if settings.trust_remote_code:
+        files += [file.name for file in origin.glob(hf_origin.CODE)]
+    for name in [*files, "generation_config.json"]:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, directory / name)
 
 
 def merge_adapters(model: nn.Module) -> None:
@@ -147,23 +144,45 @@ def card(source: Source) -> str:
     assert run is not None
     rows = "\n".join(f"| {suite} | {name} | {value} |" for suite, name, value in _results(run, source.step or 0))
     results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n\n" if rows else ""
+    base, origin = _base(source)
     return (
-        f"---\nlibrary_name: transformers\ntags:\n- windlass\n- text-generation\n---\n\n# {recipe.preset}\n\n"
-        f"Trained with Windlass, recipe `{recipe.preset}` ({recipe.digest}), {source.step:,} steps.\n\n"
+        f"---\nlibrary_name: transformers\n{base}tags:\n- windlass\n- text-generation\n---\n\n# {recipe.preset}\n\n"
+        f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.digest}), {source.step:,} steps.\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("DIR")\ntokenizer = AutoTokenizer.from_pretrained("DIR")\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{recipe.toml()}```\n"
     )
 
 
+def _base(source: Source) -> tuple[str, str]:
+    """The card's `base_model` and a sentence: what the weights began as; both empty for a model from scratch."""
+    m = source.recipe.model
+    name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
+    if not name:
+        return "", ""
+    kept = hf_origin.kept(source.run.path, m) if source.run and not m.init_from else None
+    commit = hf_origin.record(kept).get("commit", "") if kept else ""
+    if not name.startswith("hf:") and not commit:
+        return "", f"Trained further from `{Path(name).name}`.\n\n"
+    place, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
+    return f"base_model: {place}\n", f"Trained further from [{place}](https://huggingface.co/{place}){at}.\n\n"
+
+
+MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "exact_match", "f1")
+"""What a suite's line has to say about a model; of the harness' tasks it is every `TASK/METRIC`."""
+
+
 def _results(run: Run, step: int) -> list[tuple[str, str, str]]:
-    found = []
-    for line in run.lines("eval"):
-        if line["step"] == step:
-            for key in ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "exact_match", "f1"):
-                if isinstance(line.get(key), float):
-                    found.append((str(line["suite"]), key, f"{line[key]:.4f}"))
-    return found
+    """What was measured at a step, while training and by `windlass eval` (which counts where both did)."""
+    found: dict[tuple[str, str], str] = {}
+    measured = {str(line["suite"]): line for line in run.lines("eval", step=step)}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        measured |= json.loads((run.path / "eval" / f"step-{step:08d}.json").read_text(encoding="utf-8"))["results"]
+    for suite, line in measured.items():
+        for key in [*MEASURES, *(key for key in line if "/" in key)]:
+            if isinstance(line.get(key), float):
+                found[suite, key] = f"{line[key]:.4f}"
+    return [(suite, key, value) for (suite, key), value in found.items()]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -27,13 +27,12 @@ def load_initial(model: nn.Module, recipe: Recipe) -> None:
     name = recipe.model.init_from
     path = Path(name).expanduser()
     if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
-        directory = hub.directory(name.removeprefix("hf:"), key="model.init_from")
+        directory = hub.directory(name.removeprefix("hf:"), key="model.init_from", weights=True)
         if isinstance(model, GPT):
             fill_from_hf(model, directory, recipe.run.seed)
         else:
             check_same_network(model, directory)
-            model.directory = directory  # type: ignore[assignment]
-            model.fill_weights(recipe.run.seed)  # type: ignore[operator]
+            model.fill_weights(recipe.run.seed, directory)  # type: ignore[operator]
         return
     try:
         restore(load.open_checkpoint(load.find(path if path.exists() else name).path, deep=False), model)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
     """
     path = Path(name).expanduser()
     if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
-        return _hf(name, hub.directory(name.removeprefix("hf:"), key=name), overrides)
+        return _hf(name, overrides)
     choice = load.find(path if path.exists() else name)
     run = Run(choice.path.parent.parent)
     if not run.recipe_path.is_file():
@@ -76,14 +77,18 @@ def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
     return Source(str(run.path), recipe, tokenizer, Template.load(home / FOLDER), choice.path, choice.step, run)
 
 
-def _hf(name: str, directory: Path, overrides: Sequence[str]) -> Source:
+def _hf(name: str, overrides: Sequence[str]) -> Source:
     from windlass.model.hf import open_hf
 
+    place = name.removeprefix("hf:")
+    plain = Recipe.model_validate({"preset": "hf", "model": {"kind": "hf", "name": place}})
+    recipe = plain.with_overrides(f"model.name={json.dumps(place)}", *overrides)
+    directory = hub.directory(place, recipe.model.revision, key=name)
     tokenizer = named_tokenizer(f"hf:{directory}")
-    model: dict[str, Any] = {"kind": "hf", "name": str(directory), "context": open_hf(directory).context}
-    tree = {"preset": "hf", "model": model, "data": {"tokenizer": f"hf:{directory}"}}
-    recipe = Recipe.model_validate(tree)
-    recipe = recipe.with_overrides(*overrides) if overrides else recipe
+    if not any(override.startswith("model.context=") for override in overrides):
+        recipe = recipe.with_overrides(f"model.context={open_hf(directory, recipe.model).context}")
+    if recipe.data.tokenizer == plain.data.tokenizer:
+        recipe = recipe.with_overrides(f"data.tokenizer={json.dumps(f'hf:{directory}')}")
     return Source(name, recipe, tokenizer, Template.of_directory(directory), None, None, None)
 
 
@@ -95,7 +100,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     recipe = source.recipe
     if recipe.train.compile:  # lengths vary from pass to pass here
         recipe = recipe.with_overrides("train.compile=false")
-    model = build_model(recipe, source.tokenizer.vocab)
+    model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
     if recipe.train.precision == "fp64":
         model = model.double()
     wrapped = wrap(model, ranks, recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    recipe: Recipe, vocab: int, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
+    recipe: Recipe,
+    vocab: int,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.float32,
+    run: Path | None = None,
 ) -> nn.Module:
     """The network of a recipe, its weights not yet filled.
 
@@ -27,6 +32,7 @@ def build_model(
         vocab: The tokenizer's vocabulary; the embedding has `model.vocab` rows where that is set.
         device: Where the parameters live.
         dtype: Of the parameters: the master weights.
+        run: A run directory, where a model of `transformers` may have left its configuration.
 
     Raises:
         UserError: `model.vocab` is smaller than the tokenizer's vocabulary.
@@ -34,7 +40,7 @@ def build_model(
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
 
-        return build_hf(recipe, vocab, device, dtype)
+        return build_hf(recipe, vocab, device, dtype, run)
     rows = recipe.model.vocab or vocab
     if rows < vocab:
         raise UserError(

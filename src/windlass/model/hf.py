@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError
+from windlass.model import hf_origin
 from windlass.model.hf_cache import Memory, new_memory
 from windlass.model.loss import cross_entropy_sum
 from windlass.recipe import Recipe
@@ -51,11 +52,17 @@ class HfModel(nn.Module):
         """The configuration of `transformers`."""
         return self.model.config
 
-    def fill_weights(self, seed: int) -> None:
-        """Give every parameter and saved buffer its value: the file's, or with `model.from_scratch` one that the seed and its name determine."""
+    def fill_weights(self, seed: int, directory: Path | None = None) -> None:
+        """Give every parameter and saved buffer its value: the file's, or with `model.from_scratch` one that the seed and its
+        name determine.
+
+        Args:
+            seed: `run.seed`.
+            directory: Where the files lie; None: where the model came from.
+        """
         from windlass.model.hf_weights import fill
 
-        fill(self, seed)
+        fill(self, seed, directory)
 
     def to_empty_parameters(self, device: str | torch.device) -> HfModel:
         """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values, and ties stay ties."""
@@ -106,7 +113,11 @@ def _loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build_hf(
-    recipe: Recipe, vocab: int = 0, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
+    recipe: Recipe,
+    vocab: int = 0,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.float32,
+    run: Path | None = None,
 ) -> HfModel:
     """The model of a recipe, its buffers filled and its parameters without values yet: on the meta device, or just empty.
 
@@ -115,13 +126,15 @@ def build_hf(
         vocab: The tokenizer's vocabulary.
         device: Where the parameters live.
         dtype: Of the parameters, whatever the file's: the master weights.
+        run: A run directory; where it keeps the model's configuration, that one counts.
 
     Raises:
         UserError: The model cannot be had, is no causal language model, its context is shorter than `model.context`, or its
             embedding has fewer rows than the tokenizer has tokens.
     """
     settings = recipe.model
-    model = open_hf(hub.directory(settings.name, settings.revision), settings, dtype)
+    directory = hf_origin.kept(run, settings) if run else None
+    model = open_hf(directory or hub.directory(settings.name, settings.revision), settings, dtype)
     longest = longest_context(model.config)
     if longest and settings.context > longest:
         raise UserError(
@@ -152,15 +165,40 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
     remote = settings.trust_remote_code
-    try:
+    with _told(settings):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
+        if how := getattr(config, "quantization_config", None):
+            kind = how.get("quant_method", "") if isinstance(how, dict) else getattr(how, "quant_method", "")
+            raise UserError(
+                f"model.name: {settings.name} is quantised ({getattr(kind, 'value', kind) or 'quantization_config'}), and its "
+                "weights cannot be trained or read here: name the model that it was made from"
+            )
         with no_init_weights(), parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().split("\n")[0][:300]
-        raise UserError(f"model.name: {settings.name} is no causal language model of transformers: {first}") from None
-    model.tie_weights()
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+    model.tie_weights()  # type: ignore[operator]
     return model
+
+
+@contextmanager
+def _told(settings: ModelSettings) -> Iterator[None]:
+    """Turn whatever building a model raises, in `transformers` or in code that came with the model, into one sentence."""
+    what = f"model.name: {settings.name}"
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"{what} {hub.missing_package(error)}") from None
+    except Exception as error:
+        first = hub.first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{what} comes with code of its own: look through it, and set model.trust_remote_code=true to run it"
+            ) from None
+        if isinstance(error, OSError | ValueError | KeyError):
+            raise UserError(f"{what} is no causal language model of transformers: {first}") from None
+        whose = "the code that comes with it fails" if settings.trust_remote_code else "its configuration fails"
+        raise UserError(f"{what} cannot be built: {whose} ({type(error).__name__}: {first})") from None
 
 
 @contextmanager

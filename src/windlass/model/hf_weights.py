@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from windlass import hub
 from windlass.errors import UserError
+from windlass.hub import INDEX, SINGLE
+from windlass.model import hf_origin
 from windlass.model.hf import HfModel, find_blocks, from_directory, is_adapter
 from windlass.model.init import assign, plain_name
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
 
 @torch.no_grad()
-def fill(model: HfModel, seed: int) -> None:
+def fill(model: HfModel, seed: int, directory: Path | None = None) -> None:
     """Give every parameter its value, in place: from the files, or from the seed; adapters always from the seed.
 
     Buffers that are saved with the weights (a router's correction, for one) come from the files too; from scratch they keep
@@ -44,7 +45,7 @@ def fill(model: HfModel, seed: int) -> None:
     if model.settings.from_scratch:
         _fill_from_seed(rest, model, seed)
     else:
-        _fill_from_files({**rest, **dict(saved_buffers(model))}, model)
+        _fill_from_files({**rest, **dict(saved_buffers(model))}, model, directory or hf_origin.weights(model))
 
 
 def saved_buffers(model: HfModel) -> Iterator[tuple[str, Tensor]]:
@@ -106,17 +107,17 @@ class Files:
         return found
 
 
-def _fill_from_files(parameters: dict[str, Tensor], model: HfModel) -> None:
-    files, prefix = Files(model.directory), model.model.base_model_prefix
+def _fill_from_files(parameters: dict[str, Tensor], model: HfModel, directory: Path) -> None:
+    files, prefix = Files(directory), model.model.base_model_prefix
     found = {name: files.find(name, str(prefix)) for name in parameters}
     if missing := [name for name, key in found.items() if key is None]:
-        _fill_through_transformers(parameters, model, missing)
+        _fill_through_transformers(parameters, model, directory, missing)
         return
     for name, parameter in parameters.items():
         stored = files.slice(found[name])  # type: ignore[arg-type]
         if tuple(stored.get_shape()) != tuple(parameter.shape):
             raise UserError(
-                f"{model.directory}: {found[name]} has the shape {list(stored.get_shape())}, and the configuration says "
+                f"{directory}: {found[name]} has the shape {list(stored.get_shape())}, and the configuration says "
                 f"{list(parameter.shape)}"
             )
         local, offsets = _local(parameter)
@@ -126,18 +127,24 @@ def _fill_from_files(parameters: dict[str, Tensor], model: HfModel) -> None:
         local.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))])
 
 
-def _fill_through_transformers(parameters: dict[str, Tensor], model: HfModel, missing: list[str]) -> None:
+def _fill_through_transformers(
+    parameters: dict[str, Tensor], model: HfModel, directory: Path, missing: list[str]
+) -> None:
     """For files in an older layout, which `transformers` converts as it reads them; here each rank holds all for a while."""
     from transformers import AutoModelForCausalLM
 
-    whole, report = AutoModelForCausalLM.from_pretrained(
-        model.directory, dtype="auto", trust_remote_code=model.settings.trust_remote_code, output_loading_info=True
-    )
+    remote = model.settings.trust_remote_code
+    try:
+        whole, report = AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", trust_remote_code=remote, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # other shapes, damaged files, code that came with the model
+        raise UserError(f"{directory}: transformers cannot read the weights: {hub.first_line(error)}") from None
     if lacking := sorted(set(report["missing_keys"]) & set(parameters)):
-        raise UserError(f"{model.directory} lacks {len(lacking)} weights of its model, {lacking[0]} among them")
+        raise UserError(f"{directory} lacks {len(lacking)} weights of its model, {lacking[0]} among them")
     values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     if unknown := [name for name in missing if name not in values]:
-        raise UserError(f"{model.directory} lacks the weight {unknown[0]}")
+        raise UserError(f"{directory} lacks the weight {unknown[0]}")
     for name, parameter in parameters.items():
         assign(parameter, values[name])
 

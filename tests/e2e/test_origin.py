@@ -1,0 +1,129 @@
+"""A fine-tuning run stands alone: once it has a checkpoint, it needs nothing of the model that it began with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_fixtures
+from windlass import train
+from windlass.checkpoint.export import export_hf
+from windlass.checkpoint.source import alone, find_source, open_model
+from windlass.cli.eval import measure
+from windlass.errors import Stopped, UserError
+from windlass.evaluate.generate import generate
+from windlass.evaluate.sampling import Sampling
+from windlass.recipe import Recipe
+from windlass.run import Run
+
+TEXT = "the cat sat on the mat and the dog ran after the cat " * 60
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    hf_fixtures.save("llama", tmp_path / "base", num_hidden_layers=2)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return hf_fixtures.save_tokenizer([TEXT], tmp_path / "base")
+
+
+def recipe(base: Path, name: str, **model: Any) -> Recipe:
+    folder = base.parent
+    return Recipe.model_validate(
+        {
+            "preset": "origin",
+            "model": {"kind": "hf", "name": str(base), "context": 32, **model},
+            "data": {"source": str(folder / "text.txt"), "tokenizer": f"hf:{base}", "dir": str(folder / "data")},
+            "train": {"steps": 4, "global_batch": 4},
+            "optim": {"lr": 1e-3},
+            "checkpoint": {"every": 0},
+            "telemetry": {"every": 1},
+            "run": {"dir": str(folder / name)},
+        }
+    )
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in Run(run).lines("train")]
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_goes_on_and_is_used_where_its_base_is_gone(lora: int, base: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (base / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true, "eos_token_id": 0}')
+    whole = recipe(base, "whole", lora={"rank": lora})
+    halves = recipe(base, "halves", lora={"rank": lora})
+    train(whole)
+    with pytest.raises(Stopped):
+        train(halves, stop_at=2)
+    origin = Run(halves.run_dir).environment["model"]
+    digest = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
+    assert origin == {"name": str(base), "revision": "", "commit": "", "config_sha256": digest}
+    shutil.rmtree(base)
+    train(halves)
+    assert losses(halves.run_dir) == losses(whole.run_dir)
+    moved = halves.run_dir.rename(base.parent / "moved")
+    shutil.rmtree(whole.run_dir)
+    source = find_source(str(moved))
+    assert measure(source, ["loss"], alone("cpu"), {}, quiet=True)["loss"]["loss"] == pytest.approx(
+        Run(moved).lines("eval")[-1]["loss"], rel=1e-5
+    )
+    model = open_model(source, alone("cpu"))
+    ids = source.tokenizer.encode("the cat").tolist()
+    made = generate(model, [ids], Sampling(max_tokens=8, temperature=0))
+    assert made and len(made[0]) == 8
+    (moved / "eval").mkdir(exist_ok=True)
+    results = {"lm-eval:words": {"words/acc": 0.25, "runtime_s": 1.5}, "hellaswag": {"acc": 0.5, "items": 3}}
+    (moved / "eval" / "step-00000004.json").write_text(json.dumps({"step": 4, "results": results}))
+    out = export_hf(str(moved), base.parent / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        assert (theirs(input_ids=tokens).logits - model(tokens)).abs().max() < 1e-5
+    assert AutoTokenizer.from_pretrained(out)("the cat")["input_ids"] == ids
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
+    card = (out / "README.md").read_text()
+    assert "| lm-eval:words | words/acc | 0.2500 |\n| hellaswag | acc | 0.5000 |\n" in card and "runtime" not in card
+    assert "| loss | perplexity |" in card and "Trained further from `base`." in card and "base_model" not in card
+
+
+def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
+    from windlass.checkpoint.export import card
+    from windlass.checkpoint.source import Source
+
+    made = recipe(base, "run").with_overrides("model.name=some/model")
+    folder, commit = made.run_dir / "origin", "0123456789abcdef0123456789abcdef01234567"
+    folder.mkdir(parents=True)
+    known = {"name": "some/model", "revision": "", "commit": commit}
+    (folder / "origin.json").write_text(json.dumps(known))
+    nothing: Any = None
+    text = card(Source("run", made, nothing, nothing, None, 7, Run(made.run_dir)))
+    assert text.startswith("---\nlibrary_name: transformers\nbase_model: some/model\ntags:")
+    assert f"[some/model](https://huggingface.co/some/model), commit `{commit}`" in text
+
+
+def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base: Path) -> None:
+    from windlass.model.build import build_model
+    from windlass.model.hf_origin import keep
+    from windlass.model.init import initialise
+
+    made = recipe(base, "run")
+    first = build_model(made, 257, device="cpu")
+    keep(first, made.run_dir)
+    again = build_model(made, 257, device="cpu", run=made.run_dir)
+    assert again.directory == made.run_dir / "origin"
+    for model in (first, again):
+        initialise(model, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(UserError, match="is not the configuration that this run began with"):
+        initialise(again, 1)
+    other = made.with_overrides("model.revision=v2")
+    assert build_model(other, 257, run=made.run_dir).directory == base  # another revision is another model
