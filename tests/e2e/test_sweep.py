@@ -18,7 +18,6 @@ from windlass.report.study import read_study, winner
 from windlass.run import Run
 from windlass.study.progress import DIVERGED_NATS, progress
 from windlass.study.study import Study
-from windlass.study.submit import array_script
 from windlass.study.table import by_seed, rows
 
 __all__ = ["corpus"]
@@ -137,17 +136,3 @@ def test_divergence_is_read_from_the_ledger(tmp_path):
     with run.metrics_path.open("a") as file:
         file.write('{"kind": "train", "step": 4, "attempt": 0, "loss": "NaN"}\n')
     assert "nan" in progress(run).diverged
-
-
-def test_the_array_script_names_the_cells_that_are_left(tmp_path):
-    study = Study.create(Recipe.load("quickstart"), AXES, tmp_path / "study")
-    for scheduler, array, index in (
-        ("slurm", "#SBATCH --array=0,2,3", "SLURM_ARRAY_TASK_ID"),
-        ("pbs", "#PBS -J 0-3", "PBS_ARRAY_INDEX"),
-    ):
-        script = array_script(study, scheduler, 2, [0, 2, 3], tmp_path, "/usr/bin/python3")
-        assert array in script
-        assert f"--only ${index}" in script
-        assert "--world 2" in script
-        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
-        assert checked.returncode == 0, checked.stderr

@@ -33,10 +33,15 @@ def sweep(
     workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or far above its first."),
     halving: bool = typer.Option(
-        False, help="Successive halving: at each rung of evaluations only the better half goes on."
+        False,
+        help="Asynchronous successive halving: at its 1st, 2nd, 4th, ... evaluation a cell goes on only if it is in the "
+        "better half of those that came there before it; nobody waits.",
     ),
     retry_failed: bool = typer.Option(False, help="Try failed and diverged cells again."),
     submit: str = typer.Option("", metavar="slurm|pbs", help="Submit the open cells as an array job instead."),
+    submit_arg: list[str] = typer.Option(
+        [], metavar="ARG", help="An argument for the scheduler, as --submit-arg=--time=04:00:00; may be repeated."
+    ),
     dry_run: bool = typer.Option(False, help="With --submit: print the batch script, submit nothing."),
     only: int = typer.Option(-1, hidden=True, help="Work on one cell by number; what an array job's tasks call."),
     json_: bool = typer.Option(False, "--json", help="Print the table as JSON at the end."),
@@ -57,11 +62,13 @@ def sweep(
     from windlass.study.sweep import Options, Sweep
 
     study = Study.create(Recipe.load(recipe, set_), axes, Path(dir_) if dir_ else None)
+    options = Options(world, workers, stop_diverged, halving, retry_failed)
     if submit:
         from windlass.study.submit import submit_array
 
-        return submit_array(study, submit, world, dry_run=dry_run)
-    options = Options(world, workers, stop_diverged, halving, retry_failed)
+        return submit_array(study, submit, options, dry_run=dry_run, arguments=submit_arg, say=typer.echo)
+    if submit_arg or dry_run:
+        raise UserError("--submit-arg and --dry-run go with --submit slurm or --submit pbs")
     if not -1 <= only < len(study.cells):
         raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
     cells = [study.cells[only]] if only >= 0 else None
