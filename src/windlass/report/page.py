@@ -17,6 +17,7 @@ from windlass import __version__
 from windlass.report import sections
 from windlass.report.charts import Chart, charts
 from windlass.report.payload import as_json, payload
+from windlass.report.plan_section import plan_html
 from windlass.report.tables import Value, measures
 from windlass.report.text import compact, duration, escape, show
 from windlass.report.view import RunView
@@ -47,7 +48,8 @@ class Extra:
 
 
 NAMES = {
-    "results": "Results", "time": "Time", "samples": "Samples", "settings": "Settings", "environment": "Environment",
+    "results": "Results", "time": "Time", "plan": "Plan", "samples": "Samples", "settings": "Settings",
+    "environment": "Environment",
 }  # fmt: skip
 
 
@@ -58,6 +60,7 @@ def page(views: Sequence[RunView], extra: Extra | None = None) -> str:
     below = {
         "results": sections.results(views) if extra.results else "",
         "time": sections.time(views),
+        "plan": plan_html(views),
         "samples": sections.samples(views),
         "settings": sections.settings(views),
         "environment": sections.environment(views),

@@ -9,6 +9,7 @@ from pathlib import Path
 from windlass.errors import UserError
 from windlass.report.charts import charts
 from windlass.report.page import page
+from windlass.report.plan_section import plan_markdown
 from windlass.report.study import StudyView, cell_table, seed_table, winner, winner_command
 from windlass.report.study_page import study_page
 from windlass.report.tables import (
@@ -176,7 +177,7 @@ def _markdown(seen: Sequence[RunView], drawn: dict[str, Path]) -> str:
     parts += _pictures(drawn, seen)
     for found, suite in evaluations(seen[0]) if len(seen) == 1 else ():
         parts += [f"\n## Evaluations: {markdown_cell(suite)}\n", found.markdown()]
-    return "\n".join([*parts, *_settings(seen)])
+    return "\n".join([*parts, *plan_markdown(seen), *_settings(seen)])
 
 
 def _state_line(seen: Sequence[RunView]) -> str:
