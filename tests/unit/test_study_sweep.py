@@ -1,0 +1,279 @@
+"""A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals and ends as it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from windlass.errors import DONE, STOPPED
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.study import cells as study_cells
+from windlass.study.halving import Halving
+from windlass.study.progress import evaluations, ledger_of, progress
+from windlass.study.study import Study
+from windlass.study.sweep import RETRIES, Options, Sweep, thread_share
+
+STEPS = 4
+TRAINING = textwrap.dedent(
+    """
+    import json, os, signal, sys, time
+    from datetime import UTC, datetime
+    from pathlib import Path
+
+    run, plan, world = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[4])
+    run.mkdir(parents=True, exist_ok=True)
+    ledger = run / "metrics.jsonl"
+    before = [json.loads(x) for x in ledger.read_text().splitlines()] if ledger.exists() else []
+    attempt = sum(x.get("event") in ("started", "resumed") for x in before)
+    first = max((x["step"] for x in before if x["kind"] == "train"), default=0)
+
+    def write(kind, step, **fields):
+        now = datetime.now(UTC).isoformat()
+        with ledger.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, "attempt": attempt, "time": now, **fields}) + "\\n")
+
+    def stop(*_):
+        write("event", step, event="preempted")
+        sys.exit(75)
+
+    step = first
+    signal.signal(signal.SIGTERM, stop)
+    about = {"threads": os.environ.get("OMP_NUM_THREADS"), "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    (run / "about.json").write_text(json.dumps(about | {"world": world}))
+    if attempt < plan.get("taken", 0):
+        write("event", step, event="started")
+        print(f"windlass: another process trains in {run} already (process 1 on here); wait for it, or stop it")
+        sys.exit(2)
+    write("event", step, event="resumed" if before else "started", steps=plan["steps"])
+    (run / "heartbeat").touch()
+    losses = plan["losses"]
+    for step in range(first + 1, plan["steps"] + 1):
+        loss = losses[min(step, len(losses)) - 1]
+        write("train", step, loss=loss, tokens=step)
+        write("eval", step, suite="loss", loss=loss)
+        if attempt < plan.get("killed", 0):
+            (run / "heartbeat").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if attempt < plan.get("failed", 0):
+            write("event", step, event="failed", reason="no luck")
+            print("windlass: no luck")
+            sys.exit(1)
+        time.sleep(plan["pause"])
+    time.sleep(plan.get("saving", 0))
+    write("event", step, event="finished")
+    """
+)
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """Sweep over seeds, each cell's training as planned: `play(plans, **options)` gives the code, the study and what was said."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def start(plans, axes=None, show=lambda study: None, **options):
+        axes = axes or [f"run.seed={','.join(str(n) for n in range(1, len(plans) + 1))}"]
+        study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study")
+
+        def command(_, cell):
+            plan = {"steps": STEPS, "losses": [4.0], "pause": 0.0} | plans[study.cells.index(cell)]
+            return [sys.executable, "-c", TRAINING, str(study.run_of(cell).path), json.dumps(plan)]
+
+        monkeypatch.setattr(study_cells, "command", command)
+        said: list[str] = []
+        sweep = Sweep(study, Options(poll_seconds=0.02, **options), show, say=said.append)
+        return sweep.run(), study, said
+
+    return start
+
+
+def states(study):
+    return [study.state_of(cell)[0] for cell in study.cells]
+
+
+def attempts(study, number=0):
+    events = study.run_of(study.cells[number]).events
+    return [e["event"] for e in events if e["event"] in ("started", "resumed")]
+
+
+def about(study, number=0):
+    return json.loads((study.run_of(study.cells[number]).path / "about.json").read_text())
+
+
+def test_a_signal_saves_ends_with_75_and_the_same_command_goes_on(play):
+    def interrupt(study):
+        if "running" in states(study) and progress(study.run_of(study.cells[0])).step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    slow = [{"pause": 30.0, "steps": 2}, {}]
+    code, study, _ = play(slow, show=interrupt)
+    assert code == STOPPED
+    assert states(study) == ["interrupted", "waiting"]
+    assert study.run_of(study.cells[0]).events[-1]["event"] == "preempted"
+    code, study, _ = play([{}, {}])
+    assert (code, states(study)) == (DONE, ["finished"] * 2)
+    assert attempts(study) == ["started", "resumed"]
+
+
+def test_a_cell_that_is_killed_is_tried_again_and_never_judged_as_failed(play):
+    code, study, _ = play([{"killed": RETRIES}, {}])
+    assert (code, states(study)) == (DONE, ["finished"] * 2)
+    assert attempts(study) == ["started", *["resumed"] * RETRIES]
+
+
+def test_a_cell_that_is_killed_again_and_again_is_left_to_the_next_sweep(play):
+    code, study, _ = play([{"killed": 9, "steps": 9}, {}])
+    assert (code, states(study)) == (1, ["interrupted", "finished"])
+    assert study.state_of(study.cells[0])[1] == f"killed by signal 9 ({RETRIES + 1} times)"
+    code, study, _ = play([{}, {}])
+    assert (code, states(study)) == (DONE, ["finished"] * 2)
+
+
+def test_a_directory_that_another_process_has_is_tried_again(play):
+    code, study, _ = play([{"taken": 1}])
+    assert (code, states(study)) == (DONE, ["finished"])
+
+
+def test_failed_cells_are_left_alone_until_asked_for(play):
+    code, study, _ = play([{"failed": 1}, {}])
+    assert (code, states(study)) == (1, ["failed", "finished"])
+    assert study.state_of(study.cells[0])[1] == "exit code 1: windlass: no luck"
+    code, study, _ = play([{}, {}])
+    assert (code, states(study), attempts(study)) == (1, ["failed", "finished"], ["started"])
+    code, study, _ = play([{}, {}], retry_failed=True)
+    assert (code, states(study), attempts(study)) == (DONE, ["finished"] * 2, ["started", "resumed"])
+    assert attempts(study, 1) == ["started"]
+
+
+def test_a_diverged_cell_is_stopped_only_when_asked(play):
+    high = {"losses": [4.0, 9.0], "pause": 0.3}
+    code, study, _ = play([high, {}], stop_diverged=True)
+    assert (code, states(study)) == (DONE, ["diverged", "finished"])
+    assert "loss 9.000 at step" in study.state_of(study.cells[0])[1]
+    assert study.run_of(study.cells[0]).state == "preempted"
+
+
+def test_a_cell_through_all_its_steps_is_left_to_save(play):
+    code, study, _ = play([{"losses": [4.0, 9.0], "steps": 2, "saving": 0.5}], stop_diverged=True)
+    assert (code, states(study)) == (DONE, ["finished"])
+    assert study.verdicts() == {}
+
+
+def test_halving_leaves_the_worse_half_behind(play):
+    """One after the other: the first is alone at each rung, the better one passes it, the worst does not get far."""
+    pytest.importorskip("optuna")
+    plans = [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "pause": 0.5}]
+    code, study, _ = play(plans, halving=True)
+    assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
+    reason = study.state_of(study.cells[2])[1]
+    assert reason == "not among the better half after evaluation 1 (loss 3.0000 at step 1)"
+    assert progress(study.run_of(study.cells[2])).step < STEPS
+
+
+def test_halving_after_a_kill_judges_as_it_did(play):
+    """A cell that was to be left behind when everything was killed is left behind when the command is given again."""
+    pytest.importorskip("optuna")
+    _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}])
+    assert states(study)[2] == "interrupted"
+    last = study.cells[2]
+    assert Halving(study).prunes(last, evaluations(study.run_of(last)))
+    before = study.run_of(last).metrics_path.read_bytes()
+    code, study, _ = play([{}, {}, {}], halving=True)
+    assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
+    assert study.run_of(last).metrics_path.read_bytes() == before
+
+
+def test_past_evaluations_are_judged_in_the_order_in_which_they_came(tmp_path):
+    """The worse cell came first, and was alone: in the order of the grid it would be left behind."""
+    pytest.importorskip("optuna")
+    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
+    for cell, loss, second in zip(study.cells, (1.0, 3.0), (30, 10), strict=True):
+        run = study.run_of(cell)
+        run.path.mkdir(parents=True)
+        line = {"kind": "eval", "step": 1, "suite": "loss", "loss": loss, "time": f"2026-03-01T09:00:{second}.000Z"}
+        run.metrics_path.write_text(json.dumps(line) + "\n")
+    halving = Halving(study)
+    assert [halving.prunes(c, evaluations(study.run_of(c))) for c in study.cells] == ["", ""]
+
+
+def test_workers_share_the_cores(play):
+    code, study, _ = play([{}, {}, {}], workers=2)
+    assert code == DONE
+    assert about(study)["threads"] == str(thread_share(2))
+    cores = len(os.sched_getaffinity(0))
+    assert (thread_share(1), thread_share(cores), thread_share(4 * cores)) == (cores, 1, 1)
+
+
+def test_the_number_of_ranks_can_be_an_axis(play):
+    """Every rank of every cell has the same threads, so that their speeds can be compared."""
+    code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4)
+    assert code == DONE
+    assert [(about(study, n)["world"], about(study, n)["threads"]) for n in (0, 1)] == [
+        (1, str(thread_share(2))), (2, str(thread_share(2)))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "world", "given", "side_by_side"),
+    [
+        ("0,1", 4, 1, {"0", "1"}, 2),
+        ("3,5", 2, 1, {"3", "5"}, 2),
+        ("0,1,2,3", 4, 2, {"0,1", "2,3"}, 2),
+        ("", 2, 1, {""}, 2),
+    ],
+)
+def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, world, given, side_by_side):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    _, study, said = play([{"pause": 0.1}] * 4, workers=workers, world=world)
+    assert states(study) == ["finished"] * 4
+    assert {about(study, n)["devices"] for n in range(4)} == given
+    assert len(said) == (workers > side_by_side)
+    assert all(f"{side_by_side} cells side by side, not {workers}" in line for line in said)
+
+
+HOLD = "import sys, pathlib\nfrom windlass.training.occupancy import occupy\nf = occupy(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
+
+
+def test_a_cell_that_another_process_trains_is_taken_up_when_that_one_is_killed(play, tmp_path):
+    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
+    run = study.run_of(study.cells[0])
+    run.path.mkdir(parents=True)
+    run.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "attempt": 0, "event": "started"}) + "\n")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline().strip() == "held"
+    looks = []
+
+    def kill_later(there):
+        looks.append(states(there))
+        if looks[-1] == ["running", "finished"] and other.poll() is None:
+            other.kill()
+            other.communicate()
+
+    code, study, _ = play([{}, {}], show=kill_later)
+    assert (code, states(study)) == (DONE, ["finished"] * 2)
+    assert ["running", "finished"] in looks
+
+
+def test_a_ledger_is_read_again_only_when_it_has_changed(tmp_path):
+    run = Run(tmp_path)
+    assert progress(run).step == 0
+    with run.metrics_path.open("a") as file:
+        file.write('{"kind": "eval", "step": 1, "attempt": 0, "suite": "loss", "loss": 0.0}\n')
+    first = ledger_of(run)
+    assert ledger_of(run) is first
+    assert [e.loss for e in evaluations(run)] == [0.0]
+    with run.metrics_path.open("a") as file:
+        file.write('{"kind": "eval", "step": 2, "attempt": 0, "suite": "loss", "loss": "NaN"}\n')
+    assert ledger_of(run) is not first
+    assert [math.isnan(e.loss) for e in evaluations(run)] == [False, True]
+    assert progress(run).best_loss == 0.0
