@@ -56,6 +56,8 @@ def partial_plan(setting: Setting, speeds: Sequence[Speed]) -> dict[str, Any]:
         "device": asdict(setting.device) | {"usable_bytes": setting.device.usable_bytes},
         "precision": setting.precision, "length": _length(setting, horizon), "model": None, "unknown": [],
     }  # fmt: skip
+    if setting.note:
+        made["note"] = setting.note
     if sized:
         flops = flops_part(setting, Horizon(0, 0, recipe.train.global_batch))
         made |= {

@@ -9,6 +9,7 @@ from windlass.report.plan import Section
 from windlass.report.text import compact, duration
 
 PREPARE = "unknown until the data is prepared"
+CONFIGURE = "unknown without the model's configuration"
 
 
 def partial_sections(plan: dict[str, Any], command: str) -> list[Section]:
@@ -28,6 +29,7 @@ def partial_sections(plan: dict[str, Any], command: str) -> list[Section]:
 
 def _run(plan: dict[str, Any], command: str) -> Section:
     length, model, flops, time = plan["length"], plan["model"], plan.get("flops"), plan.get("time")
+    missing = CONFIGURE if plan.get("note") else PREPARE
     ranks = f"{plan['world']} rank{'s' * (plan['world'] != 1)} on {plan['device']['name']}, {plan['precision']}"
     facts = [("ranks", ranks)]
     if model:
@@ -40,14 +42,15 @@ def _run(plan: dict[str, Any], command: str) -> Section:
             facts += [("parameters", shown), ("", parts)]
     a_step = f"{length['tokens_per_step']:,.0f} tokens a step"
     if length["steps"] is None:
-        facts.append(("length", f'{PREPARE}: train.steps = "{length["setting"]}"; {a_step}'))
+        why = missing if length["setting"] == "compute-optimal" else PREPARE
+        facts.append(("length", f'{why}: train.steps = "{length["setting"]}"; {a_step}'))
     else:
         facts.append(("length", f"{length['steps']:,} steps, {a_step}, {compact(length['tokens'])} tokens"))
     if flops:
         counted = f", {flops['per_token_counted']:.4g} counted" if flops["per_token_counted"] is not None else ""
         facts.append(("FLOPs", f"{flops['per_token']:.4g} a token{counted}; {flops['per_step']:.4g} a step"))
     else:
-        facts.append(("FLOPs", PREPARE))
+        facts.append(("FLOPs", missing))
     if time:
         facts.append(
             ("speed", f"{time['tokens_per_s']:,.0f} tokens/s, {1e3 * time['seconds_per_step']:,.0f} ms a step")
@@ -56,5 +59,6 @@ def _run(plan: dict[str, Any], command: str) -> Section:
     facts.append(("time", duration(time["seconds"]) if time and "seconds" in time else PREPARE))
     if plan.get("checkpoint_bytes"):
         facts.append(("checkpoint", f"{plan['checkpoint_bytes'] / 1e6:,.0f} MB"))
-    notes = [f"The rest comes with the data: `{command}`, then this command again."]
+    notes = [plan["note"]] if plan.get("note") else []
+    notes += [f"The rest comes with the data: `{command}`, then this command again."]
     return Section(f"{plan['recipe']} ({plan['digest']})", facts, notes=notes)

@@ -27,13 +27,15 @@ def write_summary(session: Session, last_loss: float | None) -> None:
     measure = s.recipe.checkpoint.best
     best_step, best_score = best_of(scores_by_step(s.run, state.step), measure)
     spent = wall_time(raw)
+    predicted = predicted_beside_measured(s.run, s.hf)
     s.ledger.write(
         "summary", state.step, steps=s.horizon.steps, tokens=state.tokens, samples=state.samples,
         epochs=state.samples / s.horizon.samples_per_epoch, final_loss=last_loss,
         final_eval_loss=evals[-1]["loss"] if evals else None, best_eval_loss=state.best_loss,
         best_measure=measure, best_score=best_score, best_step=best_step,
         runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
-        parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1, predicted=predicted_beside_measured(s.run) or None,
+        parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1,
+        predicted=predicted or None, model_sizes=s.hf.as_dict() if s.hf else None,
         **_speeds(s), **_devices(s),
     )  # fmt: skip
 
