@@ -130,6 +130,15 @@ def directory(name: str, revision: str = "", key: str = "model.name", weights: b
         return found
 
 
+def tokenizer_directory(place: str) -> Path:
+    """The local directory of what follows `hf:` in `data.tokenizer`: a directory, a file in one, `NAME` or `NAME@REVISION`."""
+    path = Path(place).expanduser()
+    if path.exists():
+        return path.parent if path.is_file() else path
+    name, _, revision = place.partition("@")
+    return directory(name, revision, key="data.tokenizer")
+
+
 def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a model: those of its index, or the single one. Raises UserError."""
     if not (folder / INDEX).is_file():

@@ -93,6 +93,45 @@ def test_a_run_goes_on_and_is_used_where_its_base_is_gone(lora: int, base: Path)
     assert "| loss | perplexity |" in card and "Trained further from `base`." in card and "base_model" not in card
 
 
+def test_items_are_found_again_where_their_tokenizer_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.data.dataset import open_data
+
+    monkeypatch.chdir(base.parent)
+    talk = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]}
+    Path("talks.jsonl").write_text((json.dumps(talk) + "\n") * 8)
+    made = recipe(base, "run").with_overrides("data.format=chat", "data.source=talks.jsonl", "data.dir=")
+    first = open_data(made)
+    shutil.rmtree(base)
+    again = open_data(made)
+    assert again.fingerprint == first.fingerprint and again.tokenizer.fingerprint == first.tokenizer.fingerprint
+
+
+def test_a_directory_of_older_tokenizer_files_is_read(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from windlass.data.tokenizer import named_tokenizer, tokenizer_files
+
+    hf_fixtures.save("gpt2", tmp_path)
+    inner = json.loads((hf_fixtures.save_tokenizer([TEXT], tmp_path) / "tokenizer.json").read_text())["model"]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in inner["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(inner["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    whole = named_tokenizer(f"hf:{tmp_path}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    ours = named_tokenizer(f"hf:{tmp_path}")
+    assert (
+        ours.encode(TEXT).tolist()
+        == whole.encode(TEXT).tolist()
+        == AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
+    )
+    assert ours.eot == whole.eot == 0
+    assert {Path(p).name for p in tokenizer_files(f"hf:{tmp_path}")} == {"vocab.json", "merges.txt"}
+    (tmp_path / "vocab.json").write_text("broken")
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, and transformers finds no tokenizer there"):
+        named_tokenizer(f"hf:{tmp_path}")
+
+
 def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
     from windlass.checkpoint.export import card
     from windlass.checkpoint.source import Source

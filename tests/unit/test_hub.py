@@ -17,7 +17,7 @@ from windlass.errors import UserError
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b"{}",
-    "tokenizer.json": b"{}",
+    "tokenizer.json": b'{"model": {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "a": 1}, "unk_token": "a"}}',
     "model.safetensors.index.json": b'{"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}',
     "model-1-of-2.safetensors": b"first",
     "model-2-of-2.safetensors": b"second",
@@ -103,6 +103,21 @@ def test_only_what_is_read_is_downloaded_and_the_commit_is_known(asked: list[str
     assert hub.directory("some/open", COMMIT, weights=True) == folder
     assert names(folder) == small | {"model-1-of-2.safetensors", "model-2-of-2.safetensors"}
     assert not any("consolidated" in path or "original" in path or "pytorch" in path for path in asked)
+
+
+def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked: list[str]) -> None:
+    from windlass.data.tokenizer import named_tokenizer
+    from windlass.recipe import Recipe
+
+    model = {"kind": "hf", "name": "some/open", "revision": COMMIT}
+    recipe = Recipe.model_validate({"model": model, "data": {"tokenizer": "hf:some/open"}})
+    tokenizer = named_tokenizer(recipe.tokenizer)
+    assert (tokenizer.vocab, tokenizer.eot) == (2, 0) and any(COMMIT in path for path in asked)
+    assert not any("/revision/main" in path or "/resolve/main/" in path for path in asked)
+    assert recipe.with_overrides("data.tokenizer=hf:some/other").tokenizer == "hf:some/other"
+    assert recipe.with_overrides("model.revision=").tokenizer == "hf:some/open"
+    with pytest.raises(UserError, match=r"data\.tokenizer: some/open@v9 has no such revision"):
+        named_tokenizer(recipe.with_overrides("model.revision=v9").tokenizer)
 
 
 def test_what_the_hub_refuses_is_said_with_what_to_do(asked: list[str]) -> None:

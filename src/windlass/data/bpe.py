@@ -22,6 +22,8 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 """How GPT-2 cuts a text into pieces before pairs are merged (Radford et al. 2019, released code)."""
 GPT2_MERGES, GPT2_IDS = "vocab.bpe", "encoder.json"
 RANKS_FILE, JSON_FILE = "gpt2.tiktoken", "tokenizer.json"
+OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
+"""What a directory of `transformers` holds where it has no such file."""
 LONGEST_PIECE = 400_000
 """Characters that go to `tiktoken` at once: its regular expressions run out of stack on a million of white space."""
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -266,20 +268,29 @@ def _state(part: Any) -> str:
 
 
 def hugging_face(place: str) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, of a directory that holds one, or of a model's name on the Hub."""
+    """The tokenizer of a `tokenizer.json`, of a directory, or of a name on the Hub (`NAME` or `NAME@REVISION`).
+
+    A directory without a `tokenizer.json` is read through `transformers`, which makes one of older files.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads are ours
     path = Path(place).expanduser()
-    file = path / JSON_FILE if path.is_dir() else path
+    folder = hub.tokenizer_directory(place)
+    file = path if path.is_file() else folder / JSON_FILE
     if file.is_file():
         inner = _read_json(file)
         return JsonTokenizer(inner, _end_of_text(inner, file.parent), "hf")
-    if path.is_absolute() or place.startswith((".", "~")) or place.count("/") > 1:
-        raise UserError(f"data.tokenizer: there is no {JSON_FILE} at {place}")
     hub.prepare()
     with hub.explained(f"data.tokenizer: {place}"):
         from transformers import AutoTokenizer
 
-        whole = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        try:
+            whole = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (ImportError, UserError):
+            raise
+        except Exception as error:  # a library behind it, at files that it does not know
+            raise UserError(
+                f"data.tokenizer: {place} has no {JSON_FILE}, and transformers finds no tokenizer there: {_short(error)}"
+            ) from None
     if not hasattr(whole, "backend_tokenizer"):
         raise UserError(f"data.tokenizer: {place} has no fast tokenizer (a {JSON_FILE}); use another")
     return JsonTokenizer(whole.backend_tokenizer, whole.eos_token_id, "hf")

@@ -60,6 +60,7 @@ def shaping(recipe: Recipe) -> dict[str, Any]:
     sums = {file: _sha256(path) for file in files for path in sorted(_paths(file))}
     return {
         **{key: getattr(data, key) for key in SHAPING},
+        "tokenizer": recipe.tokenizer,
         "context": recipe.model.context,
         "seed": recipe.run.seed,
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
@@ -84,7 +85,9 @@ def directory_of(recipe: Recipe) -> Path:
     """Where the rows of a recipe lie: `data.dir`, or `data/<format>-<digest of what shapes them>`."""
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
-    digest = hashlib.sha256(json.dumps(shaping(recipe), sort_keys=True).encode()).hexdigest()
+    # Not by the tokenizer's files: the rows are found, with the tokenizer saved beside them, also where those are gone.
+    shaped = {key: value for key, value in shaping(recipe).items() if key != "tokenizer files"}
+    digest = hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()
     return Path("data") / f"{recipe.data.format}-{digest[:8]}"
 
 
@@ -136,6 +139,8 @@ def _ready(directory: Path, wanted: dict[str, Any]) -> bool:
         there = json.loads((directory / INDEX).read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError):
         return False
+    if wanted.get("tokenizer files") == {}:  # they are gone, or of the Hub: what was saved beside the rows counts
+        there = {**there, "tokenizer files": {}}
     if changed := [key for key in sorted({*wanted, *there}) if wanted.get(key) != there.get(key)]:
         lines = [f"  {key}: prepared with {there.get(key)!r}, wanted {wanted.get(key)!r}" for key in changed]
         raise UserError(
@@ -216,13 +221,10 @@ def _tokenizer(recipe: Recipe, directory: Path, texts: list[str], shown: Progres
         return bpe.train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
     if kind == "char":
         return CharTokenizer("".join(set("".join(texts)) | set(LAYOUT)), with_eot=True)
-    return named_tokenizer(recipe.data.tokenizer)
+    return named_tokenizer(recipe.tokenizer)
 
 
 def _template(recipe: Recipe) -> chat.Template:
     """The chat template of the recipe's tokenizer."""
-    kind, _, place = recipe.data.tokenizer.partition(":")
-    if kind != "hf":
-        return chat.Template()
-    path = Path(place).expanduser()
-    return chat.Template.of_directory(path.parent if path.is_file() else hub.directory(place, key="data.tokenizer"))
+    kind, _, place = recipe.tokenizer.partition(":")
+    return chat.Template.of_directory(hub.tokenizer_directory(place)) if kind == "hf" else chat.Template()

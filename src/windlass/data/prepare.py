@@ -196,7 +196,7 @@ class _Preparation:
         """The tokenizer: saved by an earlier go, named, or made from the corpus; saved beside the shards."""
         kind = kind_of(self.data.tokenizer)
         if kind not in ("char", "bpe"):
-            tokenizer = named_tokenizer(self.data.tokenizer)
+            tokenizer = named_tokenizer(self.recipe.tokenizer)
         elif "tokenizer" in self.state:
             return load_tokenizer(self.data, self.directory)
         elif kind == "char":

@@ -214,6 +214,8 @@ def tokenizer_files(setting: str) -> dict[str, str]:
     kind, place = kind_of(setting), setting.partition(":")[2]
     path = Path(place).expanduser()
     names = {"gpt2": (bpe.GPT2_MERGES, bpe.GPT2_IDS), "hf": (bpe.JSON_FILE,)}.get(kind, ())
+    if kind == "hf" and not (path / bpe.JSON_FILE).is_file():
+        names = bpe.OLDER_FILES
     files = [path] if place and path.is_file() else [path / name for name in names if place]
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 

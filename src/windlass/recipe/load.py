@@ -102,6 +102,12 @@ class Recipe(BaseModel):
         """The run's directory: `run.dir`, or `runs/<name>`."""
         return Path(self.run.dir or f"runs/{self.name}")
 
+    @property
+    def tokenizer(self) -> str:
+        """`data.tokenizer`; where it is the one of the Hub that comes with the model, at the model's revision too."""
+        place, m = self.data.tokenizer, self.model
+        return f"{place}@{m.revision}" if m.kind == "hf" and m.revision and place == f"hf:{m.name}" else place
+
     def strategy(self, world: int) -> str:
         """The sharding strategy with `auto` resolved for a number of ranks."""
         if self.parallel.strategy == "auto":
