@@ -92,7 +92,7 @@ def test_when_nothing_fits_it_says_what_would():
     model = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
     found = recommend(model, VOCAB, BASE, 64, int(20e9))
     assert found.fit is None and "nothing fits" in found.why
-    assert "ranks with parallel.strategy=full_shard" in found.why and "a device with more than" in found.why
+    assert "ranks with parallel.strategy=" in found.why and "a device with more than" in found.why
     assert recommend(GPT2.model, VOCAB, BASE, 64, None).fit is None
 
 

@@ -193,15 +193,10 @@ def _gpu() -> tuple[str, int] | None:
 
 def _precision(recipe: Recipe, device: Device) -> str:
     """`auto` as training would resolve it: bf16 on GPUs that have it, else fp16; fp32 on a CPU."""
-    from windlass.telemetry.peaks import peak_flops
+    from windlass.estimate.devices import low_precision
 
     wanted = recipe.train.precision
-    if wanted != "auto":
-        return wanted
-    if device.kind == "cpu":
-        return "fp32"
-    only_half = peak_flops(device.name, "fp16") is not None and peak_flops(device.name, "bf16") is None
-    return "fp16" if only_half else "bf16"
+    return wanted if wanted != "auto" else low_precision(device) or "fp32"
 
 
 def _speeds(

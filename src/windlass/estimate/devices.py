@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from windlass.errors import UserError
+from windlass.telemetry.peaks import peak_flops
 
 GIB = 2**30
 
@@ -87,6 +88,14 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
         which = "there are several" if len(variants) > 1 else "which one? There is"
         raise UserError(f"--device {name}: {which}: {', '.join(variants)}. Write the whole name")
     return Device(name, "cuda", memory_bytes)
+
+
+def low_precision(device: Device) -> str:
+    """`bf16` where a device does it in hardware or is not known, `fp16` where it does that alone; empty for a CPU."""
+    if device.kind == "cpu":
+        return ""
+    only_half = peak_flops(device.name, "fp16") is not None and peak_flops(device.name, "bf16") is None
+    return "fp16" if only_half else "bf16"
 
 
 def _plain(name: str) -> str:

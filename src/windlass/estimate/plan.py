@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.estimate.devices import Device
+from windlass.estimate.devices import Device, low_precision
 from windlass.estimate.disk import disk
 from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory, shard_size
 from windlass.estimate.milestones import Milestone, clock, milestones, rows
@@ -273,7 +273,8 @@ def recommendation_part(setting: Setting) -> dict[str, Any]:
     base = layout_of(recipe, setting.world, setting.device.kind, setting.precision)
     share = recipe.train.global_batch // setting.world
     base = replace(base, micro_batch=recipe.train.micro_batch)
-    found = recommend(network, setting.vocab, base, share, setting.device.usable_bytes, recipe.optim.kind)
+    room, low = setting.device.usable_bytes, low_precision(setting.device)
+    found = recommend(network, setting.vocab, base, share, room, recipe.optim.kind, low)
     if found.fit is None:
         return {"fits": False if setting.device.usable_bytes is not None else None, "why": found.why, "settings": {}}
     return {
