@@ -11,7 +11,7 @@ import tokenizer_fixtures
 
 from windlass.data import bpe, chat
 from windlass.data.chat import Template
-from windlass.data.items import directory_of, open_items
+from windlass.data.items import open_items
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
@@ -112,25 +112,24 @@ def test_an_open_end_that_no_token_closes_is_refused() -> None:
     assert Template(talk).pieces(TALK[:2]) == [(TALK[0]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
 
 
-def test_rows_are_made_again_when_the_tokenizer_or_its_template_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_another_tokenizer_or_template_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tokenizer_fixtures.save("chatml", tmp_path / "tok")
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
     data = {"format": "chat", "source": "talk.jsonl", "val_fraction": 0.0, "tokenizer": "hf:tok"}
     recipe = Recipe.model_validate({"model": {"context": 200}, "data": data})
-    assert directory_of(recipe) == directory_of(recipe)
-    places, fingerprints = [directory_of(recipe)], [open_items(recipe).train.fingerprint]
-    (folder / "chat_template.jinja").write_text(
-        tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
-    )
-    places, fingerprints = [*places, directory_of(recipe)], [*fingerprints, open_items(recipe).train.fingerprint]
-    tokenizer_fixtures.save("chatml", folder, vocab=300)
-    places, fingerprints = [*places, directory_of(recipe)], [*fingerprints, open_items(recipe).train.fingerprint]
-    assert len(set(places)) == len(set(fingerprints)) == 3
-    kept = recipe.with_overrides("data.dir=kept")
-    open_items(kept)
-    (folder / "chat_template.jinja").unlink()
+
+    def fingerprint(directory: str) -> str:
+        return open_items(recipe.with_overrides(f"data.dir={directory}")).train.fingerprint
+
+    first = fingerprint("kept")
+    assert fingerprint("kept") == first
+    other = tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+    (folder / "chat_template.jinja").write_text(other)
     with pytest.raises(UserError, match="tokenizer files: prepared with"):
-        open_items(kept)
+        fingerprint("kept")
+    second = fingerprint("template")
+    tokenizer_fixtures.save("chatml", folder, vocab=300)
+    with pytest.raises(UserError, match="tokenizer files: prepared with"):
+        fingerprint("template")
+    assert len({first, second, fingerprint("tokenizer")}) == 3

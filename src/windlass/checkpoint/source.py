@@ -13,9 +13,10 @@ from torch import nn
 from windlass import hub
 from windlass.checkpoint import load
 from windlass.checkpoint.slices import restore
+from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.prepare import data_dir
-from windlass.data.tokenizer import FOLDER, Tokenizer, load_tokenizer, named_tokenizer
+from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenizer, named_tokenizer
 from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.model.init import initialise
@@ -73,7 +74,7 @@ def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
         raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
     recipe = run.recipe.with_overrides(*overrides) if overrides else run.recipe
     home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
-    tokenizer = load_tokenizer(run.recipe.data, home)
+    tokenizer = as_trained(load_tokenizer(run.recipe.data, home), run.recipe)
     return Source(str(run.path), recipe, tokenizer, Template.load(home / FOLDER), choice.path, choice.step, run)
 
 
@@ -109,3 +110,27 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     else:
         restore(load.open_checkpoint(source.checkpoint, deep=False), wrapped)
     return wrapped.eval()
+
+
+def same_tokenizer(source: Source, directory: Path) -> bool:
+    """Whether the tokenizer in a directory of `transformers` is the one that the source's tokens are of."""
+    if not (directory / "tokenizer.json").is_file():
+        return source.recipe.data.tokenizer in (f"hf:{source.recipe.model.name}", f"hf:{directory}")
+    return named_tokenizer(f"hf:{directory}").fingerprint == source.tokenizer.fingerprint
+
+
+def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's, the end of a turn, and what a model of `transformers` came with.
+
+    The last are the `eos_token_id` of its `generation_config.json`.
+    """
+    found = chat.stop_tokens(source.tokenizer, source.template)
+    directory: Path | None = getattr(unwrap(model), "directory", None)
+    if directory is None or not (directory / "generation_config.json").is_file():
+        return found
+    try:
+        said = json.loads((directory / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        said = None
+    ends = [i for i in (said if isinstance(said, list) else [said]) if isinstance(i, int)]
+    return found | frozenset(ends) if ends and same_tokenizer(source, directory) else found

@@ -38,11 +38,13 @@ def sample(
     The texts are a function of the seed: the same command gives the same texts. They are made together, with a cache of
     keys and values, and shown one after the other as they come.
     """
+    from dataclasses import replace
+
     from windlass.checkpoint import source as sources
+    from windlass.data.tokenizer import prompt_of
     from windlass.evaluate.sampling import Sampling
 
     source = sources.find_source(run)
-    tokenizer = source.tokenizer
     ranks = sources.alone(device or None)
     sampling = Sampling(
         max_tokens=max_tokens,
@@ -50,18 +52,15 @@ def sample(
         top_k=top_k,
         top_p=top_p,
         seed=source.recipe.run.seed if seed is None else seed,
-        stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
     )
     typer.echo(f"# {source.title}", err=True)
     model = sources.open_model(source, ranks)
+    sampling = replace(sampling, stop=sources.stop_tokens(source, model))
     if chat:
         _talk(source, model, ranks, sampling)
         return
     text = _piped(wait=prompt == "-") if prompt in ("", "-") else prompt
-    ids = [int(i) for i in tokenizer.encode(text)] if text else []
-    if not ids:
-        ids = [tokenizer.eot] if tokenizer.eot is not None else [int(i) for i in tokenizer.encode("\n")]
-    _show(source, model, ranks, sampling, [ids] * n, text)
+    _show(source, model, ranks, sampling, [prompt_of(source.tokenizer, text)] * n, text)
 
 
 def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[list[int]], text: str) -> None:
@@ -75,7 +74,7 @@ def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[l
             _write(f"=== {number + 1} of {len(prompts)} ===\n")
         _write(text)
 
-    stream = InOrder(source.tokenizer, len(prompts), _write, begin)
+    stream = InOrder(source.tokenizer, len(prompts), _write, begin, after=prompts[0] if text else ())
     generate(
         model,
         prompts,
@@ -92,7 +91,7 @@ def _talk(source: Source, model: Any, ranks: Any, sampling: Any) -> None:
     """A conversation: each turn reads all before it, in the layout of the tokenizer's chat template."""
     from windlass.data.chat import prompt_tokens
     from windlass.evaluate.generate import generate
-    from windlass.evaluate.stream import InOrder
+    from windlass.evaluate.stream import InOrder, text_after
 
     messages: list[dict[str, str]] = []
     while True:
@@ -104,7 +103,7 @@ def _talk(source: Source, model: Any, ranks: Any, sampling: Any) -> None:
             continue
         messages.append({"role": "user", "content": said})
         ids = prompt_tokens(messages, source.template, source.tokenizer)
-        stream = InOrder(source.tokenizer, 1, _write, lambda _: None)
+        stream = InOrder(source.tokenizer, 1, _write, lambda _: None, after=ids)
         made = generate(
             model,
             [ids],
@@ -116,7 +115,7 @@ def _talk(source: Source, model: Any, ranks: Any, sampling: Any) -> None:
             on_token=stream,
         )
         _write("\n")
-        messages.append({"role": "assistant", "content": source.tokenizer.decode((made or [[]])[0]).strip()})
+        messages.append({"role": "assistant", "content": text_after(source.tokenizer, ids, (made or [[]])[0]).strip()})
 
 
 def _arithmetic(source: Source, ranks: Any) -> Any:

@@ -166,6 +166,9 @@ class JsonTokenizer:
         """Texts and ids of the special tokens: what a chat template writes, and a user does not."""
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
+        begun = inner.encode("a")
+        self.start = tuple(begun.ids[: [*begun.special_tokens_mask, 0].index(0)])
+        """What the tokenizer puts before a text (its post-processor says so, as in `transformers`): `encode` does not."""
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]."""
@@ -173,6 +176,11 @@ class JsonTokenizer:
         ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         found = np.array(ids, dtype=np.int64)
         return found if self.eot is None else found[found != self.eot]
+
+    def drop_start(self) -> None:
+        """Put nothing before a text any more, nor where it is saved."""
+        if self.start:
+            self._inner.post_processor, self.start = None, ()
 
     def encode_marked(self, parts: Sequence[tuple[str | int, bool]]) -> tuple[list[int], list[bool]]:
         """The tokens of texts and special tokens (by id) in one sequence, each with the mark of what it stands for.

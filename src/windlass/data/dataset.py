@@ -18,7 +18,7 @@ from windlass.data.items import open_items
 from windlass.data.prepare import data_dir, prepare, ready
 from windlass.data.progress import Progress, console
 from windlass.data.shards import Index, Stream
-from windlass.data.tokenizer import FOLDER, Tokenizer, load_tokenizer, tokenizer_files
+from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenizer, tokenizer_files
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
@@ -179,7 +179,7 @@ def open_data(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Prog
         assert index is not None
     shown = progress or console()
     try:
-        tokenizer = _checked(recipe, directory, index, shown)
+        tokenizer = as_trained(_checked(recipe, directory, index, shown), recipe)
     finally:
         shown.close()
     train, val = samples_of(recipe, directory, index, tokenizer)

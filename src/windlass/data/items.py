@@ -65,7 +65,7 @@ def shaping(recipe: Recipe) -> dict[str, Any]:
         "seed": recipe.run.seed,
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         "files": sums,
-        **({"tokenizer files": tokenizer} if tokenizer else {}),
+        **({"tokenizer files": tokenizer} if tokenizer or data.tokenizer.startswith("hf:") else {}),
     }
 
 

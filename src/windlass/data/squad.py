@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import hub
 from windlass.data.rows import Rows, choose
+from windlass.data.tokenizer import joined, starting
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -184,17 +185,6 @@ def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[l
     return [*ids, eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
 
 
-def joined(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
-
-    Tokenized as one text where the prompt's own tokens stay what they are in generation, else piece by piece.
-    """
-    alone, both = tokenizer.encode(prompt).tolist(), tokenizer.encode(prompt + answer).tolist()
-    if both[: len(alone)] != alone:
-        both = alone + tokenizer.encode(answer).tolist()
-    return both, len(alone)
-
-
 def longest(item: Question, fits: Callable[[str], bool]) -> str | None:
     """The longest part of the context, in whole words around the answer, that fits; None where none does.
 
@@ -221,18 +211,19 @@ def around(item: Question, keep: int) -> str:
         before = len(left) - space
     if after < len(right) and not right[after : after + 1].isspace():
         after = next((i for i in range(after, 0, -1) if right[i - 1].isspace()), 0)
-    return (left[len(left) - before :] + item.answers[0] + right[:after]).strip()
+    return left[len(left) - before :].lstrip() + item.answers[0] + right[:after].rstrip()
 
 
 def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
-    """The tokens of a question's prompt for generation, at most `room`; a long context loses its end.
+    """The tokens of a question's prompt for generation, at most `room`; a long context loses its end, and where the
+    question alone is too long, it loses its beginning.
 
     Where the answer stands is not looked at: a model that is measured does not know it either.
     """
 
     def tokens(characters: int) -> list[int]:
         text = item.context[:characters].rstrip()
-        return tokenizer.encode(PROMPT.format(question=item.question, context=text)).tolist()
+        return starting(tokenizer, PROMPT.format(question=item.question, context=text))
 
     ids = tokens(len(item.context))
     low, high = 0, len(item.context)
@@ -242,4 +233,6 @@ def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
         middle = (low + high) // 2
         low, high = (middle, high) if len(tokens(middle)) <= room else (low, middle)
     cut = max((i for i in range(low + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0)
-    return tokens(cut)[-room:]
+    ids = tokens(cut)
+    begin = len(getattr(tokenizer, "start", ()))
+    return [*ids[:begin], *ids[begin + max(0, len(ids) - room) :]][-room:]

@@ -9,12 +9,15 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from windlass.errors import UserError
 from windlass.recipe.settings import DataSettings
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
 
 END_OF_TEXT = "<|endoftext|>"
 """How the end-of-text token is written in decoded text."""
@@ -159,6 +162,40 @@ class CharTokenizer:
         save_description(
             directory, "char", fingerprint=self.fingerprint, characters=self.characters, with_eot=self.eot is not None
         )
+
+
+def starting(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text from its beginning: those that the tokenizer puts before texts, if any, and the text's."""
+    return [*getattr(tokenizer, "start", ()), *(int(i) for i in tokenizer.encode(text))]
+
+
+def prompt_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens from which a model goes on; without a text those that a text begins after."""
+    found = starting(tokenizer, text) if text else []
+    start = [*getattr(tokenizer, "start", ())] or ([] if tokenizer.eot is None else [tokenizer.eot])
+    return found or start or [int(i) for i in tokenizer.encode("\n")[:1]]
+
+
+def joined(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
+
+    Tokenized as one text where the prompt's own tokens stay what they are in generation, else piece by piece.
+    """
+    alone, both = starting(tokenizer, prompt), starting(tokenizer, prompt + answer)
+    if both[: len(alone)] != alone or len(both) == len(alone):
+        # After a letter, so that what the tokenizer puts before a text is not put before the answer.
+        letter, after = tokenizer.encode("a").tolist(), tokenizer.encode("a" + answer).tolist()
+        split = after[: len(letter)] == letter
+        both = alone + (after[len(letter) :] if split else tokenizer.encode(answer).tolist())
+    return both, len(alone)
+
+
+def as_trained(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
+    """The tokenizer as a recipe's model knows it: from texts alone it learns no token that stands before a text."""
+    begun = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
+    if recipe.data.format == "text" and not begun and getattr(tokenizer, "start", ()):
+        tokenizer.drop_start()  # type: ignore[attr-defined]
+    return tokenizer
 
 
 def kind_of(setting: str) -> str:

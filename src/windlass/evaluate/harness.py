@@ -12,6 +12,7 @@ from windlass.errors import UserError
 from windlass.evaluate.generate import generate, window
 from windlass.evaluate.likelihood import Continuation, log_likelihoods
 from windlass.evaluate.sampling import Sampling
+from windlass.evaluate.stream import text_after
 from windlass.parallel.wrap import unwrap
 
 if TYPE_CHECKING:
@@ -137,5 +138,5 @@ def _generate(
     room = max(1, window(unwrap(model)) - sampling.max_tokens)
     ids = ([int(i) for i in tokenizer.encode(context)] or start)[-room:]
     made = generate(model, [ids], sampling, ranks, vocab=tokenizer.vocab, autocast=autocast)
-    text = tokenizer.decode((made or [[]])[0])
+    text = text_after(tokenizer, ids, (made or [[]])[0])
     return text[: min((text.find(stop) for stop in stops if stop and stop in text), default=len(text))]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import hub
+from windlass.data.tokenizer import joined
 from windlass.errors import UserError
 from windlass.evaluate.likelihood import Continuation, log_likelihoods
 
@@ -62,12 +63,9 @@ def _item(row: str | dict[str, Any], where: str) -> Item:
 
 
 def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
-    """Each ending after its context: context and " " + ending are tokenized apart, item by item, ending by ending."""
-    rows = []
-    for item in items:
-        context = tokenizer.encode(item.context).tolist()
-        rows += [Continuation(context, tokenizer.encode(" " + ending).tolist()) for ending in item.endings]
-    return rows
+    """Each ending after its context, item by item, ending by ending: one text, cut where the context's tokens end."""
+    pairs = [joined(tokenizer, item.context, " " + ending) for item in items for ending in item.endings]
+    return [Continuation(ids[:before], ids[before:]) for ids, before in pairs]
 
 
 def evaluate_hellaswag(

@@ -8,9 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from windlass.checkpoint.retention import better
+from windlass.data.chat import stop_tokens
+from windlass.data.tokenizer import prompt_of
 from windlass.evaluate.generate import generate
 from windlass.evaluate.loss import evaluate_loss
 from windlass.evaluate.sampling import Sampling
+from windlass.evaluate.stream import text_after
 from windlass.parallel.wrap import autocast
 from windlass.recipe.settings import BestMeasure
 
@@ -102,15 +105,14 @@ def generate_samples(session: Session, poll: Poll) -> list[str] | None:
     """Texts from the recipe's prompt, the same on every rank and world; None where a stop signal cut them short."""
     recipe, tokenizer = session.recipe, session.data.tokenizer
     settings = recipe.eval
-    prompt = [int(token) for token in tokenizer.encode(settings.prompt)] if settings.prompt else []
-    if not prompt:
-        prompt = [tokenizer.eot] if tokenizer.eot is not None else [int(t) for t in tokenizer.encode("\n")[:1]]
+    prompt = prompt_of(tokenizer, settings.prompt)
     sampling = Sampling(
         max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k, seed=recipe.run.seed,
-        stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
+        stop=stop_tokens(tokenizer, session.data.template),
     )  # fmt: skip
     texts = generate(
         session.model, [prompt] * settings.sample_count, sampling, session.ranks, vocab=tokenizer.vocab,
         autocast=partial(autocast, recipe, session.ranks.device), poll=poll,
     )  # fmt: skip
-    return None if texts is None else [settings.prompt + tokenizer.decode(text) for text in texts]
+    seen = prompt if settings.prompt else []
+    return None if texts is None else [settings.prompt + text_after(tokenizer, seen, text) for text in texts]

@@ -1,0 +1,143 @@
+"""Where texts begin and end for tokenizers of every kind: first tokens, spaces after a prompt, endings, stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizer_fixtures
+
+import hf_fixtures
+from windlass.checkpoint.source import alone, find_source, open_model, stop_tokens
+from windlass.data import bpe, squad
+from windlass.data.squad import Question
+from windlass.data.tokenizer import as_trained, joined, load_tokenizer, prompt_of, starting
+from windlass.evaluate.hellaswag import Item, continuations
+from windlass.evaluate.stream import Decoder, text_after
+from windlass.recipe import Recipe
+
+KINDS = list(tokenizer_fixtures.KINDS)
+STARTS = ["llama3", "gemma", "mistral", "llama2"]
+
+
+def opened(kind: str, directory: Path) -> tuple[bpe.JsonTokenizer, Any]:
+    from transformers import AutoTokenizer
+
+    place = tokenizer_fixtures.save(kind, directory)
+    ours = bpe.hugging_face(str(place))
+    assert isinstance(ours, bpe.JsonTokenizer)
+    return ours, AutoTokenizer.from_pretrained(place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(kind: str, tmp_path: Path) -> None:
+    ours, theirs = opened(kind, tmp_path)
+    text = "Who are you? é 中"
+    assert prompt_of(ours, text) == starting(ours, text) == theirs(text)["input_ids"]
+    assert list(ours.start) == ([theirs.bos_token_id] if kind in STARTS else [])
+    assert prompt_of(ours, "") == (list(ours.start) or [theirs.eos_token_id])
+    ours.save(tmp_path / "saved")
+    again = load_tokenizer(Recipe.model_validate({"data": {"tokenizer": f"hf:{tmp_path}"}}).data, tmp_path / "saved")
+    assert starting(again, text) == theirs(text)["input_ids"]
+
+
+def test_gpt2_puts_nothing_before_a_text(data_files: Path) -> None:
+    for ours in (
+        bpe.gpt2(str(data_files / "gpt2")),
+        bpe.hugging_face(str(data_files / "gpt2" / "gpt2-tokenizer.json")),
+    ):
+        assert prompt_of(ours, "Hello, é") == ours.encode("Hello, é").tolist() and prompt_of(ours, "") == [50256]
+
+
+def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
+    ours, _ = opened("llama3", tmp_path)
+    model = {"kind": "hf", "name": "x"}
+    for tree in ({"model": model}, {"model": {"init_from": "x"}}, {"data": {"format": "chat"}}):
+        assert as_trained(ours, Recipe.model_validate(tree)).start  # type: ignore[attr-defined]
+    assert as_trained(ours, Recipe.model_validate({"model": {**model, "from_scratch": True}})) is ours
+    assert starting(ours, "Who") == ours.encode("Who").tolist()
+    ours.save(tmp_path / "saved")
+    assert bpe.hugging_face(str(tmp_path / "saved" / "tokenizer" / "tokenizer.json")).start == ()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_space_after_a_prompt_is_shown(kind: str, tmp_path: Path) -> None:
+    ours, theirs = opened(kind, tmp_path)
+    prompt, whole = prompt_of(ours, "Who are"), prompt_of(ours, "Who are you? é 中 cat")
+    made = whole[len(prompt) :]
+    assert whole[: len(prompt)] == prompt
+    expected = theirs.decode(whole)[len(theirs.decode(prompt)) :]
+    assert text_after(ours, prompt, made) == expected == " you? é 中 cat"
+    decoder = Decoder(ours, prompt)
+    assert "".join(decoder.add(i) for i in made) + decoder.rest() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) -> None:
+    ours, theirs = opened(kind, tmp_path)
+    item = Item("The cat sat on the mat, and", ("the dog ran after the cat.", "who are you?"), 0)
+    for row, ending in zip(continuations([item], ours), item.endings, strict=True):
+        assert row.context == theirs(item.context)["input_ids"]
+        assert [*row.context, *row.ending] == theirs(f"{item.context} {ending}")["input_ids"]
+    for ending in ("x", " x"):  # glued to a word that changes: the prompt keeps its tokens
+        ids, before = joined(ours, "Who are you the ca", ending)
+        assert ids[:before] == theirs("Who are you the ca")["input_ids"]
+        assert theirs.decode(ids).endswith("Who are you the ca" + ending)
+
+
+def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
+    from windlass.evaluate.hellaswag import read_items
+
+    ours = bpe.gpt2(str(data_files / "gpt2"))
+    items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500)
+    apart = [
+        (ours.encode(item.context).tolist(), ours.encode(" " + ending).tolist())
+        for item in items
+        for ending in item.endings
+    ]
+    assert [(row.context, row.ending) for row in continuations(items, ours)] == apart
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_path: Path) -> None:
+    ours, theirs = opened(kind, tmp_path)
+    assert theirs.pad_token_id is None
+    context = "The cat sat on the mat. " * 20 + "The dog ran after Žluťoučký kůň."
+    item = Question("q", "Who ran?", context, ("Žluťoučký kůň.",), context.index("Ž"))
+    for room in (2000, 150):
+        ids, marks = squad.row(item, ours, room, theirs.eos_token_id)  # type: ignore[misc]
+        text = theirs.decode(ids[len(ours.start) : -1])
+        assert len(ids) <= room + 1 and text.endswith("Žluťoučký kůň. Answer: Žluťoučký kůň.")
+        assert ids == [*theirs(text)["input_ids"], theirs.eos_token_id]
+        answer = [i for i, mark in zip(ids, marks, strict=True) if mark]
+        assert theirs.decode(answer[:-1]).strip() == "Žluťoučký kůň." and answer[-1] == theirs.eos_token_id
+        prompt = squad.prompt(item, ours, room)
+        assert len(prompt) <= room and prompt[: len(ours.start)] == list(ours.start)
+        assert theirs.decode(prompt).endswith(" Answer:")
+    long = Question("long", "who are you " * 300, context, item.answers, item.start)
+    assert squad.row(long, ours, 150, theirs.eos_token_id) is None
+    for room in (1, 2, 40):
+        prompt = squad.prompt(long, ours, room)
+        assert len(prompt) == room and (room < 3 or prompt[: len(ours.start)] == list(ours.start))
+    assert len(squad.rows([long, item], ours, 150)) == 1
+
+
+def test_an_answer_keeps_the_white_space_at_its_ends() -> None:
+    item = Question("q", "?", " a cat \nran ", (" cat \n",), 2)
+    assert squad.around(item, 0) == " cat \n" and squad.around(item, 100) == "a cat \nran"
+
+
+def test_a_text_ends_where_the_model_and_the_tokenizer_say(tmp_path: Path) -> None:
+    place = hf_fixtures.save("llama", tmp_path, vocab_size=1024)
+    tokenizer_fixtures.save("llama3", place)
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4, 7]}))
+    source = find_source(str(place))
+    model = open_model(source, alone("cpu"))
+    assert stop_tokens(source, model) == {1, 4, 7}
+    (place / "generation_config.json").write_text("{}")
+    assert stop_tokens(source, model) == {1, 4}  # the end of a text, and of a turn
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    tokenizer_fixtures.save("llama3", place, vocab=300)  # the model's ids are of another vocabulary
+    assert stop_tokens(source, model) == {1, 4}
