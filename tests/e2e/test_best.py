@@ -64,6 +64,21 @@ def test_the_first_step_with_the_highest_accuracy_is_kept_and_named(whole: Run) 
     assert summary["best_eval_loss"] == min(line["loss"] for line in whole.lines("eval", suite="loss"))
 
 
+def test_the_commands_know_of_it(whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from windlass.cli.checkpoints import checkpoints
+    from windlass.cli.eval import evaluate
+
+    checkpoints(whole.path, verify=False, json_=False)
+    header, *rows = capsys.readouterr().out.splitlines()
+    best = whole.checkpoint_index()["best"]
+    assert MEASURE in header
+    assert f"{accuracies(whole)[best]:.4f}" in rows[0] and "best" in rows[0]
+    assert evaluate(f"{whole.path}@best", [], suite="loss", world="", out=tmp_path, as_json=True) == 0
+    shown = json.loads(capsys.readouterr().out)
+    losses = {line["step"]: line["loss"] for line in whole.lines("eval", suite="loss")}
+    assert shown["step"] == best and shown["results"]["loss"]["loss"] == pytest.approx(losses[best], rel=1e-5)
+
+
 def test_a_stop_changes_nothing_of_it(corpus: Path, by_accuracy: dict[str, object], whole: Run, tmp_path: Path) -> None:
     best = whole.checkpoint_index()["best"]
     for stop in (best - 1, best, best + 1):

@@ -59,7 +59,16 @@ def table_rows(run: Path, verify: bool) -> list[dict[str, Any]]:
     return rows
 
 
-MEANING = {"last": "among the last", "best": "best", "every": "for good", "final": "end of the run", "start": "gone on from"}
+MEANING = {
+    "last": "among the last",
+    "best": "best",
+    "every": "for good",
+    "final": "end of the run",
+    "start": "gone on from",
+}
+
+WIDTH = 120
+"""Characters that a row may take where the terminal is narrower, so that no number and no reason is cut."""
 
 
 def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:
@@ -76,14 +85,8 @@ def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     by = best_by(run)
     measures = [LOSS] if by == LOSS else [LOSS, by]
-    for name, justify in (
-        ("step", "right"),
-        ("saved (UTC)", "left"),
-        ("size", "right"),
-        *((m, "right") for m in measures),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.columns[1].no_wrap = True
+    for name in ("step", "saved (UTC)", "size", *measures):
+        table.add_column(name, justify="left" if name.startswith("saved") else "right", no_wrap=True)
     table.add_column("kept because", no_wrap=True)
     table.add_column("state", no_wrap=True)
     good = "every byte good" if verify else "whole"
@@ -99,7 +102,7 @@ def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:
             ", ".join(MEANING.get(why, why) for why in row["kept"]),
             "BAD" if row["problem"] else good,
         )
-    Console(soft_wrap=False).print(table)
+    Console(width=max(WIDTH, Console().width), soft_wrap=False).print(table)
     for row in rows:
         if row["problem"]:
             typer.echo(f"step {row['step']} is bad: {row['problem']}")
