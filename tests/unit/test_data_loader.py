@@ -174,6 +174,26 @@ def alive():
     return [t for t in threading.enumerate() if t.name == "windlass-loader"]
 
 
+def test_the_end_does_not_wait_for_a_slow_source_and_who_reads_on_from_it_does():
+    """A source that is in the middle of a read: it is left there, and ends after that read; no micro-batch more is read."""
+    go, reading = threading.Event(), threading.Event()
+
+    class Slow(Numbers):
+        def read(self, indices):
+            reading.set()
+            go.wait()
+            return super().read(indices)
+
+    source = Slow(16)
+    loader = Loader(source, plan_batch(8, 2, 1, 512), 0, 5)
+    reading.wait()
+    loader.close(0.01)
+    assert alive()
+    threading.Timer(0.2, go.set).start()
+    loader.close(None)
+    assert not alive() and source.reads == 1
+
+
 def test_it_ends_when_it_is_closed_forgotten_or_full():
     plan = plan_batch(2, 2, 1, 512)
     loader = Loader(Numbers(10), plan, 0, 5)

@@ -22,7 +22,8 @@ from windlass.data.dataset import IGNORED, Samples
 from windlass.data.order import Order, sample_order, step_samples
 from windlass.recipe import BatchPlan
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 0.2
+"""How long the end of a loader waits for its thread, which may be in a slow source; then it is left behind."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Loader:
         started = time.perf_counter()
         found: StepBatch | BaseException
         if self._queue is None:
-            found = self._reader.read(self._next)
+            found = self._reader.read(self._next, self._stop) or ValueError("the loader is closed")
         else:
             try:
                 found = self._queue.get(block=timeout != 0, timeout=timeout or None)
@@ -170,14 +171,19 @@ class Loader:
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def close(self) -> None:
-        """Stop reading ahead and wait for the thread; may be called again."""
+    def close(self, patience: float | None = CLOSE_SECONDS) -> None:
+        """Stop reading ahead; may be called again.
+
+        The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: as long as that takes,
+        for who goes on reading from the same source, which need not bear two readers), then left behind: it keeps no
+        process alive.
+        """
         self._stop.set()
         if self._queue is not None:
             with contextlib.suppress(queue.Empty):
                 while True:  # a thread that waits for room goes on, and sees that it is over
                     self._queue.get_nowait()
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(patience)
 
     def __enter__(self) -> Loader:
         return self
@@ -192,10 +198,13 @@ class _Reader:
     def __init__(self, plan: Plan, batch: BatchPlan, rank: int, device: torch.device):
         self.plan, self.batch, self.rank, self.device = plan, batch, rank, device
 
-    def read(self, step: int) -> StepBatch:
+    def read(self, step: int, stop: threading.Event) -> StepBatch | None:
+        """The micro-batches of a step; None where it is to stop before all are read."""
         indices, size = self.plan.indices(step), self.batch.micro_batch
         micro, valid = [], 0
         for k in self.batch.micro_batches(self.rank):
+            if stop.is_set():
+                return None
             tokens, labels = self.plan.samples.read(indices[k * size : (k + 1) * size])
             valid += int((labels != IGNORED).sum())
             micro.append(MicroBatch(k, self._host(tokens), self._host(labels)))
@@ -213,7 +222,7 @@ def _read_ahead(
     try:
         if reader.device.type == "cuda":
             torch.cuda.set_device(reader.device)  # a thread starts on device 0, and pinning would open a context there
-        while _put(reader.read(step), full, stop):
+        while (found := reader.read(step, stop)) is not None and _put(found, full, stop):
             step += 1
     except BaseException as error:
         _put(error, full, stop)
