@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from test_resume import corpus, curve, settings
 
@@ -30,9 +31,15 @@ SLOW = {
 }  # fmt: skip
 
 
-def signalled(folder: Path, overrides: list[str], phase: str, world: int = 1, number: int = signal.SIGTERM) -> str:
-    """What a training says that is signalled while it is in `phase`, where it would stay long; it must exit with 75."""
-    rank = [sys.executable, str(STRUCK), "wait", phase, "-1", "train", "quickstart", *overrides]
+def signalled(
+    folder: Path, overrides: list[str], phase: str, world: int = 1, number: int = signal.SIGTERM,
+    alone: int | None = None, slow: int = -1,
+) -> str:  # fmt: skip
+    """What a training says that is signalled while it is in `phase`, where it would stay long; it must exit with 75.
+
+    `alone`: this rank gets the signal, and no other; `slow`: the rank that stays in the phase, -1 for all.
+    """
+    rank = [sys.executable, str(STRUCK), "wait", phase, str(slow), "train", "quickstart", *overrides]
     through = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], {world}))"
     here = folder / "here"
     process = subprocess.Popen(
@@ -42,7 +49,11 @@ def signalled(folder: Path, overrides: list[str], phase: str, world: int = 1, nu
     deadline = time.monotonic() + 90
     while not here.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
-    process.send_signal(number)
+    if alone is None:
+        process.send_signal(number)
+    else:
+        ranks = psutil.Process(process.pid).children()
+        next(p for p in ranks if p.environ().get("RANK") == str(alone)).send_signal(number)
     said, _ = process.communicate(timeout=90)
     assert process.returncode == 75, said
     assert "Traceback" not in said and "the same command goes on from there" in said
@@ -63,7 +74,7 @@ def test_in_every_phase(corpus, tmp_path, phase, world):
     said = signalled(tmp_path, overrides, phase, world)
     run = Run(tmp_path / "run")
     if phase == "start":
-        assert "stopped by SIGTERM before the training began" in said
+        assert "stopped by SIGTERM before step 1 of this start;" in said
         return
     assert run.state == "preempted"
     assert next(e for e in run.events if e["event"] == "preempted")["saved"]
@@ -76,6 +87,104 @@ def test_in_every_phase(corpus, tmp_path, phase, world):
         assert (run.checkpoints_dir / f"step-{last:08d}" / "COMMITTED").exists()
     if phase.startswith("sample"):
         assert last == 5 and not run.lines("sample")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("phase", "world", "alone", "slow"),
+    [("read@3", 2, 1, 0)]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in [
+            ("choose", 1, None, -1), ("choose", 2, None, -1), ("choose", 2, 1, 0), ("choose", 2, 0, 0),
+            ("read@3", 1, None, -1), ("read@3", 2, None, -1), ("read@3", 2, 1, 1), ("read@3", 2, 0, 1),
+        ]
+    ],
+)  # fmt: skip
+def test_while_a_checkpoint_is_read_all_ranks_stop_and_nothing_half_loaded_goes_on(
+    corpus, tmp_path, phase, world, alone, slow
+):
+    """Also where one rank is signalled alone, and another one is the one that reads: none waits for a time limit."""
+    overrides = settings(corpus, tmp_path / "run", **{"train.steps": 5})
+    recipe, run = Recipe.load("quickstart", overrides), Run(tmp_path / "run")
+    with pytest.raises(Stopped):
+        train(recipe, stop_at=3)
+    before = {p: p.read_bytes() for p in run.checkpoints_dir.rglob("*") if p.is_file()}
+    said = signalled(tmp_path, overrides, phase, world, signal.SIGUSR1, alone, slow)
+    assert "stopped by SIGUSR1 before step 1 of this start;" in said
+    assert {p: p.read_bytes() for p in run.checkpoints_dir.rglob("*") if p.is_file()} == before
+    assert run.state == "preempted" and run.events[-1]["reason"] == "SIGUSR1"
+    assert [line["step"] for line in run.lines("train")] == [1, 2, 3]
+    assert train(recipe).state == "finished"
+    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
+    assert curve(run.path) == curve(whole.path)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("alone", "slow"), [(1, 0), pytest.param(0, 0, marks=pytest.mark.full)])
+def test_one_rank_signalled_alone_before_the_ranks_have_met_stops_all(corpus, tmp_path, alone, slow):
+    """Rank 0 is at its data for two minutes, and rank 1 waits for it."""
+    overrides = [*settings(corpus, tmp_path / "run"), f"data.dir='{tmp_path / 'data'}'"]
+    said = signalled(tmp_path, overrides, "start", 2, signal.SIGTERM, alone, slow)
+    assert "stopped by SIGTERM before step 1 of this start;" in said
+
+
+SLEEPY = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from windlass.cli import main
+from windlass.data.dataset import Data
+from windlass.errors import Stopped
+from windlass.recipe import Recipe
+from windlass.training import train
+
+class Sleepy:
+    given = 0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        self.given += 1
+        if self.given > 3 * 8:  # after three steps
+            here.touch()
+            time.sleep(600)
+        return np.arange(16) % 7, np.arange(1, 17) % 7
+
+    def read(self, indices):
+        tokens, labels = zip(*(self[int(i)] for i in indices))
+        return np.stack(tokens), np.stack(labels)
+
+here = Path(sys.argv[1])
+data = Data(Sleepy(), None, None, "sleepy", 7)
+try:
+    train(Recipe.load("quickstart", sys.argv[2:]), data=data)
+except Stopped as stop:
+    sys.exit(f"{stop}")
+"""
+
+
+def test_a_stop_does_not_wait_for_a_source_that_sleeps(tmp_path):
+    """A source of the user's own that takes ten minutes for a sample; the process ends all the same."""
+    here = tmp_path / "here"
+    overrides = settings(tmp_path, tmp_path / "run", **{"eval.every": 0})
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPY, str(here), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not here.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    run = Run(tmp_path / "run")
+    while not run.lines("train", step=3) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "stopped by SIGTERM after step 3, all saved" in said, said
+    assert "Traceback" not in said and "FATAL" not in said, said
 
 
 def test_a_run_stopped_before_step_1_goes_on_as_if_nothing_had_happened(corpus, tmp_path):
@@ -141,7 +250,7 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monke
 def test_a_signal_is_noted_once_and_never_before_it_may_be():
     with Signals() as signals:
         assert not signals.asked
-        with pytest.raises(Stopped, match="SIGUSR2 before the training began"), signals.at_once():
+        with pytest.raises(Stopped, match="stopped by SIGUSR2 before step 1 of this start;"), signals.at_once():
             os.kill(os.getpid(), signal.SIGUSR2)
         assert signals.asked and signals.name == "SIGUSR2"
         with pytest.raises(Stopped), signals.at_once():

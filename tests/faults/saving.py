@@ -126,11 +126,11 @@ class Failer(Files):
             raise OSError(self.code, os.strerror(self.code), str(path))
 
 
-def tally(what: str, tried: int) -> None:
-    """Count faults that were tried and survived, for the table in docs/reliability.md (WINDLASS_FAULTS names the file)."""
+def tally(what: str, tried: int, **more: float) -> None:
+    """Count faults that were tried and survived, for the tables in docs/reliability.md (WINDLASS_FAULTS names the file)."""
     if name := os.environ.get("WINDLASS_FAULTS"):
         with open(name, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"what": what, "tried": tried}) + "\n")
+            file.write(json.dumps({"what": what, "tried": tried, **more}) + "\n")
 
 
 def forked(function: Callable[[], None]) -> int:

@@ -1,8 +1,8 @@
 """A rank of a real training that something happens to: `python struck.py WHAT PHASE RANK train RECIPE [KEY=VALUE...]`.
 
 In PHASE (see PLACES; `PHASE@2`: when it comes for the second time) of the first attempt the rank RANK (-1: every one) does
-WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or `wait`: it leaves the file $STRUCK_HERE, and is slow
-from then on. Everything else is the command line's own doing.
+WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or `wait`: be slow from then on. It leaves the file
+$STRUCK_HERE when it begins. Everything else is the command line's own doing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from typing import Any
 what, (phase, _, at), culprit = sys.argv[1], sys.argv[2].partition("@"), int(sys.argv[3])
 PLACES = {
     "start": ("windlass.training.session", "open_data"),
+    "choose": ("windlass.checkpoint.load", "choose"),
     "load": ("windlass.training.session", "restore"),
+    "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.step", "autocast"),
     "backward": ("torch", "Tensor.backward"),
     "evaluation": ("windlass.evaluate.lockstep", "StopAgreement.stop"),
     "sample": ("windlass.evaluate.lockstep", "_exchange"),
     "data": ("windlass.data.loader", "_Reader.read"),
-    "save": ("windlass.training.actions", "gather_state"),
+    "save": ("windlass.training.saving", "gather_state"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
-WAIT_SECONDS = {"start": 30.0, "data": 30.0}
+WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 30.0}
 SLOW_SECONDS = 0.3
 
 
 def strike() -> None:
+    Path(os.environ["STRUCK_HERE"]).touch()
     if what == "wait":
-        Path(os.environ["STRUCK_HERE"]).touch()
         until = time.monotonic() + WAIT_SECONDS.get(phase, SLOW_SECONDS)
         while time.monotonic() < until:
             time.sleep(0.05)

@@ -169,6 +169,24 @@ sys.exit(1)
     assert "last error: ValueError: it was me" in said
 
 
+def test_a_rank_that_is_slow_to_end_after_its_failure_is_the_cause_all_the_same(run):
+    """It reported, the other ended by that, and it was still at tidying up when the launcher ended it."""
+    code, said, _ = run("""
+from windlass import processes
+failure = processes.Failure(0, "here", 7, "forward", "ValueError: mine", time.time())
+directory = os.environ[processes.WATCH_DIR]
+if rank == 0:
+    failure.write(directory, 0)
+    wait()
+while not processes.read_failure(directory, 0):
+    time.sleep(0.01)
+failure.write(directory, 1)
+sys.exit(1)
+""")
+    assert code == 1
+    assert "rank 0 of 2" in said and " failed; the run has ended" in said and "last error: ValueError: mine" in said
+
+
 def test_place_and_stacks_of_the_ranks_that_answer(run):
     body = """
 from windlass import processes

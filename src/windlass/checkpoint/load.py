@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ from windlass.run import Run
 if TYPE_CHECKING:
     import torch
 
+PIECE_BYTES = 2**26
+"""How much is read of a tensor at a time; between two pieces a signal may end the load."""
 RESUME_HELP = "latest, best, a step, a checkpoint's path, or never"
 
 
@@ -42,6 +45,8 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
+        self.poll: Callable[[], object] = lambda: None
+        """Called before each piece that is read of a tensor; may raise, and the tensor is then half read."""
 
     @property
     def step(self) -> int:
@@ -125,7 +130,8 @@ class Checkpoint:
                 source.seek(offset)
                 done = 0
                 while done < len(target):
-                    count = source.readinto(target[done:])
+                    self.poll()
+                    count = source.readinto(target[done : done + PIECE_BYTES])
                     if not count:
                         raise Damaged(f"{self.path / file} ends too early")
                     done += count

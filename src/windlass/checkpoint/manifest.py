@@ -13,10 +13,13 @@ Nothing in it is code, and nothing that it names is opened unless it is a plain 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import re
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,23 +253,35 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def verify(path: Path, manifest: Manifest | None = None, threads: int = 4) -> Manifest:
-    """Read every byte of a checkpoint and compare: the manifest, or Damaged with the first thing that is wrong."""
+    """Read every byte of a checkpoint and compare: the manifest, or Damaged with the first thing that is wrong.
+
+    An exception in the calling thread, as a signal's handler may raise it, ends the reading at once.
+    """
     manifest = manifest or read(path)
     check_sizes(path, manifest)
-    with ThreadPoolExecutor(max(1, min(threads, len(manifest.files)))) as pool:
-        digests = pool.map(lambda name: _digest(path / name), manifest.files)
+    over = threading.Event()
+    with ThreadPoolExecutor(max(1, min(threads, len(manifest.files)))) as pool, _set_after(over):
+        digests = pool.map(lambda name: _digest(path / name, over), manifest.files)
         for (name, info), digest in zip(manifest.files.items(), digests, strict=True):
             if digest != info.sha256:
                 raise Damaged(f"{name} is not what was written: its SHA-256 is {digest[:12]}…, not {info.sha256[:12]}…")
     return manifest
 
 
-def _digest(path: Path) -> str:
+@contextlib.contextmanager
+def _set_after(event: threading.Event) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        event.set()
+
+
+def _digest(path: Path, over: threading.Event) -> str:
     digest, buffer = hashlib.sha256(), bytearray(READ_BYTES)
     view = memoryview(buffer)
     try:
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+            while (count := file.readinto(buffer)) and not over.is_set():
                 digest.update(view[:count])
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None

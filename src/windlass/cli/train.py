@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import typer
@@ -65,9 +66,11 @@ def train(
         )
     from windlass.training.guard import Signals
 
-    with Signals() as signals, signals.at_once():  # importing torch takes seconds
+    alone = here.world == 1  # one of many stops when it can tell the others
+    with Signals() as signals, signals.at_once() if alone else nullcontext():  # importing torch takes seconds
         from windlass.training import train as run_training
 
+    signals.carry()
     run = run_training(
         loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
     )

@@ -1,7 +1,7 @@
 """N ranks on this machine: start them, pass signals on, end all when one fails, say why, start again. No torch.
 
 The first rank to fail ends the run: the others have SETTLE_SECONDS to fail by themselves (and to say what they saw), then
-show their stacks, get SIGTERM, and after TERM_SECONDS SIGKILL; all are gone in less than 10 s. Rank 0 has the terminal; what
+show their stacks, get SIGTERM, and after TERM_SECONDS SIGKILL; all is over within END_SECONDS. Rank 0 has the terminal; what
 the others write is kept, and shown only when they are the cause. Workers never outlive the launcher.
 """
 
@@ -27,6 +27,10 @@ from windlass.launch.signals import Signals, caught_signals
 SETTLE_SECONDS = 2.0
 TERM_SECONDS = 5.0
 STACKS_SECONDS = 0.4
+KILL_SECONDS = 2.0
+"""How long a rank may take to go after SIGKILL; the kernel keeps one that waits for a disk or a device longer."""
+END_SECONDS = 10.0
+"""Stated: so long after a rank ended, or was found suspended, the launcher has ended at the latest."""
 STOPPED_SECONDS = 15.0
 """A rank that has been suspended (SIGSTOP) for this long counts as lost."""
 TAIL_LINES = 30
@@ -258,19 +262,24 @@ class Group:
         stacks = self._stacks()
         for worker in self.workers:
             if worker.code is None:
-                worker.send(signal.SIGTERM)
+                worker.send(signal.SIGKILL if worker.stopped else signal.SIGTERM)  # what is suspended acts on no other
         alive = [w for w in self.workers if w.code is None]
         self._settle(TERM_SECONDS)
         self._kill()
         first = hung[0] if hung else self._first(alive)
-        if first.code is not None and -first.code in self.forwarded and self._before_training(first):
+        if (
+            first not in alive
+            and first.code is not None
+            and -first.code in self.forwarded
+            and self._before_training(first)
+        ):
             return Outcome(errors.STOPPED)  # the signal came before there was anything to save
         if first.code in KEPT_CODES:
             if all(w.code != first.code for w in self.workers if w.rank == 0):
                 self.say(_tail(first, TAIL_LINES))  # else rank 0 has said it
             return Outcome(first.code or errors.FAILED)
-        self.say(self._obituary(first, stacks))
-        return Outcome(errors.FAILED, lost=bool(hung) or (first.code or 0) < 0)
+        self.say(self._obituary(first, stacks, [] if hung else alive))
+        return Outcome(errors.FAILED, lost=bool(hung) or (first not in alive and (first.code or 0) < 0))
 
     def _settle(self, seconds: float) -> None:
         """Wait so long for all to end by themselves."""
@@ -297,17 +306,28 @@ class Group:
     def _kill(self) -> None:
         for worker in self.workers:
             worker.send(signal.SIGKILL)
-        for worker in self.workers:
-            worker.process.wait()
-            worker.poll(time.time())
+        self._settle(KILL_SECONDS)
+        stuck = [worker for worker in self.workers if worker.code is None]
+        for worker in stuck:
+            self.say(
+                f"windlass: rank {worker.rank} (process {worker.process.pid}) does not end even by SIGKILL: the kernel holds it, "
+                "for a disk or a device that does not answer; it is left behind"
+            )
 
     def _first(self, ended_by_us: Sequence[Worker]) -> Worker:
-        """The rank that failed first: killed ranks and reported failures by time, echoes of other ranks' failures last."""
+        """The rank that failed first: killed ranks and reported failures by time, echoes of other ranks' failures last.
+
+        Also one that had reported a failure of its own, and was slow to end when the others had ended by that.
+        """
+        words = {w.rank: processes.read_failure(self.watch_dir, w.rank) for w in self.workers}
         failed = [w for w in self.workers if w not in ended_by_us and w.code not in (errors.DONE, errors.STOPPED)]
+        if not any(w.code in KEPT_CODES for w in failed):
+            failed += [w for w in ended_by_us if (word := words[w.rank]) and word.first and word.rank == w.rank]
 
         def order(worker: Worker) -> tuple[bool, float]:
-            word = processes.read_failure(self.watch_dir, worker.rank)
-            return (word is not None and not word.first, min(word.time, worker.ended) if word else worker.ended)
+            word = words[worker.rank]
+            echo = word is not None and not (word.first and word.rank == worker.rank)
+            return (echo, min(word.time, worker.ended) if word else worker.ended)
 
         return min(failed, key=order)
 
@@ -315,11 +335,11 @@ class Group:
         place = processes.read_place(self.watch_dir, worker.rank)
         return place.get("step", 0) == 0 and place.get("phase", "start") == "start"
 
-    def _obituary(self, worker: Worker, stacks: Mapping[int, str]) -> str:
+    def _obituary(self, worker: Worker, stacks: Mapping[int, str], ended: Sequence[Worker]) -> str:
         place = processes.read_place(self.watch_dir, worker.rank)
         word = processes.read_failure(self.watch_dir, worker.rank)
         where = f" at step {place['step']}, phase {place['phase']}" if place else ""
-        how = _cause(worker)
+        how = "failed" if worker in ended else _cause(worker)
         lines = [
             f"windlass: rank {worker.rank} of {self.world} on {socket.gethostname()} {how}{where}; the run has ended"
         ]

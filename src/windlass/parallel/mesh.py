@@ -32,14 +32,16 @@ EXIT_SECONDS = 10.0
 """A rank that failed is gone after this long, whatever its communicators wait for."""
 LAST_WORD_SECONDS = 30.0
 """How long rank 0, which holds the store, waits for the others to say that they are done."""
+LOOK_SECONDS = 0.02
+"""How often a rank that waits for others on the store looks: between two looks Python sees to its signals."""
 
 
 class Ranks:
-    """This rank among all, between `start` and `stop`. A context manager: leaving it by an exception never waits for anyone.
+    """This rank among all, from `start` (or `meet`) to `stop`. A context manager: leaving it by an exception waits for nobody.
 
     Attributes:
         place: rank, world, host and launcher.
-        device: this rank's device.
+        device: this rank's device; before `join` the CPU.
         strategy: `single`, `ddp`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
         mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
         store: the key-value store of this attempt; None for a process of its own.
@@ -56,7 +58,8 @@ class Ranks:
         self.hosts: list[str] = [socket.gethostname()]
         self.position = processes.Place(place.rank, os.environ.get(processes.WATCH_DIR))
         self._watch: Watch | None = None
-        self._steady_seconds = 0.0
+        self._failed = False
+        self._limit_seconds = self._steady_seconds = 0.0
         self._counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
     @property
@@ -75,11 +78,15 @@ class Ranks:
         return self.place.rank == 0
 
     def mark(self, step: int, phase: str) -> None:
-        """Note where this rank is, for messages about it; costs microseconds."""
+        """Note where this rank is, for messages about it; costs a microsecond and waits for nothing.
+
+        On CUDA that is where the host is: the device may still be at what the host gave it earlier.
+        """
         self.position.mark(step, phase)
 
     def limit(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
+        self._limit_seconds = seconds
         if self.store is not None:
             self.store.set_timeout(timedelta(seconds=seconds))
         for group in self._groups():
@@ -95,7 +102,9 @@ class Ranks:
             return [json.loads(json.dumps(value))]
         key = f"gather/{name}/{next(self._counters[name])}"
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        return [json.loads(raw) for raw in self.store.multi_get([f"{key}/{rank}" for rank in range(self.world)])]
+        keys = [f"{key}/{rank}" for rank in range(self.world)]
+        self._await(keys)
+        return [json.loads(raw) for raw in self.store.multi_get(keys)]
 
     def share(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank; the others' values are ignored."""
@@ -104,7 +113,19 @@ class Ranks:
         key = f"share/{name}/{next(self._counters[name])}"
         if self.rank == 0:
             self.store.set(key, json.dumps(value))
+        self._await([key])
         return json.loads(self.store.get(key))
+
+    def _await(self, keys: list[str]) -> None:
+        """Wait for keys in the store: not in one call, in which Python would see no signal, but looking again and again."""
+        assert self.store is not None
+        until, pause = time.monotonic() + self._limit_seconds, 0.0005
+        while not self.store.check(keys):
+            if time.monotonic() > until:
+                missing = ", ".join(key for key in keys if not self.store.check([key]))
+                raise dist.DistStoreError(f"timed out after {self._limit_seconds:g} s waiting for {missing}")
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_SECONDS)
 
     def stop(self) -> None:
         """A clean end. Rank 0 leaves last, because the store lives in it."""
@@ -124,6 +145,7 @@ class Ranks:
         The process is ended by force after EXIT_SECONDS if it does not end by itself. Returns what happened first: another
         rank's failure where this error is only its consequence.
         """
+        self._failed = True
         mine = processes.Failure(
             rank=self.rank,
             host=self.hosts[self.rank] if len(self.hosts) == self.world else socket.gethostname(),
@@ -151,6 +173,8 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or self.world == 1 or _orderly(error):
             self.stop()
+            return
+        if self._failed:  # and has said so
             return
         places = self._watch.places() if self._watch and lost_contact(error) else ""
         cause = self.fail(error)
@@ -188,43 +212,66 @@ def start(place: World, recipe: Recipe, store: dist.Store | None = None) -> Rank
         UserError: strategy, device and world do not go together.
         RunFailed: the other ranks could not be reached in `parallel.startup_timeout_seconds`.
     """
+    ranks = meet(place, recipe, store)
+    join(ranks, recipe)
+    return ranks
+
+
+def meet(place: World, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
+    """The first half of `start`: the store alone, over which ranks can agree while each opens its data; raises the same."""
     strategy = recipe.strategy(place.world)
     if strategy == "single" and place.world > 1:
         raise UserError(
             f'parallel.strategy = "single" is for one rank, and there are {place.world}; use "ddp" or "auto"'
         )
-    device = choose_device(recipe.parallel.device, place)
     if place.launcher not in ("none", "environment"):
         processes.die_with_parent(os.getppid())
         processes.dump_stacks_on_request(place.rank, os.environ.get(processes.WATCH_DIR))
+    ranks = Ranks(place, torch.device("cpu"), strategy)
+    ranks._steady_seconds = recipe.parallel.timeout_seconds
+    if strategy != "single":
+        with _meeting(ranks):
+            limit = recipe.parallel.startup_timeout_seconds
+            if store is None:
+                store = dist.HashStore() if place.world == 1 else _tcp_store(place, timedelta(seconds=limit))
+            ranks.store = dist.PrefixStore(f"attempt{place.attempt}", store)
+            ranks.limit(limit)
+    return ranks
+
+
+def join(ranks: Ranks, recipe: Recipe) -> None:
+    """The second half of `start`: device, process group, meshes, control group, heartbeat; raises the same."""
+    place = ranks.place
+    ranks.device = device = choose_device(recipe.parallel.device, place)
     _set_threads(recipe.train.threads, place, device)
     if device.type == "cpu":
         processes.keep_freed_memory()
-    ranks = Ranks(place, device, strategy)
-    ranks._steady_seconds = recipe.parallel.timeout_seconds
-    if strategy == "single":
-        return ranks
+    if ranks.strategy != "single":
+        with _meeting(ranks):
+            _join(ranks, recipe)
+
+
+@contextlib.contextmanager
+def _meeting(ranks: Ranks) -> Iterator[None]:
+    """What keeps the ranks from meeting, in plain words."""
     try:
-        _join(ranks, recipe, store)
+        yield
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, UserError):
             raise
         ranks.fail(error)
-        meeting = f"{place.addr}:{place.port}"
+        place = ranks.place
         raise RunFailed(
-            f"rank {place.rank} of {place.world} could not meet the others at {meeting}: {error}"
+            f"rank {place.rank} of {place.world} could not meet the others at {place.addr}:{place.port}: {error}"
         ) from error
-    return ranks
 
 
-def _join(ranks: Ranks, recipe: Recipe, store: dist.Store | None) -> None:
+def _join(ranks: Ranks, recipe: Recipe) -> None:
     place, device, settings = ranks.place, ranks.device, recipe.parallel
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # the flight recorder names the last collective
     if place.nodes == 1 and (loopback := _loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may lead nowhere
-    store = store or (dist.HashStore() if place.world == 1 else _tcp_store(place, timeout))
-    ranks.store = dist.PrefixStore(f"attempt{place.attempt}", store)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=dist.PrefixStore("group", ranks.store),

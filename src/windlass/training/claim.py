@@ -85,6 +85,8 @@ def claim(
             )
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
+        if not branch_from:
+            _refuse_resume(recipe, run, fresh)
         source = _branch_source(recipe, branch_from) if branch_from else None
         return Claim(recipe, run, resuming=False, finished=False, branch_from=source, fresh=fresh)
     old = run.recipe
@@ -145,6 +147,22 @@ def _refuse_other_origin(run: Run, branch_from: str) -> None:
     wanted = Path(place).resolve() / "checkpoints" / f"step-{int(step) if step.isdigit() else 0:08d}"
     if wanted != Path(fork.checkpoint):
         raise UserError(f"{run.path} begins at {fork.checkpoint}, not at {branch_from}; give another run.dir")
+
+
+def _refuse_resume(recipe: Recipe, run: Run, fresh: bool) -> None:
+    """Where a new run is asked to go on from a checkpoint that is not there, say so before anything is set aside."""
+    wanted = recipe.checkpoint.resume
+    if wanted in ("latest", "best", "never"):
+        return
+    advice = "leave checkpoint.resume or --fresh out" if fresh else "leave checkpoint.resume out"
+    if wanted.isdigit():
+        raise UserError(
+            f"{run.path} would be a new run, which has no checkpoint of step {int(wanted)} to go on from: {advice}"
+        )
+    if not Path(wanted).is_dir():
+        raise UserError(f"checkpoint.resume is {wanted!r}: there is no such checkpoint; {advice}")
+    if fresh and Path(wanted).resolve().is_relative_to(run.path.resolve()):
+        raise UserError(f"checkpoint.resume is {wanted!r}, which --fresh would set aside with its run: {advice}")
 
 
 def _refusal(run: Run, changed: list[str]) -> str:

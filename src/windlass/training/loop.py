@@ -84,11 +84,11 @@ def fit(session: Session, actions: Actions, on_step: OnStep | None = None) -> No
     state, horizon, schedule = session.state, session.horizon, session.recipe.optim.schedule
     agreement = Agreement(session.ranks)
     actions.begin()
+    session.together.end()
     while state.step < horizon.steps:
         batches = actions.batches()
         try:
             for batch in batches:
-                session.ranks.mark(batch.step, "step")
                 agreement.post([session.signals.asked])
                 result = session.step(batch, factor(schedule, horizon, state.step))
                 actions.count(batch, result)
@@ -114,6 +114,7 @@ def fit(session: Session, actions: Actions, on_step: OnStep | None = None) -> No
                     break
         except Rewind as back:
             agreement.result()
+            batches.close(None)
             actions.rewind(back)
         finally:
             batches.close()

@@ -71,7 +71,7 @@ class Step:
         self.model, self.optimizer, self.ranks, self.recipe, self.timer = model, optimizer, ranks, recipe, timer
         self.device = ranks.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.reseeds = any(_drops(module) for module in model.modules())
+        self.reseeds = any(drops(module) for module in model.modules())
         self.fp16 = precision_on(recipe.train.precision, self.device) == "fp16"
         conditional = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.deferred = (self.device.type == "cuda" and conditional) if deferred is None else deferred
@@ -86,7 +86,11 @@ class Step:
         self.loss_kind = torch.float64 if recipe.train.precision == "fp64" else torch.float32
 
     def __call__(self, batch: StepBatch, lr_factor: float) -> StepResult:
-        """One step on this rank's micro-batches of `batch`; every rank calls it with the same factor."""
+        """One step on this rank's micro-batches of `batch`; every rank calls it with the same factor.
+
+        Its phases are marked as the host comes to them, for the message about a rank that is lost there.
+        """
+        mark = self.ranks.mark
         positions = sum(micro.tokens.numel() for micro in batch.micro)
         counts = reduce.sum_async(
             [batch.valid_tokens, positions], self.ranks
@@ -95,16 +99,20 @@ class Step:
         for micro in batch.micro:
             if self.reseeds:
                 torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
+            mark(batch.step, "forward")
             with sync_gradients(self.model, micro is batch.micro[-1]):
                 with self.timer.phase("forward"), autocast(self.recipe, self.device):
                     loss_sum = self.model(micro.tokens, micro.labels)
                 share = loss_sum / max(1, counts.wait()[0])
+                mark(batch.step, "backward")
                 with self.timer.phase("backward"):
                     (share * self.scale if self.fp16 else share).backward()
             loss += share.detach()
+        mark(batch.step, "optimizer")
         with self.timer.phase("optimizer"):
             grad_norm = self._update(loss, lr_factor)
         valid, padded = counts.wait()
+        mark(batch.step, "step")  # what comes with it: counting, logging
         return StepResult(loss, grad_norm, int(valid), int(padded))
 
     def _update(self, loss: Tensor, lr_factor: float) -> Tensor:
@@ -178,7 +186,7 @@ class Step:
         return count, loss_bad
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Whether the module draws random numbers in training."""
     rates = [v for k, v in vars(module).items() if "dropout" in k or (k == "p" and "Dropout" in type(module).__name__)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
