@@ -136,3 +136,54 @@ def test_divergence_is_read_from_the_ledger(tmp_path):
     with run.metrics_path.open("a") as file:
         file.write('{"kind": "train", "step": 4, "attempt": 0, "loss": "NaN"}\n')
     assert "nan" in progress(run).diverged
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_each_model_of_a_grid_trains_its_own_compute_optimal_steps(corpus, tmp_path):
+    short = ["train.steps=compute-optimal", "train.tokens_per_parameter=0.5"]
+    flags = [part for text in short for part in ("--set", text)]
+    done = subprocess.run(command(corpus, tmp_path, *flags, axes=["model.layers=1,2"]), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = Study.open(tmp_path / "study")
+    found = [row["steps"] for row in rows(study)]
+    started = [study.run_of(cell).lines("event", event="started")[0] for cell in study.cells]
+    assert found == [int(event["parameters"] * 0.5 / (8 * 16)) for event in started]
+    assert found[0] < found[1]
+    assert [row["step"] for row in rows(study)] == found
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_real_cells_are_stopped_when_they_diverge_and_when_they_are_left_behind(corpus, tmp_path):
+    pytest.importorskip("optuna")
+    axes = ["optim.lr=3e-3,1e3,1e-7"]
+    more = [
+        "--set",
+        "train.steps=400",
+        "--set",
+        "eval.every=4",
+        "--set",
+        "checkpoint.every=0",
+        "--set",
+        "optim.grad_clip=0",
+    ]
+    told = ["--stop-diverged", "--halving"]
+    done = subprocess.run(command(corpus, tmp_path, *more, *told, axes=axes), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = Study.open(tmp_path / "study")
+    first, *others = [study.state_of(cell) for cell in study.cells]
+    assert first == ("finished", "")
+    assert all(state in ("diverged", "pruned") and reason for state, reason in others)
+    assert all(progress(study.run_of(cell)).step < 400 for cell in study.cells[1:])
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_strategies_and_worlds_are_axes(corpus, tmp_path):
+    axes = ["parallel.strategy+parallel.world=single+1,ddp+2,full_shard+2"]
+    done = subprocess.run(command(corpus, tmp_path, axes=axes), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = Study.open(tmp_path / "study")
+    started = [study.run_of(cell).lines("event", event="started")[0] for cell in study.cells]
+    assert [(e["strategy"], e["world"]) for e in started] == [("single", 1), ("ddp", 2), ("full_shard", 2)]

@@ -6,12 +6,14 @@ from report_fixtures import build_run, build_study, loss_at
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.report.study import (
+    Cell,
     StudyView,
     by_seed,
     cell_table,
     cells_of,
     heat,
     read_study,
+    score,
     seed_table,
     sweeps,
     winner,
@@ -72,6 +74,23 @@ def test_the_winner_is_the_lowest_median_and_failed_cells_do_not_count(study):
     assert found.loss == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
     assert len(found.cells) == 2
     assert winner([c for c in study.cells if c.state != "finished"]) is None
+
+
+def test_a_winner_with_all_its_seeds_goes_before_a_better_one_with_some(study):
+    best = [c for c in study.cells if c.assignment["optim.lr"] == 1e-3]
+    lost = min((c for c in best if c.assignment["optim.schedule.kind"] == "cosine"), key=lambda c: -score(c))
+    cells = [Cell(c.assignment, c.view, "interrupted") if c is lost else c for c in best]
+    found = winner(cells)
+    assert (found.assignment["optim.schedule.kind"], found.seeds) == ("wsd", "2 seeds")
+    only = winner([c for c in cells if c.assignment["optim.schedule.kind"] == "cosine"])
+    assert only.seeds == "1 of 2 seeds"
+
+
+def test_the_command_has_the_ranks():
+    study = StudyView("s", [], Recipe.load("quickstart"))
+    assert winner_command(study, {}, 2)[0] == "windlass train quickstart --world 2"
+    assert winner_command(study, {"parallel.world": 4}, 2)[0] == "windlass train quickstart --world 4"
+    assert winner_command(study, {"parallel.world": 1}, 2)[0] == "windlass train quickstart"
 
 
 def test_the_command_trains_the_winner_in_full(study):

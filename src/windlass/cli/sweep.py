@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from windlass.study import GRID_HELP
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -17,7 +19,7 @@ WIDE = 110
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("sweep")(sweep)
+    app.command("sweep", epilog=f"\b\nAxes, which are crossed:\n{GRID_HELP}")(sweep)
 
 
 def sweep(
@@ -25,11 +27,11 @@ def sweep(
     axes: list[str] = typer.Argument(
         ...,
         metavar="KEY=A,B,C...",
-        help="Axes of the grid: KEY=A,B,C; KEY=LOW:HIGH:log:N or :lin:N; A+B=1+2,3+4 (a zip: both change together).",
+        help="Axes of the grid: values, ranges and zips; see below.",
     ),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
     dir_: str = typer.Option("", "--dir", help="The study's directory; default: studies/<preset>-<digest>."),
-    world: int = typer.Option(1, min=1, help="Ranks of each cell."),
+    world: int = typer.Option(1, min=1, help="Ranks of each cell; parallel.world=1,2,4 makes them an axis."),
     workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or far above its first."),
     halving: bool = typer.Option(

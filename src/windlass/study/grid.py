@@ -1,11 +1,4 @@
-"""From what is typed to the cells of a grid: pure, no disk, no torch.
-
-    optim.lr=1e-2,1e-3,1e-4              three values
-    optim.lr=1e-4:1e-2:log:5             five values from 1e-4 to 1e-2, evenly on a logarithmic axis
-    model.width=128:512:lin:4            four values evenly on a linear axis (whole numbers stay whole)
-    optim.lr+train.global_batch=1e-3+64,5e-4+128     a zip: both change together, two values
-    parallel.strategy=ddp,full_shard     any setting of a recipe, also those that do not change what is trained
-    parallel.world=1,2,4                 the ranks of a cell: no setting of a recipe, but an axis in its own right
+"""From what is typed (GRID_HELP has the forms) to the cells of a grid: pure, no disk, no torch.
 
 Axes are crossed; the values of a zip are not.
 """
@@ -24,7 +17,6 @@ from typing import Any
 from windlass.errors import UserError
 from windlass.recipe import IMMATERIAL, Recipe, parse_override, typed
 
-GRID_HELP = __doc__ or ""
 WORLD = "parallel.world"
 """An axis that is no setting: how many ranks train a cell."""
 TAKEN = ("run.dir", "run.name")

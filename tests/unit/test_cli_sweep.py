@@ -1,0 +1,110 @@
+"""What `windlass sweep` shows: the table, its last frame, the end."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from windlass.cli import main
+from windlass.cli.sweep import WIDE, _Screen, table
+from windlass.estimate.optimum import resolve_steps
+from windlass.recipe import Recipe
+from windlass.study.study import Study
+from windlass.study.table import by_seed, rows
+
+
+@pytest.fixture
+def study(tmp_path):
+    return Study.create(Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study")
+
+
+def finish(study, number, loss):
+    run = study.run_of(study.cells[number])
+    run.path.mkdir(parents=True)
+    (run.path / "recipe.toml").write_text(study.cells[number].recipe.toml())
+    lines = [
+        {"kind": "event", "step": 0, "event": "started", "steps": 400},
+        {"kind": "train", "step": 400, "loss": loss, "tokens": 819_200, "tokens_per_s": 123_456.7},
+        {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
+        {"kind": "summary", "step": 400, "device_hours": 0.01234, "tokens_per_s_mean": 123_456.7},
+        {"kind": "event", "step": 400, "event": "finished"},
+    ]
+    times = [{"attempt": 0, "time": f"2026-03-01T09:00:0{n}.000Z"} for n in range(len(lines))]
+    run.metrics_path.write_text("".join(json.dumps(x | t) + "\n" for x, t in zip(lines, times, strict=True)))
+
+
+def drawn(study, width):
+    out = io.StringIO()
+    Console(file=out, width=width).print(table(study, width))
+    return out.getvalue()
+
+
+def test_the_last_frame_is_what_there_is_at_the_end(study):
+    out = io.StringIO()
+    screen = _Screen()
+    screen.console = Console(file=out, force_terminal=True, width=WIDE)
+    with screen:
+        screen.show(study)
+        study.judge(study.cells[0], "failed", "bad input: no luck")
+        screen.show(study)  # within a second of the first: not drawn
+        assert "failed" not in out.getvalue()
+    assert "bad input: no luck" in out.getvalue()
+
+
+def test_a_wide_terminal_has_the_device_hours_and_no_column_is_cut(study):
+    finish(study, 0, 2.5)
+    wide, narrow = drawn(study, WIDE), drawn(study, 80)
+    assert "device-h" in wide
+    assert "device-h" not in narrow
+    row = next(line for line in wide.splitlines() if "finished" in line)
+    cells = [part.strip() for part in row.strip("│ ").split("│")]
+    assert cells[:9] == ["0.01", "1", "finished", "400/400", "2.5000", "2.5000", "2.5000", "123,457", "0.0123"]
+
+
+def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
+    """Worked out cell by cell where the grid changes the model; 4,576 are those of c4-30m as it is."""
+    assert "0/400" in drawn(study, WIDE)
+    base = Recipe.load("c4-30m")
+    layers = base.model.layers
+    optimal = Study.create(base, [f"model.layers={layers},{2 * layers}"], tmp_path / "optimal")
+    steps = [row["steps"] for row in rows(optimal)]
+    assert steps == [4576, resolve_steps(base.with_overrides(f"model.layers={2 * layers}"))]
+    assert steps[1] > steps[0]
+    unknown = Recipe.load("c4-30m", ["model.vocab=0", "data.tokenizer=char"])
+    assert rows(Study.create(unknown, ["run.seed=1,2"], tmp_path / "unknown"))[0]["steps"] is None
+
+
+def test_seeds_that_have_not_finished_are_counted(study):
+    finish(study, 0, 2.5)
+    assert [(r["seeds"], r["of"], r["median"]) for r in by_seed(study)] == [(1, 2, 2.5), (0, 2, None)]
+
+
+def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, capsys):
+    """All cells done before: nothing trains. JSON alone on the output stream, with --json."""
+    axes, folder = ["optim.lr=1e-2,1e-3", "optim.betas=[0.9,0.95],[0.9,0.99]"], tmp_path / "study"
+    study = Study.create(Recipe.load("quickstart", ["train.steps=10"]), axes, folder)
+    for number in range(4):
+        finish(study, number, 3.0 - number / 10)
+    call = ["sweep", "quickstart", *axes, "--set", "train.steps=10", "--dir", str(folder), "--world", "2"]
+    said, _ = said_by(capsys, *call)
+    assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in said
+    assert "this is the preset's full length, 400" in said
+    said, beside = said_by(capsys, *call, "--json")
+    assert [row["best_loss"] for row in json.loads(said)] == [3.0, 2.9, 2.8, 2.7]
+    assert "windlass train quickstart" in beside
+
+
+def test_the_help_has_every_form_of_an_axis(capsys):
+    said, _ = said_by(capsys, "sweep", "--help")
+    for form in ("optim.lr=1e-4:1e-2:log:5", "optim.lr+train.global_batch=1e-3+64", "parallel.world=1,2,4"):
+        assert form in said
+
+
+def said_by(capsys, *call):
+    with pytest.raises(SystemExit) as ended:
+        main(list(call))
+    assert not ended.value.code
+    return capsys.readouterr()
