@@ -6,6 +6,7 @@ ledgers and checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,17 +16,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from windlass.errors import DONE, STOPPED
+from windlass.errors import DONE, STOPPED, UserError
 from windlass.recipe import Recipe
 from windlass.run import Run
+
+if TYPE_CHECKING:
+    from windlass.recipe.settings import ModelSettings
 
 STEPS = 12
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 ROUNDING = 1e-9
 """Largest difference in float64 that counts as rounding."""
+
+DRAWS = "the model draws random masks, other ones for every division: set the dropout of its configuration to 0"
 
 TINY = {
     "model.layers": 2, "model.heads": 2, "model.width": 32, "model.context": 16, "model.vocab": 0, "model.dropout": 0.1,
@@ -36,6 +43,7 @@ COMMON = {
     "checkpoint.keep_last": 2 * STEPS, "eval.every": 0, "eval.sample_every": 0, "telemetry.every": 1,
     "telemetry.trackers": "[]", "parallel.timeout_seconds": 120, "parallel.startup_timeout_seconds": 300,
     "optim.schedule.warmup": 2, "parallel.strategy": "auto", "train.micro_batch": 2,
+    "train.compile": "false", "train.on_spike": "ignore", "eval.suites": '["loss"]', "checkpoint.best": "loss",
 }  # fmt: skip
 
 
@@ -75,17 +83,33 @@ class Bench:
         environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         log = self.folder / f"{run}.out"
         with log.open("ab") as output:
-            if world == 1:
-                done = subprocess.run(
-                    _command(what), env=environment, stdout=output, stderr=output, check=False
-                ).returncode
-            else:
-                starter = [sys.executable, "-m", "windlass.check.start", str(world), *_command(what)]
-                done = subprocess.run(starter, env=environment, stdout=output, stderr=output, check=False).returncode
+            command = _command(what, world)
+            done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
         said = log.read_text(errors="replace").splitlines()[-12:]
         expected = (DONE, STOPPED) if not what.get("kill_after") else (1, -signal.SIGKILL)
         assert done in expected, "\n".join([f"a training ended with exit code {done}:", *said])
         return Run(self.folder / run)
+
+    @cached_property
+    def model(self) -> ModelSettings:
+        """The model that is trained."""
+        return Recipe.load(self.recipe, self.overrides("model")).model
+
+    @property
+    def float64(self) -> dict[str, Any]:
+        """The settings under which divisions of a batch may differ by rounding alone: no random masks, 53 bits."""
+        return {"train__precision": "fp64"} | ({"model__dropout": 0.0} if self.model.kind == "gpt" else {})
+
+    def draws(self) -> bool:
+        """Whether the model of a library draws random masks, which only its own configuration can end."""
+        if self.model.kind == "gpt":
+            return False
+        from windlass.data.dataset import open_data
+        from windlass.model.build import build_model
+        from windlass.training.step import drops
+
+        recipe = Recipe.load(self.recipe, self.overrides("model"))
+        return any(map(drops, build_model(recipe, open_data(recipe).vocab, "meta").modules()))
 
     def here(self, run: str, **settings: Any) -> Run:
         """Train in this process."""
@@ -95,8 +119,9 @@ class Bench:
             return train(Recipe.load(self.recipe, self.overrides(run, **settings)))
 
 
-def _command(task: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "windlass.check.worker", json.dumps(task)]
+def _command(task: dict[str, Any], world: int = 1) -> list[str]:
+    one = [sys.executable, "-m", "windlass.check.worker", json.dumps(task)]
+    return one if world == 1 else [sys.executable, "-m", "windlass.check.start", str(world), *one]
 
 
 class _quiet:  # noqa: N801
@@ -171,36 +196,36 @@ def resume_exact(bench: Bench) -> Result:
 
 def strategies_agree(bench: Bench) -> Result:
     """Each strategy in float64 against one process."""
-    reference = bench.here("s-one", train__precision="fp64", model__dropout=0.0)
+    claim = "strategies agree with one process"
+    if bench.draws():
+        return Result("strategies", claim, None, DRAWS)
+    reference = bench.here("s-one", **bench.float64)
     worst, tried = 0.0, []
     cells = [(s, 2) for s in ("ddp", "full_shard", "shard_grad_op") if 2 in bench.worlds]
     cells += [("hybrid_shard", 4)] if 4 in bench.worlds else []
     for strategy, world in cells:
-        run = bench.train(
-            f"s-{strategy}", world, parallel__strategy=strategy, train__precision="fp64", model__dropout=0.0
-        )
+        run = bench.train(f"s-{strategy}", world, parallel__strategy=strategy, **bench.float64)
         worst = max(worst, difference(run, reference))
         tried.append(f"{strategy} x {world}")
     if not tried:
-        return Result("strategies", "strategies agree with one process", None, "only one rank is possible here")
+        return Result("strategies", claim, None, "only one rank is possible here")
     text = f"{', '.join(tried)}: largest difference {worst:.1e} in float64"
-    return Result("strategies", "strategies agree with one process", worst < ROUNDING, text)
+    return Result("strategies", claim, worst < ROUNDING, text)
 
 
 def world_changes_nothing(bench: Bench) -> Result:
     """Micro-batch, accumulation and world in float64."""
-    reference = bench.here("w-one", train__precision="fp64", model__dropout=0.0, train__micro_batch=8)
-    runs = [
-        bench.here(f"w-1-{m}", train__precision="fp64", model__dropout=0.0, train__micro_batch=m) for m in (1, 2, 4)
-    ]
+    claim = "world size, micro-batch and accumulation change nothing but rounding"
+    if bench.draws():
+        return Result("world", claim, None, DRAWS)
+    reference = bench.here("w-one", **bench.float64, train__micro_batch=8)
+    runs = [bench.here(f"w-1-{m}", **bench.float64, train__micro_batch=m) for m in (1, 2, 4)]
     for world in bench.worlds[1:]:
         for micro in sorted({1, 8 // world}):
-            settings: dict[str, Any] = {"train__precision": "fp64", "model__dropout": 0.0, "train__micro_batch": micro}
-            runs.append(bench.train(f"w-{world}-{micro}", world, **settings))
+            runs.append(bench.train(f"w-{world}-{micro}", world, **bench.float64, train__micro_batch=micro))
     worst = max(difference(run, reference) for run in runs)
     worlds = ", ".join(map(str, bench.worlds))
     text = f"{len(runs)} divisions over {worlds} ranks: largest difference {worst:.1e} in float64"
-    claim = "world size, micro-batch and accumulation change nothing but rounding"
     return Result("world", claim, worst < ROUNDING, text)
 
 
@@ -254,20 +279,26 @@ def kills_lose_nothing(bench: Bench) -> Result:
             "recipe": bench.recipe,
             "overrides": bench.overrides("killed", train__steps=10_000, checkpoint__keep_last=2),
         }
+        world = bench.worlds[number % min(2, len(bench.worlds))]
         with (bench.folder / "killed.out").open("ab") as output:
-            process = subprocess.Popen(_command(task), stdout=output, stderr=output)
-            begin = time.monotonic()
-            while committed == _newest(run) and process.poll() is None and time.monotonic() - begin < 120:
-                time.sleep(0.005)
-            time.sleep(draw.random() * 0.2)
-            process.kill()
-            finished += process.wait() == 0
+            process = subprocess.Popen(_command(task, world), stdout=output, stderr=output, start_new_session=True)
+            try:
+                begin = time.monotonic()
+                while committed == _newest(run) and process.poll() is None and time.monotonic() - begin < 120:
+                    time.sleep(0.005)
+                time.sleep(draw.random() * 0.2)
+            finally:  # every process of it at once, also when this one is interrupted
+                finished += process.poll() == 0
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         choice = choose(run) if (run / "checkpoints").is_dir() else None
         now = choice.step if choice else 0
         lost += now < committed or bool(choice and choice.notes)
         committed = now
-        bench.log.append(f"kill {number}: newest good checkpoint {now}")
-    text = f"{bench.kills} kills -9 of a run that saves at every step: {lost} lost, newest checkpoint {committed}"
+        bench.log.append(f"kill {number} on {world}: newest good checkpoint {now}")
+    ranks = " or ".join(map(str, bench.worlds[: min(2, bench.kills)]))
+    text = f"{bench.kills} kills -9 of a run on {ranks} ranks that saves at every step: {lost} lost, newest checkpoint {committed}"
     return Result("kills", "no kill loses a committed checkpoint", lost == 0 and committed > 0 and not finished, text)
 
 
@@ -276,7 +307,7 @@ def _newest(run: Path) -> int:
 
 
 def export_equal(bench: Bench) -> Result:
-    """A GPT-2-shaped model of ours, in transformers."""
+    """A GPT-2-shaped model of ours, or the recipe's own where its shape is given, in transformers."""
     claim = "export to transformers gives equal logits"
     try:
         import transformers
@@ -287,20 +318,25 @@ def export_equal(bench: Bench) -> Result:
     from windlass.checkpoint.export import export_hf
     from windlass.checkpoint.source import alone, find_source, open_model
 
-    settings = {
+    given = bench.model.kind != "gpt" or bool(bench.model.init_from)
+    settings = {} if given else {
         "model__position": "learned", "model__norm": "layernorm", "model__activation": "gelu_tanh", "model__attn_bias": "true",
         "model__ff_bias": "true", "model__qk_norm": "false", "model__tie_head": "true", "model__zero_init_output": "false",
     }  # fmt: skip
     run = bench.here("export", train__steps=3, **settings)
     transformers.utils.logging.disable_progress_bar()
     with _quiet():
-        export_hf(str(run.path), bench.folder / "hf")
+        try:
+            export_hf(str(run.path), bench.folder / "hf")
+        except UserError as refusal:
+            return Result("export", claim, None, f"this model has no counterpart there: {str(refusal).splitlines()[0]}")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf").eval()
     ours = open_model(find_source(str(run.path)), alone("cpu"))
     tokens = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
         far = float((ours(tokens) - theirs(tokens).logits).abs().max())
-    return Result("export", claim, far < 1e-5, f"GPT-2 shape, largest difference of a logit {far:.1e}")
+    shape = type(theirs).__name__ if given else "GPT-2 shape"
+    return Result("export", claim, far < 1e-5, f"{shape}, largest difference of a logit {far:.1e}")
 
 
 PROOFS: tuple[Callable[[Bench], Result], ...] = (
