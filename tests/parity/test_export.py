@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hf_fixtures
+import tokenizer_fixtures
 from windlass.checkpoint.export import export_hf, merge_adapters, save_weights
 from windlass.checkpoint.export_tokenizer import as_json, save_tokenizer
 from windlass.checkpoint.initial import load_initial
@@ -261,6 +262,45 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     with pytest.raises(UserError, match="already"):
         export_hf(str(directory), tmp_path / "again")
     assert not list(tmp_path.glob(".*partial"))
+
+
+def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = export_hf(str(run(tmp_path, steps=1, model__vocab=300)), tmp_path / "out")
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+    assert theirs.config.vocab_size == 300 and len(tokenizer) == 280
+    said = json.loads((directory / "generation_config.json").read_text())
+    assert said["pad_token_id"] == tokenizer.pad_token_id == tokenizer.eos_token_id == said["eos_token_id"]
+    with torch.no_grad():
+        theirs.get_output_embeddings().weight[280:] *= 1000.0
+    encoded = tokenizer(["the cat", "dog"], return_tensors="pt", padding=True, padding_side="left")
+    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    assert (theirs.generate(**encoded, **how) < 280).all()
+    assert (theirs.generate(**encoded, **how, suppress_tokens=[279]) >= 280).any()
+
+
+def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    base = hf_fixtures.save("llama", tmp_path / "base", vocab_size=800)
+    tokenizer_fixtures.save("llama3", base)
+    for name, kind in (("alike", "llama3"), ("other", "gemma")):
+        place = tokenizer_fixtures.save(kind, tmp_path / name)
+        changes = {
+            "model": {"kind": "hf", "name": str(base), "context": 32},
+            "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / f"data-{name}"), "tokenizer": f"hf:{place}"},
+            "run": {"dir": str(tmp_path / f"run-{name}")},
+        }  # fmt: skip
+        (tmp_path / "text.txt").write_text(tokenizer_fixtures.TEXT * 20)
+        from windlass import train
+
+        train(Recipe.model_validate({"train": {"steps": 1, "global_batch": 2}, "checkpoint": {"every": 0}, **changes}))
+        out = export_hf(str(tmp_path / f"run-{name}"), tmp_path / f"out-{name}")
+        theirs, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
+        assert theirs("Who are you? é")["input_ids"] == wanted("Who are you? é")["input_ids"]
+        assert (theirs.bos_token, theirs.eos_token) == (wanted.bos_token, wanted.eos_token)
+        assert ((out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()) == (name == "alike")
 
 
 def test_a_run_that_matches_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

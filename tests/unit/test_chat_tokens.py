@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizer_fixtures
 
+import tokenizer_fixtures
 from windlass.data import bpe, chat
 from windlass.data.chat import Template
 from windlass.data.items import open_items

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizer_fixtures
 
 import hf_fixtures
+import tokenizer_fixtures
 from windlass.checkpoint.source import alone, find_source, open_model, stop_tokens
 from windlass.data import bpe, squad
 from windlass.data.squad import Question

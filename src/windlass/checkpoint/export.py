@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from windlass.checkpoint import load
 from windlass.checkpoint.export_tokenizer import save_tokenizer
 from windlass.checkpoint.slices import MODEL
-from windlass.checkpoint.source import Source, alone, find_source, open_model
+from windlass.checkpoint.source import Source, alone, find_source, open_model, same_tokenizer
+from windlass.data.chat import Template, stop_tokens
 from windlass.errors import UserError
 from windlass.model import convert, hf_origin
 
 if TYPE_CHECKING:
+    from windlass.data.tokenizer import Tokenizer
     from windlass.run import Run
 
 FILE_BYTES = 4 * 10**9
@@ -72,12 +74,25 @@ def _write_gpt(source: Source, directory: Path) -> None:
 
     vocab = checkpoint.shape(f"{MODEL}embedding.weight")[0]
     write_json(directory / "config.json", convert.config(settings, vocab, tokenizer.eot))
-    ends = (
-        {} if tokenizer.eot is None else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
-    )
-    write_json(directory / "generation_config.json", ends)
+    write_json(directory / "generation_config.json", generation(tokenizer, source.template, vocab))
     save_weights(convert.to_hf(settings, read), directory)
     save_tokenizer(tokenizer, source.template, settings.context, directory)
+
+
+def generation(tokenizer: Tokenizer, template: Template, rows: int) -> dict[str, Any]:
+    """The generation config: where a text begins and ends, and that rows of a padded vocabulary, which nothing has taught,
+    are never chosen. `rows` are those of the embedding.
+    """
+    found: dict[str, Any] = {}
+    if tokenizer.eot is not None:
+        ends = [tokenizer.eot, *sorted(stop_tokens(tokenizer, template) - {tokenizer.eot})]
+        start = [*getattr(tokenizer, "start", ()), tokenizer.eot][0]
+        found = {
+            "bos_token_id": start, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.eot,
+        }  # fmt: skip
+    if rows > tokenizer.vocab:
+        found["suppress_tokens"] = list(range(tokenizer.vocab, rows))
+    return found
 
 
 def _write_hf(source: Source, directory: Path) -> None:
@@ -86,7 +101,7 @@ def _write_hf(source: Source, directory: Path) -> None:
     model.model.save_pretrained(directory)
     origin, settings = model.directory, source.recipe.model
     files = [name for name in hf_origin.TOKENIZER if (origin / name).is_file()]
-    if not files or source.recipe.data.tokenizer.partition("@")[0] != f"hf:{settings.name}":
+    if not files or not same_tokenizer(source, origin):
         files = []
         save_tokenizer(source.tokenizer, source.template, model.context, directory)
     if settings.trust_remote_code:

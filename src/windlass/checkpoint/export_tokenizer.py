@@ -18,12 +18,14 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     inner = as_json(tokenizer)
     inner.save(str(directory / "tokenizer.json"))
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
+    start = getattr(tokenizer, "start", ())
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        "bos_token": end,
+        "bos_token": inner.id_to_token(start[0]) if start else end,
         "eos_token": end,
+        "pad_token": end,
         **dict(template.special),
     }
     if template.source:

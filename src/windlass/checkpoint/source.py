@@ -114,9 +114,11 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
 def same_tokenizer(source: Source, directory: Path) -> bool:
     """Whether the tokenizer in a directory of `transformers` is the one that the source's tokens are of."""
+    recipe = source.recipe
     if not (directory / "tokenizer.json").is_file():
-        return source.recipe.data.tokenizer in (f"hf:{source.recipe.model.name}", f"hf:{directory}")
-    return named_tokenizer(f"hf:{directory}").fingerprint == source.tokenizer.fingerprint
+        return recipe.tokenizer.partition("@")[0] in (f"hf:{recipe.model.name}", f"hf:{directory}")
+    theirs, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
+    return theirs.fingerprint == ours.fingerprint and getattr(theirs, "start", ()) == getattr(ours, "start", ())
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
