@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from windlass.estimate.activations import (
@@ -185,8 +186,8 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     always = 16 * p.tokens  # tokens and labels
     if layout.sharded and layout.device == "cpu":
         always += max(sizes.root, sizes.block)  # what `parallel.gloo` receives into is kept
-    found = [replace(e, parameters=resident, moments=moments, host=host, buffers=e.buffers + always) for e in events]
-    return max(found, key=lambda e: e.total)
+    peak = max(events, key=lambda e: e.total)
+    return replace(peak, parameters=resident, moments=moments, host=host, buffers=peak.buffers + always)
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class _Step:
         """All gradients, whole."""
         return self.sizes.root_gradient + self.p.model.layers * self.sizes.block_gradient
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """The largest matrix of a block, in master precision: a gradient that is made before it is added or copied."""
         m = self.p.model
@@ -215,9 +216,14 @@ class _Step:
         """Whether the head's gradient waits for the embedding's."""
         return self.p.model.tie_head
 
+    @cached_property
+    def kept_by_one(self) -> int:
+        """Activations of one block."""
+        return kept_by_block(self.p, self.layout.checkpointing)
+
     def kept(self, blocks: int) -> int:
         """Activations of the first so many blocks."""
-        return blocks * kept_by_block(self.p, self.layout.checkpointing)
+        return blocks * self.kept_by_one
 
     def loss(self) -> Iterator[Memory]:
         """From the last block's end to the first gradient of an activation."""
@@ -227,6 +233,7 @@ class _Step:
         yield Memory(activations=self.kept(p.model.layers) + outside + stream, logits=logits.forward, at="loss")
         yield Memory(activations=self.kept(p.model.layers) + outside, logits=logits.backward, at="backward of the loss")
 
+    @cached_property
     def inside(self) -> int:
         """What the backward pass of a block adds at its fullest to what the block kept."""
         return recomputed(self.p, self.layout.checkpointing) + backward_bytes(self.p)
@@ -255,7 +262,7 @@ def _plain_events(step: _Step) -> Iterator[Memory]:
         held = copies * (left if step.layout.checkpointing == "none" else 1)
         yield Memory(
             gradients=lasting + new + step.largest,
-            activations=step.kept(left) + step.inside(),
+            activations=step.kept(left) + step.inside,
             buffers=held,
             at=f"backward of block {left}",
         )
@@ -304,10 +311,10 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
         pending = sizes.head if step.tied or not several else 0
         unreduced = (sizes.root_gradient + left * reduced if several else 0) + pending
         shards = here * done * reduced // shard
-        event = Memory(buffers=root + gathered * block + reducing, at=f"backward of block {left}")
+        buffers, at = root + gathered * block + reducing, f"backward of block {left}"
         begins, ends = unreduced + shards + step.largest, unreduced + shards + (0 if several else made)
-        yield replace(event, gradients=begins, activations=step.kept(left) + step.inside())
-        yield replace(event, gradients=ends, activations=step.kept(left - 1) + p.stream)
+        yield Memory(gradients=begins, activations=step.kept(left) + step.inside, buffers=buffers, at=at)
+        yield Memory(gradients=ends, activations=step.kept(left - 1) + p.stream, buffers=buffers, at=at)
     yield Memory(
         gradients=sizes.root_gradient + here * layers * reduced // shard + step.embedding(several),
         activations=p.stream,

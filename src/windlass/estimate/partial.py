@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
+from windlass.estimate.grid import memory_grid
 from windlass.estimate.milestones import milestones
 from windlass.estimate.optimum import known_vocab
 from windlass.estimate.plan import (
@@ -64,6 +65,7 @@ def partial_plan(setting: Setting, speeds: Sequence[Speed]) -> dict[str, Any]:
             "model": model_part(setting),
             "flops": {key: value for key, value in flops.items() if not key.startswith("run")},
             "memory": memory_part(setting),
+            "memory_grid": memory_grid(setting),
             "recommendation": recommendation_part(setting),
             "checkpoint_bytes": checkpoint_size(setting),
         }

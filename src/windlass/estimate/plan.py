@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.estimate.devices import Device, low_precision
 from windlass.estimate.disk import disk
+from windlass.estimate.grid import memory_grid
 from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory, shard_size
 from windlass.estimate.milestones import Milestone, clock, milestones, rows
 from windlass.estimate.optimum import needed_vocab, optimal_tokens, resolve_steps, same_compute
@@ -121,6 +122,7 @@ def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = No
             "model": model_part(setting),
             "flops": flops_part(setting, horizon),
             "memory": memory_part(setting),
+            "memory_grid": memory_grid(setting),
             "recommendation": recommendation_part(setting),
             "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found, size),
         }

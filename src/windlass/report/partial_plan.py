@@ -21,7 +21,7 @@ def partial_sections(plan: dict[str, Any], command: str) -> list[Section]:
     """
     found = [_run(plan, command)]
     if plan.get("memory"):
-        found.append(whole.memory_section(plan))
+        found += whole.memory_sections(plan)
     if plan.get("milestones"):
         found.append(whole.milestones_section(plan))
     return found

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from windlass.report.memory_grid import grid_table
 from windlass.report.text import compact, duration, markdown_cell, markdown_table
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def sections(plan: dict[str, Any]) -> list[Section]:
     """A plan's sections, in the order in which one asks: what is it, does it fit, how long, what happens when."""
     found = [_run(plan)]
     if plan.get("memory"):
-        found.append(memory_section(plan))
+        found += memory_sections(plan)
     if plan["length"]["done"] < plan["length"]["steps"]:
         found += [_time(plan), milestones_section(plan)]
     if plan.get("predicted_and_measured"):
@@ -107,6 +108,15 @@ def _si(value: float) -> str:
         if value >= size:
             return f"{value / size:.4g} {letter}FLOP"
     return f"{value:,.0f} FLOP"
+
+
+def memory_sections(plan: dict[str, Any]) -> list[Section]:
+    """The recipe's own ranks and precision in full, and the whole grid in short."""
+    found = [memory_section(plan)]
+    if plan.get("memory_grid"):
+        head, rows, notes = grid_table(plan["memory_grid"])
+        found.append(Section("Memory on other ranks and in other precisions", [], head, rows, left=3, notes=notes))
+    return found
 
 
 def memory_section(plan: dict[str, Any]) -> Section:
@@ -240,12 +250,10 @@ def predicted_section(pairs: dict[str, Any]) -> Section:
 
 def _disk(plan: dict[str, Any]) -> Section:
     d = plan["disk"]
+    more = ", and room for one more while it is written" if d["peak_bytes"] > d["kept_bytes"] else ""
     facts = [
         ("checkpoint", f"{_bytes(d['checkpoint_bytes'])}, {_bytes(d['rank_bytes'])} from each rank"),
-        (
-            "kept",
-            f"{d['kept']:,} checkpoint{'s' * (d['kept'] != 1)}, {_bytes(d['kept_bytes'])}, and room for one more while it is written",
-        ),
+        ("kept", f"{d['kept']:,} checkpoint{'s' * (d['kept'] != 1)}, {_bytes(d['kept_bytes'])}{more}"),
         ("shards", f"{d['token_bytes']} bytes a token, {_bytes(d['shard_bytes'])} a full shard"),
     ]
     if d.get("tokens_bytes"):
