@@ -82,6 +82,27 @@ def test_bad_input_is_one_message(capsys, arguments, message):
     assert code == 2 and message in error and "Traceback" not in error
 
 
+def test_what_is_no_recipe_is_said_to_be_none(capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.md").write_text("a = 1", encoding="utf-8")
+    for name, words in {
+        "model": "model.name=model", "model/config.json": "model.name=model", "empty": "is no run", "notes.md": "no recipe",
+        "missing.toml": "there is no recipe file",
+    }.items():  # fmt: skip
+        code, _, error = run(capsys, name)
+        assert code == 2 and words in error and "Traceback" not in error, name
+
+
+@pytest.mark.parametrize("name", ["c4-30m", "gpt2-124m", "gpt-squad"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_line_fits_its_terminal(capsys, monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = run(capsys, name, "--world", "64", "--device", "A100-40GB", "train.global_batch=4096")
+    assert code == 0 and "…" not in out and max(len(line.rstrip()) for line in out.splitlines()) <= columns
+
+
 def test_compute(capsys):
     made = as_json(capsys, "--compute", "1e19")
     rule, fit, refit = made["compute"]["optima"]

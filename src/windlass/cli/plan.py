@@ -91,6 +91,8 @@ def _open(
     from windlass.run import Run
 
     live = Run(Path(name)) if (Path(name) / "recipe.toml").is_file() and not overrides else None
+    if live is None:
+        _refuse_foreign(name)
     loaded = Recipe.load(name, overrides)
     facts, started, horizon, done = _facts(loaded) if live is None else Facts(), {}, None, 0
     if live is not None:
@@ -121,6 +123,26 @@ def _open(
     setting = Setting(loaded, ranks, where, precision, facts, done, hf, why)
     prepare_command = shlex.join(["windlass", "prepare", name, *overrides]) if measured else ""
     return setting, _speeds(setting, live, past, prepare_command, mfu, bool(device)), horizon, live
+
+
+def _refuse_foreign(name: str) -> None:
+    """A UserError for a directory that is no run and a file that is no recipe, with what it is as far as that shows."""
+    from windlass.errors import UserError
+    from windlass.recipe import presets
+
+    path = Path(name)
+    known = name in presets() or not path.exists() or (path / "recipe.toml").is_file()
+    if known or (path.is_file() and path.suffix in ("", ".toml")):
+        return
+    if (path / "config.json").is_file() or path.name == "config.json":
+        model = path if path.is_dir() else path.parent
+        raise UserError(
+            f"{name} is of a model and no recipe; a recipe names it: "
+            f"`windlass plan bloom-560m-squad model.name={model} data.tokenizer=hf:{model}`"
+        )
+    if path.is_dir():
+        raise UserError(f"{name} is no run: it has no recipe.toml; `windlass runs` lists the runs")
+    raise UserError(f"{name} is no recipe: recipes are .toml files; `windlass recipe --list` shows the presets")
 
 
 def _hf_sizes(recipe: Recipe) -> tuple[HfSizes | None, str]:

@@ -25,14 +25,15 @@ def disk(
     `size`: of a checkpoint, where the model is not our own GPT.
     """
     size = checkpoint_bytes(recipe.model, vocab, recipe.optim.kind) if size is None else size
-    kept = kept_checkpoints(recipe, horizon, _saves(found))
+    saves = _saves(found)
+    kept = kept_checkpoints(recipe, horizon, saves)
     shard = recipe.data.shard_tokens * token_bytes(vocab)
     return {
         "checkpoint_bytes": size,
         "rank_bytes": -(-size // world),
         "kept": kept,
         "kept_bytes": kept * size,
-        "peak_bytes": (kept + 1) * size,
+        "peak_bytes": min(kept + 1, len(saves)) * size,
         "token_bytes": token_bytes(vocab),
         "shard_bytes": shard,
         "tokens_bytes": recipe.data.max_tokens * token_bytes(vocab) or None,

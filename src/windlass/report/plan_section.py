@@ -14,7 +14,8 @@ from windlass.report.text import escape, markdown_cell
 from windlass.report.view import RunView
 
 NOTE = "Reckoned from the recipe and the ledger, for the whole run from its first step, at the speed it showed."
-FOLDED = {"Time": "Time, also on other numbers of ranks", "Disk": "Disk"}
+GRID = "Memory on other ranks and in other precisions"
+FOLDED = {GRID: GRID, "Time": "Time, also on other numbers of ranks", "Disk": "Disk"}
 """Sections that are folded away on the page, and what is said of them there."""
 HEADS = {"next at step": "first at step", "left": "times"}
 """What a column is called where the whole run is planned, not what is left of it."""
@@ -36,7 +37,7 @@ def plan_html(views: Sequence[RunView]) -> str:
         if found.title in FOLDED:
             inner = _part(found, headed=False)
             body.append(f"<details><summary>{escape(FOLDED[found.title])}</summary>{inner}</details>")
-        elif found.title.startswith("Memory"):
+        elif found.title.startswith("Memory of a rank"):
             body.append(_part(found, bars=plan["memory"]))
         elif not found.title.startswith("Predicted"):
             body.append(_part(found))
