@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from test_resume import corpus, curve, settings
+from test_resume import corpus, curve, evaluations, settings
+from test_signals import signalled
 
+from windlass.checkpoint.files import Files
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, Stopped, UserError
+from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.training import train
-from windlass.training.claim import claim
+from windlass.training.claim import claim, set_aside
 from windlass.training.session import Session
 
 __all__ = ["corpus"]
 
 WSD = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 2, "optim.schedule.decay": 4, "checkpoint.keep_last": 10}
+
+
+AGAIN = """
+import json, os, signal, sys
+from windlass import Recipe, train
+
+def on_step(step, _):
+    if step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step, **json.loads(sys.argv[1]))
+"""
+"""A rank that is killed after step 8 of its first attempt."""
+HOLD = """
+import pathlib, sys, time
+from windlass import Recipe, train
+
+def on_step(step, _):
+    while step == 2 and not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.05)
+
+train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step)
+"""
+"""A training that waits after step 2 for a file."""
 
 
 def recipe_of(corpus: Path, run: Path, **more: object) -> Recipe:
@@ -192,3 +227,173 @@ def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     with pytest.raises(UserError, match=r"is of another recipe:\n  its recipe's digest is"):
         train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
     assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"
+
+
+SAME = [
+    ("resume", "3"),
+    ("resume", "path"),
+    ("resume", "best"),
+    ("resume", "never"),
+    ("fresh", ""),
+    ("branch", "fresh"),
+]
+QUICK = SAME[5:]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("what", "how"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in SAME]
+)
+def test_a_restart_goes_on_from_the_latest_checkpoint(corpus, tmp_path, what, how):
+    """Whatever the command says of the beginning: that was done at the first attempt."""
+    more: dict[str, object] = {
+        "checkpoint.background": "false",
+        "checkpoint.keep_last": 10,
+        "optim.schedule.kind": "constant",
+    }
+    overrides = settings(corpus, tmp_path / "run", **more)
+    recipe = Recipe.load("quickstart", overrides)
+    options: dict[str, object] = {}
+    if (what, how) != ("resume", "never"):  # there is an old run
+        with pytest.raises(Stopped):
+            train(recipe, stop_at=9)
+    if what == "branch":
+        Run(tmp_path / "run").path.rename(tmp_path / "origin")
+        with pytest.raises(Stopped):
+            train(recipe, stop_at=9)
+        options = {"branch_from": f"{tmp_path / 'origin'}@3", "fresh": True}
+    elif what == "fresh":
+        options = {"fresh": True}
+    elif how == "path":
+        Run(tmp_path / "run").path.rename(tmp_path / "origin")
+        overrides.append(f"checkpoint.resume='{tmp_path / 'origin' / 'checkpoints' / 'step-00000003'}'")
+    else:
+        overrides.append(f"checkpoint.resume='{how}'")
+    best = Run(tmp_path / "run").checkpoint_index().get("best")
+    assert launch([sys.executable, "-c", AGAIN, json.dumps(options), *overrides], 1, max_restarts=1) == 0
+    run = Run(tmp_path / "run")
+    began, again = starts(run)[-2:]
+    assert began[1] == {"never": 0, "": 0, "best": best}.get(how, 3)
+    assert again == ("resumed", 6)
+    assert run.state == "finished" and [line["step"] for line in run.lines("train")][-1] == 12
+    assert sorted(p.name for p in tmp_path.glob("run*")) == (["run", "run.old-1"] if "fresh" in options else ["run"])
+
+
+def test_a_requeued_slurm_job_goes_on_and_another_job_does_as_it_is_told(corpus, tmp_path, monkeypatch):
+    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.keep_last": 10})
+    with pytest.raises(Stopped):
+        train(recipe, stop_at=9)
+    back = recipe.with_overrides("checkpoint.resume='3'")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    for count, expected in (("0", 3), ("1", 5), ("2", 7)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        with pytest.raises(Stopped):
+            train(back, stop_at={3: 5, 5: 7, 7: 8}[expected])
+        assert starts(Run(recipe.run_dir))[-1] == ("resumed", expected)
+    assert claim(back, fresh=True).resuming and not claim(back, fresh=True).fresh
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    assert not claim(back).restart and claim(recipe, fresh=True).fresh
+    with pytest.raises(Stopped):
+        train(back, stop_at=4)
+    assert starts(Run(recipe.run_dir))[-1] == ("resumed", 3)
+
+
+def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
+    """Its process would go on in a directory of another name, and its checkpoints be lost to who looks for them."""
+    overrides = settings(corpus, tmp_path / "run", **{"train.steps": 4})
+    go = tmp_path / "go"
+    living = subprocess.Popen([sys.executable, "-c", HOLD, str(go), *overrides])
+    try:
+        run, end = Run(tmp_path / "run"), time.monotonic() + 90
+        while not run.lines("train") and time.monotonic() < end and living.poll() is None:
+            time.sleep(0.05)
+        monkeypatch.setattr("windlass.training.session.set_aside", partial(set_aside, seconds=0.2))
+        with pytest.raises(UserError, match=f"another process trains in .* already .process {living.pid} on "):
+            train(Recipe.load("quickstart", overrides), fresh=True)
+        assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
+    finally:
+        go.touch()
+        assert living.wait(timeout=90) == 0
+    assert run.state == "finished" and [line["step"] for line in run.lines("train")] == [1, 2, 3, 4]
+    assert train(Recipe.load("quickstart", overrides), fresh=True).state == "finished"
+    assert Run(tmp_path / "run.old-1").state == "finished"
+
+
+def test_a_run_that_may_live_on_another_host_is_not_set_aside(tmp_path):
+    """There its lock does not tell, and the heartbeat does; at the end of a run it does not count."""
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    run.lock_path.write_text(json.dumps({"pid": 1, "host": "another-host"}))
+    run.metrics_path.write_text('{"kind": "event", "step": 0, "event": "started"}\n')
+    run.heartbeat_path.touch()
+    with pytest.raises(UserError, match="has a fresh heartbeat"):
+        set_aside(run.path)
+    assert run.path.is_dir()
+    os.utime(run.heartbeat_path, (0, 0))
+    assert set_aside(run.path) == tmp_path / "run.old-1"
+
+
+@pytest.mark.parametrize("at", [4, 12])
+@pytest.mark.parametrize("what", ["evaluation", "sample"])
+def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
+    """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those of an untouched run."""
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, "data.val_fraction": 0.3}
+    )
+    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
+    name = "evaluate_loss" if what == "evaluation" else "generate"
+    original = getattr(sys.modules["windlass.training.evaluations"], name)
+    steps: list[int] = []
+
+    def cut(*things: object, **more: object) -> object:
+        if steps and steps[-1] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*things, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"after step {at}, all saved"):
+        patch.setattr(f"windlass.training.evaluations.{name}", cut)
+        train(recipe, on_step=lambda step, _: steps.append(step))
+    assert Run(recipe.run_dir).state == "preempted"
+    assert at not in [line["step"] for line in Run(recipe.run_dir).lines("eval" if what == "evaluation" else "sample")]
+    as_if_untouched(train(recipe), whole)
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("step", [4, 12])
+def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step):
+    overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
+    said = signalled(tmp_path, overrides, f"evaluation@{step}", world=2)
+    assert f"after step {step}, all saved" in said
+    for name in ("run", "whole"):
+        command = [sys.executable, "-m", "windlass", "train", "quickstart", *overrides, f"run.dir='{tmp_path / name}'"]
+        assert launch(command, 2) == 0
+    as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
+
+
+def as_if_untouched(run: Run, whole: Run) -> None:
+    assert run.state == "finished"
+    assert curve(run.path) == curve(whole.path) and evaluations(run.path) == evaluations(whole.path)
+    texts = [[(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole)]
+    assert texts[0] == texts[1]
+    for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
+        assert run.summary.get(key) == whole.summary.get(key), key
+    best = run.checkpoint_index()["best"]
+    assert best == whole.checkpoint_index()["best"]
+    assert same_weights(run, whole, best) and same_weights(run, whole, 12)
+    assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
+
+
+@pytest.mark.parametrize("operation", ["create .beginning.json.new", "rename recipe.toml", "fsync_dir run"])
+def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, monkeypatch, operation):
+    recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
+
+    def full(self: Files, what: str, path: Path, *_: object) -> None:
+        if f"{what} {path.name}" == operation:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left on device"):
+        patch.setattr(Files, "about_to", full)
+        train(recipe)
+    assert Run(tmp_path / "run").lock_path.exists()
+    assert train(recipe).state == "finished"

@@ -199,7 +199,7 @@ class Saver:
             return
         with self._changed:
             self._scores[step] = finite
-            self._noting = True
+            self._noting = self.background
         if self.background:
             self._wake()
         else:
