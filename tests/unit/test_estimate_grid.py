@@ -59,6 +59,15 @@ def test_worlds_and_precisions():
     assert not any(r["offload"] for r in memory_grid(setting_of(device="cpu", precision="fp32")))
 
 
+def test_ranks_on_a_cpu_share_its_memory():
+    """A room for one rank is half of that for each of two, and so on; a GPU is each rank's own."""
+    setting = Setting(Recipe.load("c4-30m"), 1, Device("CPU", "cpu", int(2.0e9 / 0.9)), "fp32", Facts())
+    fits = {
+        r["world"]: r["fits"] for r in memory_grid(setting) if r["precision"] == "fp32" and r["checkpointing"] == "none"
+    }
+    assert fits == {1: True, 2: False, 4: False, 8: False}
+
+
 def test_the_best_is_the_first_that_fits_and_else_the_smallest():
     table = memory_grid(setting_of())
     assert best_of(table, 8, "bf16", offload=False)["strategy"] == "ddp"

@@ -69,10 +69,13 @@ def memory_grid(setting: Setting) -> list[dict[str, Any]]:
     vocab, optimizer, table = setting.vocab, setting.recipe.optim.kind, []
     for layout in layouts(setting):
         taken = memory(network, vocab, layout, optimizer)
+        here = room
+        if room is not None and layout.device == "cpu":
+            here = room * setting.world // layout.world  # ranks on a CPU share its memory
         table.append(
             vars(layout)
             | {f"{part}_bytes": getattr(taken, part) for part in PARTS}
             | {"total_bytes": taken.total, "host_bytes": taken.host}
-            | {"fits": None if room is None else taken.total <= room}
+            | {"fits": None if here is None else taken.total <= here}
         )
     return table
