@@ -16,7 +16,7 @@ from windlass import train
 from windlass.checkpoint.export import export_hf
 from windlass.checkpoint.source import alone, find_source, open_model
 from windlass.cli.eval import measure
-from windlass.errors import Stopped, UserError
+from windlass.errors import RunFailed, Stopped, UserError
 from windlass.evaluate.generate import generate
 from windlass.evaluate.sampling import Sampling
 from windlass.recipe import Recipe
@@ -91,6 +91,100 @@ def test_a_run_goes_on_and_is_used_where_its_base_is_gone(lora: int, base: Path)
     card = (out / "README.md").read_text()
     assert "| lm-eval:words | words/acc | 0.2500 |\n| hellaswag | acc | 0.5000 |\n" in card and "runtime" not in card
     assert "| loss | perplexity |" in card and "Trained further from `base`." in card and "base_model" not in card
+
+
+CODE = """
+{imports}
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OddConfig(LlamaConfig):
+    model_type = "odd"
+
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        {body}
+
+    def forward(self, *args, **kwargs):
+        found = super().forward(*args, **kwargs)
+        found.logits = found.logits * 2
+        return found
+"""
+
+
+def with_code(directory: Path, imports: str = "", body: str = "pass") -> Path:
+    """A directory whose model is known to nobody but the code beside it: Llama with doubled logits."""
+    config = json.loads((directory / "config.json").read_text())
+    auto = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    config |= {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": auto}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "odd.py").write_text(CODE.format(imports=imports, body=body))
+    return directory
+
+
+def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.dynamic_module_utils as dynamic
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(base.parent / "modules"))
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    with_code(base)
+    with pytest.raises(UserError, match=r"comes with code of its own: .*model\.trust_remote_code=true"):
+        find_source(str(base))
+    source = find_source(str(base), ["model.trust_remote_code=true"])
+    model, tokens = open_model(source, alone("cpu")), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert (model(tokens) - 2 * plain(tokens).logits).abs().max() < 1e-5
+    made = recipe(base, "run", trust_remote_code=True).with_overrides("train.steps=1")
+    train(made)
+    out = export_hf(str(made.run_dir), base.parent / "out")
+    assert (out / "odd.py").read_bytes() == (base / "odd.py").read_bytes()
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    with torch.no_grad():
+        mine = open_model(find_source(str(made.run_dir)), alone("cpu"))(tokens)
+        assert (theirs(tokens).logits - mine).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"imports": "import no_such_package_here"}, "no_such_package_here"),
+        ({"body": "config.no_such_thing + 1"}, r"the code that comes with it fails \(AttributeError"),
+        ({"body": "raise RuntimeError('too old')"}, r"the code that comes with it fails \(RuntimeError: too old\)"),
+    ],
+)
+def test_code_that_fails_is_one_sentence(
+    changes: dict[str, str], said: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(base.parent / "modules"))
+    with pytest.raises(UserError, match=said):
+        find_source(str(with_code(base, **changes)), ["model.trust_remote_code=true"])
+
+
+def test_code_that_fails_later_is_one_sentence_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(base.parent / "modules"))
+    with_code(base, body="self.forward = lambda *_, **__: self.no_such_thing")
+    model = open_model(find_source(str(base), ["model.trust_remote_code=true"]), alone("cpu"))
+    with pytest.raises(RunFailed, match=r"the code that comes with it fails \(AttributeError: .*no_such_thing"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_quantised_weights_are_refused_by_name(base: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    how = {"quant_method": "gptq", "bits": 4}
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    with pytest.raises(UserError, match=r"is quantised \(gptq\).*name the model that it was made from"):
+        find_source(str(base))
 
 
 def test_items_are_found_again_where_their_tokenizer_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.errors import UserError
+from windlass.errors import RunFailed, UserError
 from windlass.model import hf_origin
 from windlass.model.hf_cache import Memory, new_memory
 from windlass.model.loss import cross_entropy_sum
@@ -95,7 +95,21 @@ class HfModel(nn.Module):
         Returns:
             With labels a scalar: the sum of the cross-entropy over what counts, in float32 (float64 for a float64 model).
             Without: logits [B, T, V]; with a cache [B, 1, V], those of the last token.
+
+        Raises:
+            RunFailed: Code that came with the model fails.
         """
+        try:
+            return self._pass(tokens, labels, cache)
+        except (TypeError, AttributeError, NameError, ImportError, LookupError) as error:
+            if not type(self.model).__module__.startswith("transformers_modules"):
+                raise
+            raise RunFailed(
+                f"model.name: {self.settings.name}: the code that comes with it fails ({type(error).__name__}: "
+                f"{hub.first_line(error)})"
+            ) from error
+
+    def _pass(self, tokens: Tensor, labels: Tensor | None, cache: Memory | None) -> Tensor:
         if cache is not None:
             return cache.read(self.model, tokens, **self._last_only)
         if labels is None or not self._plain_head:
