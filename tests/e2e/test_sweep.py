@@ -166,7 +166,7 @@ def test_real_cells_are_stopped_when_they_diverge_and_when_they_are_left_behind(
         "--set",
         "checkpoint.every=0",
         "--set",
-        "optim.grad_clip=0",
+        "train.grad_clip=0",
     ]
     told = ["--stop-diverged", "--halving"]
     done = subprocess.run(command(corpus, tmp_path, *more, *told, axes=axes), capture_output=True, text=True)
