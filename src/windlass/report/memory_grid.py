@@ -19,7 +19,7 @@ def grid_table(table: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple
             if offload:
                 cells += [*_cells(moved), _gb(moved["host_bytes"]) if moved else ""]
             rows.append(tuple(cells))
-    head = ("ranks", "prec.", "best layout", "GB", "fits")
+    head: tuple[str, ...] = ("ranks", "prec.", "best layout", "GB", "fits")
     if offload:
         head += ("with offload", "GB", "fits", "host")
     notes = [
