@@ -1,0 +1,76 @@
+"""What the start-up checks are for, seen from outside: a run that is wrong from the start makes no step."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_resume import corpus, settings
+from torch import nn
+
+from windlass.errors import RunFailed
+from windlass.launch.local import launch
+from windlass.parallel import reduce
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.training import train
+
+__all__ = ["corpus"]
+
+SESSION = importlib.import_module("windlass.training.session")
+SPOILED = Path(__file__).parent / "spoiled.py"
+
+
+class Tied(nn.Module):
+    """A user's own model, with one matrix as embedding and head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def blocks(self) -> list[nn.Module]:
+        return []
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embedding(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def untied(model: nn.Module) -> nn.Module:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("broken", ["master weights", "ties", "norm"])
+def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monkeypatch, broken):
+    wrap, norm = SESSION.wrap, reduce.global_grad_norm
+    if broken == "master weights":
+        monkeypatch.setattr(SESSION, "wrap", lambda model, *a: wrap(model, *a).bfloat16())
+    elif broken == "ties":
+        monkeypatch.setattr(SESSION, "wrap", lambda model, *a: untied(wrap(model, *a)))
+    else:
+        monkeypatch.setattr(reduce, "global_grad_norm", lambda *a: norm(*a) * 1.001)
+    said = {"master weights": "not torch.float32", "ties": "were tied in the model", "norm": "gradient norm of a probe"}
+    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run"))
+    with pytest.raises(RunFailed, match=said[broken]):
+        train(recipe, Tied())
+    run = Run(tmp_path / "run")
+    assert run.state == "failed"
+    assert not run.lines("train")
+    assert not list(run.checkpoints_dir.glob("step-*"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("after", "steps"), [pytest.param(0, [], marks=pytest.mark.full), (3, [1, 2, 3, 4])])
+def test_a_replica_that_drifted_ends_the_run(corpus, tmp_path, capfd, after, steps):
+    """At the start, and at the next look of `train.replica_check_every`."""
+    more = {"train.replica_check_every": 2, "eval.every": 0, "checkpoint.every": 100}
+    overrides = settings(corpus, tmp_path / "run", "ddp", **more)
+    assert launch([sys.executable, str(SPOILED), str(after), *overrides], 2) == 1
+    assert "ranks 0 and 1 hold different values of embedding.weight" in capfd.readouterr().err
+    assert [x["step"] for x in Run(tmp_path / "run").lines("train")] == steps
