@@ -11,7 +11,7 @@ import copy
 import os
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,14 @@ from saving import hidden, save, step_seen, tally
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.files import Files, Output
+from windlass.checkpoint.fork import read_fork
+from windlass.checkpoint.load import Choice, latest_on_line
 from windlass.checkpoint.retention import Policy
 from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.training.beginning import write_line, write_new
+from windlass.training.claim import LEFT_OVER, Claim
 
 SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
 
@@ -166,6 +172,67 @@ def test_power_cut_at_every_operation(scratch: Path, scene: str, images: int) ->
     tally("power cut at every operation, model of a strict disk", images * len(seen))
 
 
+BEGINNINGS = ("new", "branch", "extension")
+
+
+def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
+    """The power goes at each moment in which a run is begun, branched or extended; the number of moments.
+
+    A directory without a whole recipe is no run, and in nobody's way; with one it tells where it begins.
+    """
+    recipe = Recipe.load("quickstart", [f"run.dir='{scratch / 'home' / 'runs' / 'run'}'", "train.steps=12"])
+    run = Run(recipe.run_dir)
+    old = Claim(recipe, run, resuming=False, finished=False)
+    (scratch / "home").mkdir()
+    disk.root.put("home", Folder())
+    disk.root.sync()
+    if scene == "extension":
+        write_new(old, None)
+        for step in (1, 2):
+            assert not save(run.checkpoints_dir, step).error
+        disk.adopt(scratch / "home")
+        longer = recipe.with_overrides("train.steps=24")
+        choice = Choice(run.checkpoints_dir / "step-00000001", 1)
+        write_line(Claim(longer, run, resuming=True, finished=False, extends_from=12), choice, disk)
+    elif scene == "branch":
+        assert not save(scratch / "origin" / "checkpoints", 3).error
+        choice = Choice(scratch / "origin" / "checkpoints" / "step-00000003", 3)
+        write_new(replace(old, branch_from=choice.path), choice, disk)
+    else:
+        write_new(old, None, disk)
+    disk.moments.append(("the end", disk.root))
+    before = [(12, 2), (12, 1)] if scene == "extension" else [None]
+    ends = {"new": (12, None), "branch": (12, 3), "extension": (24, 1)}
+    for moment, (name, state) in enumerate(disk.moments):
+        for number in range(images):
+            place = scratch / "image"
+            dice = random.Random(1000 * moment + number) if number > 1 else None
+            image(state, place, dice, everything=number == 1)
+            seen = begun(place / "home" / "runs" / "run")
+            assert seen in (ends[scene], *before), name
+            assert name != "the end" or seen == ends[scene], "a beginning that was written down is gone"
+            shutil.rmtree(place)
+    return len(disk.moments)
+
+
+def begun(path: Path) -> tuple[int, int | None] | None:
+    """The steps of the run that is there and the step that it begins at; None: no run, and a new one may begin."""
+    run = Run(path)
+    if not run.recipe_path.is_file():
+        assert {p.name for p in path.iterdir()} <= LEFT_OVER if path.is_dir() else True
+        return None
+    choice = latest_on_line(path, read_fork(path))
+    return int(run.recipe.train.steps), choice.step if choice is not None else None
+
+
+@pytest.mark.parametrize("scene", BEGINNINGS)
+@pytest.mark.parametrize("images", [3, pytest.param(30, marks=pytest.mark.full)])
+def test_power_cut_while_a_run_begins(scratch: Path, scene: str, images: int) -> None:
+    """New: no recipe, or all of it. A branch: never a recipe without its origin. An extension: never without its checkpoint."""
+    moments = beginnings(scratch, scene, images, Disk(scratch))
+    tally("power cut while a run begins, is branched or extended, model of a strict disk", images * moments)
+
+
 class Forgetful(Disk):
     """Does not do one of the syncs, though it says so."""
 
@@ -197,6 +264,19 @@ def test_no_sync_can_be_left_out(scratch: Path, sync: tuple[str, str]) -> None:
     disk = Forgetful(scratch, *sync)
     with pytest.raises((AssertionError, UserError)):
         cuts(scratch, "first", 12, disk)
+    assert disk.forgotten
+
+
+@pytest.mark.parametrize(
+    ("scene", "sync"),
+    [("branch", ("fsync", ".recipe.toml.new")), ("branch", ("fsync", ".beginning.json.new")),
+     ("extension", ("fsync", ".recipe.toml.new")), ("extension", ("fsync", ".beginning.json.new")),
+     ("new", ("fsync_dir", "run")), ("new", ("fsync_dir", "runs")), ("new", ("fsync_dir", "home")), ("extension", ("fsync_dir", "run"))],
+)  # fmt: skip
+def test_no_sync_of_a_beginning_can_be_left_out(scratch: Path, scene: str, sync: tuple[str, str]) -> None:
+    disk = Forgetful(scratch, *sync)
+    with pytest.raises((AssertionError, UserError)):
+        beginnings(scratch, scene, 12, disk)
     assert disk.forgotten
 
 
