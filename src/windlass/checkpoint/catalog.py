@@ -237,9 +237,11 @@ def _finish(path: Path, files: Files) -> str:
         manifest = format_.verify(path, format_.parse(data.read_bytes()))
         if step_dir(path.parent, manifest.step) != path:
             raise Damaged("it is of another step")
-    except (OSError, Damaged) as error:
+    except FileNotFoundError as error:
         discard(path, files)
         return f"removed {path.name}, which was never committed ({error})"
+    except (OSError, Damaged) as error:  # its bytes were on the disk before it had this name: the disk is at fault
+        return f"{path.name} was never committed and is damaged ({error}); set aside as {set_aside(path, files).name}"
     write_marker(path, files)
     return f"{path.name} was whole but for its marker, and is committed now"
 
