@@ -5,7 +5,7 @@ Pure, from the values of `windlass.estimate.of_run`: the same run gives the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.report.plan import PARTS, Section, markdown, predicted_section, sections
@@ -55,7 +55,7 @@ def plan_markdown(views: Sequence[RunView]) -> list[str]:
     return [*found, f"{NOTE}\n", markdown([first, *others])]
 
 
-def _sections(plan: dict[str, Any]) -> list[Section]:
+def _sections(plan: Mapping[str, Any]) -> list[Section]:
     """Those of the terminal, with what was measured right after what it is, and nothing that is not known."""
     measured = plan.get("predicted_and_measured")
     first, *others = sections({k: v for k, v in plan.items() if k != "predicted_and_measured"})
@@ -140,7 +140,7 @@ def _bar(row: dict[str, Any], most: int) -> str:
     return f'<td class="bar-cell"><div class="stack">{pieces}{rest}</div></td>'
 
 
-def _parameters(plan: dict[str, Any]) -> str:
+def _parameters(plan: Mapping[str, Any]) -> str:
     """A bar of the parameters by part."""
     parts = {k: v for k, v in plan.get("model", {}).get("parts", {}).items() if v}
     total = sum(parts.values())
