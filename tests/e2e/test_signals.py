@@ -208,7 +208,9 @@ def test_a_run_stopped_before_step_1_goes_on_as_if_nothing_had_happened(corpus, 
 @pytest.mark.parametrize(("takes", "saved"), [(50.0, True), (70.0, False)])
 def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkeypatch, takes, saved):
     """60 s of grace, against the measured time of the last save."""
-    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"checkpoint.grace_seconds": 60}))
+    recipe = Recipe.load(
+        "quickstart", settings(corpus, tmp_path / "run", **{"checkpoint.grace_seconds": 60, "eval.every": 0})
+    )
     monkeypatch.setattr(Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False)
 
     def on_step(step: int, _: object) -> None:
