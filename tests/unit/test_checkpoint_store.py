@@ -202,6 +202,18 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
         restore(checkpoint, other, torch.optim.AdamW([p for p in other.parameters() if p.requires_grad]))
 
 
+def test_a_file_that_goes_bad_between_choosing_and_reading_is_one_message(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    file = checkpoint.path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"was whole when it was chosen, and is not any more: .*ends too early"):
+        restore(checkpoint, model, optimizer)
+    file.unlink()
+    with pytest.raises(UserError, match=r"cannot be read"):
+        restore(checkpoint, model, optimizer)
+
+
 def test_names_do_not_show_wrappers() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -78,6 +78,15 @@ def test_verify_finds_what_the_list_does_not(run: Path) -> None:
     assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"] and rows[0]["loss"] == 3.0
 
 
+def test_one_that_was_never_committed_is_told_and_does_not_count(run: Path) -> None:
+    (run / "checkpoints" / "step-00000030" / "COMMITTED").unlink()
+    code, text = invoke(str(run))
+    assert code == 0
+    assert "step-00000030 has no commit marker" in text
+    assert "2 checkpoints" in text
+    assert json.loads(invoke(str(run), "--json")[1])["uncommitted"] == ["step-00000030"]
+
+
 def test_no_run_and_no_checkpoints(tmp_path: Path, run: Path) -> None:
     result = CliRunner().invoke(app, ["checkpoints", str(tmp_path / "nothing")])
     assert isinstance(result.exception, UserError) and "no run directory" in str(result.exception)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.manifest import Damaged
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -158,9 +159,19 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
     where the optimizer has not made a step yet, and dropped where the checkpoint has none. Each rank reads only its rows.
 
     Raises:
-        UserError: tensors are missing, left over, or of another shape or type; all of them are named.
-        Damaged: a file cannot be read.
+        UserError: tensors are missing, left over, or of another shape or type, and all of them are named; or a file that was
+            whole when the checkpoint was chosen cannot be read now.
     """
+    try:
+        _restore(checkpoint, model, optimizer)
+    except (Damaged, FileNotFoundError) as error:
+        raise UserError(
+            f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}; give the same command "
+            "again, and the newest one that is whole is taken"
+        ) from None
+
+
+def _restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
     parameters, buffers, aliases = _model_tensors(model)
     wanted = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
     _check(checkpoint, wanted, {MODEL + alias for alias in aliases})

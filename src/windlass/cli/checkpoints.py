@@ -25,7 +25,8 @@ def checkpoints(
     if json_:
         import json
 
-        typer.echo(json.dumps({"run": str(run), "verified": verify, "checkpoints": rows}, indent=1))
+        found = {"run": str(run), "verified": verify, "checkpoints": rows, "uncommitted": _uncommitted(run)}
+        typer.echo(json.dumps(found, indent=1))
     else:
         _print(run, rows, verify)
     if any(row["problem"] for row in rows):
@@ -57,6 +58,13 @@ def table_rows(run: Path, verify: bool) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _uncommitted(run: Path) -> list[str]:
+    """Directories with a checkpoint's name and without its commit marker: they count for nothing."""
+    from windlass.checkpoint.manifest import committed
+
+    return sorted(p.name for p in (run / "checkpoints").glob("step-*") if p.is_dir() and not committed(p))
 
 
 MEANING = {
@@ -108,5 +116,10 @@ def _print(run: Path, rows: list[dict[str, Any]], verify: bool) -> None:
             typer.echo(f"step {row['step']} is bad: {row['problem']}")
     total = sum(row["bytes"] or 0 for row in rows)
     typer.echo(f"{len(rows)} checkpoints, {gb(total)}" + ("" if verify else "; --verify reads every byte"))
+    for name in _uncommitted(run):
+        typer.echo(
+            f"{name} has no commit marker: it is just being saved, or its save was cut off; the next start completes it where "
+            "every byte is there, and takes it away where not"
+        )
     for path in sorted((run / "checkpoints").glob("bad-*")):
         typer.echo(f"{path.name} was found damaged and set aside; nothing reads it, delete it when you like")
