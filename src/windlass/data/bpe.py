@@ -218,12 +218,12 @@ class JsonTokenizer:
         copy.post_processor = None  # it would leave the white space out of the tokens' places
         copy.encode_special_tokens = True
         known, nonce = self._inner.get_added_tokens_decoder(), secrets.token_hex(8)
-        sentinels = {}
+        sentinels: dict[int, tuple[str, int]] = {}
         for i in self.special.values():
             flags = {name: getattr(known[i], name) for name in ("lstrip", "rstrip", "normalized") if i in known}
             text = f"\U000f0010{nonce}-{i}\U000f0011"
             copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
-            sentinels[i] = (text, copy.token_to_id(text))
+            sentinels[i] = (text, int(copy.token_to_id(text) or 0))
         return copy, sentinels
 
     def pieces(self, text: str) -> Iterable[str]:

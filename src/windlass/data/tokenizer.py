@@ -176,12 +176,14 @@ def prompt_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return found or start or [int(i) for i in tokenizer.encode("\n")[:1]]
 
 
-def joined(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], int]:
+def joined(tokenizer: Tokenizer, prompt: str, answer: str, alone: list[int] | None = None) -> tuple[list[int], int]:
     """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
 
-    Tokenized as one text where the prompt's own tokens stay what they are in generation, else piece by piece.
+    Tokenized as one text where the prompt's own tokens (`alone`, where they are known) stay what they are in generation,
+    else piece by piece.
     """
-    alone, both = starting(tokenizer, prompt), starting(tokenizer, prompt + answer)
+    alone = starting(tokenizer, prompt) if alone is None else alone
+    both = starting(tokenizer, prompt + answer)
     if both[: len(alone)] != alone or len(both) == len(alone):
         # After a letter, so that what the tokenizer puts before a text is not put before the answer.
         letter, after = tokenizer.encode("a").tolist(), tokenizer.encode("a" + answer).tolist()
@@ -193,8 +195,8 @@ def joined(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], i
 def as_trained(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
     """The tokenizer as a recipe's model knows it: from texts alone it learns no token that stands before a text."""
     begun = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
-    if recipe.data.format == "text" and not begun and getattr(tokenizer, "start", ()):
-        tokenizer.drop_start()  # type: ignore[attr-defined]
+    if recipe.data.format == "text" and not begun and hasattr(tokenizer, "drop_start"):
+        tokenizer.drop_start()
     return tokenizer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import hub
-from windlass.data.tokenizer import joined
+from windlass.data.tokenizer import joined, starting
 from windlass.errors import UserError
 from windlass.evaluate.likelihood import Continuation, log_likelihoods
 
@@ -64,8 +64,12 @@ def _item(row: str | dict[str, Any], where: str) -> Item:
 
 def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
     """Each ending after its context, item by item, ending by ending: one text, cut where the context's tokens end."""
-    pairs = [joined(tokenizer, item.context, " " + ending) for item in items for ending in item.endings]
-    return [Continuation(ids[:before], ids[before:]) for ids, before in pairs]
+    rows = []
+    for item in items:
+        context = starting(tokenizer, item.context)
+        both = [joined(tokenizer, item.context, " " + ending, context)[0] for ending in item.endings]
+        rows += [Continuation(context, ids[len(context) :]) for ids in both]
+    return rows
 
 
 def evaluate_hellaswag(
