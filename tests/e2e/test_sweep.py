@@ -77,6 +77,7 @@ def test_a_killed_sweep_goes_on_and_leaves_finished_cells_alone(corpus, tmp_path
     assert [r["best_loss"] for r in listed] == [r["best_loss"] for r in table]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_killed_in_the_middle_of_cells_the_same_command_at_once_resumes_them(corpus, tmp_path):
     axes = ["optim.lr=1e-2,1e-3"]
