@@ -60,7 +60,7 @@ def keep_freed_memory() -> bool:
 
 
 class Place:
-    """Where this rank is, for whoever asks after it: step, phase and since when. Marking costs a microsecond or two."""
+    """Where this rank is, for whoever asks after it: step, phase and since when. Marking costs microseconds."""
 
     def __init__(self, rank: int, directory: str | None = None):
         self.rank, self.step, self.phase, self.since, self.steady = rank, 0, "start", time.time(), False

@@ -78,7 +78,7 @@ class Ranks:
         return self.place.rank == 0
 
     def mark(self, step: int, phase: str) -> None:
-        """Note where this rank is, for messages about it; costs a microsecond and waits for nothing.
+        """Note where this rank is, for messages about it; costs microseconds and waits for nothing.
 
         On CUDA that is where the host is: the device may still be at what the host gave it earlier.
         """
