@@ -97,7 +97,7 @@ class Saver:
         self.deadline, self.background, self.piece_bytes = deadline, background, piece_bytes
         self.last_seconds: float | None = None
         """How long the last committed save took, copy included: what a grace budget is held against."""
-        self._saves = 0
+        self._saves, self._begun = 0, 0.0
         self._stage = Stage()
         self._changed = threading.Condition()
         self._job: _Job | None = None
@@ -122,6 +122,12 @@ class Saver:
         """Whether a save, or the loss of one, is being written."""
         with self._changed:
             return self._occupied()
+
+    def rest_seconds(self) -> float:
+        """How long what is being written still takes, going by the last committed save; 0 where nothing is."""
+        with self._changed:
+            gone = time.monotonic() - self._begun
+            return max(0.0, (self.last_seconds or 0.0) - gone) if self._job is not None else 0.0
 
     def _occupied(self) -> bool:
         return self._job is not None or self._noting or self._reserve is not None
@@ -261,7 +267,7 @@ class Saver:
             self._outcomes.append(self._run(job))
             return
         with self._changed:
-            self._job = job
+            self._job, self._begun = job, time.monotonic()
         self._wake()
 
     def _wake(self) -> None:

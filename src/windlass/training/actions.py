@@ -329,11 +329,12 @@ class Actions:
     def stop(self) -> None:
         """Save where the grace allows it, and raise Stopped: all ranks come here after the same step."""
         s, state = self.s, self.state
-        early = not any(s.ranks.gather("signalled", s.signals.asked))
+        told = s.ranks.gather("signalled", (s.signals.asked, s.signals.seconds_since()))
+        early, since = not any(asked for asked, _ in told), max(seconds for _, seconds in told)
         reason = f"--stop-at {state.step}" if early else s.signals.name
         nothing = state.step == 0  # before step 1 there is nothing to save
-        expected = 0.0 if nothing or self.saves.step == state.step else s.saver.last_seconds or 0.0
-        left = self.recipe.checkpoint.grace_seconds - s.signals.seconds_since()
+        expected = 0.0 if nothing or self.saves.step == state.step else self.saves.expected_seconds()
+        left = self.recipe.checkpoint.grace_seconds - since
         if not early and s.agreed("grace", lambda: expected > left):
             self.saves.wait(max(0.0, left))  # what is being written already may still be committed
             lost = state.step - max(self.saves.newest(), 0)
@@ -389,6 +390,9 @@ class Actions:
             choice = checkpoints.latest_on_line(s.run.path, read_fork(s.run.path))
             if choice is None:
                 raise RunFailed(f"{back.reason}; there is no checkpoint yet to go back to")
+            for note in choice.notes:
+                s.console.trouble(note)
+            checkpoints.set_aside(choice)
             return str(choice.path)
 
         checkpoint = checkpoints.open_checkpoint(Path(s.agreed("rewind", choose)), deep=False)
@@ -406,7 +410,7 @@ class Actions:
         s.step.load(self.state)
         s.step.bad.zero_()
         self.saves.step = self.state.step
-        self.logged_samples, self.logged_tokens = self.state.samples, self.state.tokens
+        self.logged_samples, self.logged_tokens, self.padded_since_log = self.state.samples, self.state.tokens, 0
         s.attempt = s.ledger.attempt = s.attempt + 1
         if s.sampler is not None:
             s.sampler.attempt = s.attempt

@@ -66,6 +66,12 @@ class Saves:
             good = self.report(self.s.saver.wait(timeout, self.heartbeat.beat))
         return good and not self.s.saver.busy
 
+    def expected_seconds(self) -> float:
+        """How long a save that is begun now may take: as the last one did, and what is being written comes first."""
+        events = (e for e in reversed(self.s.run.events) if e["event"] == "checkpoint")
+        before = next((float(e.get("write_s") or 0.0) for e in events), 0.0)  # of an earlier start
+        return (self.s.saver.last_seconds or before) + self.s.saver.rest_seconds()
+
     def newest(self) -> int:
         """The newest committed step that a restart would go on from; -1 where there is none."""
         fork = read_fork(self.s.run.path)
