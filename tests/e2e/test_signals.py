@@ -311,10 +311,11 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     monkeypatch.setattr(space, "free_bytes", lambda path: 0 if len(failed) < 1 else original(path))
     evaluate = Actions.evaluate
 
-    def evaluate_and_wait(self: Actions) -> None:
-        evaluate(self)
+    def evaluate_and_wait(self: Actions) -> bool:
+        whole = evaluate(self)
         if self.state.step == 3:
             failed.append(self.saves.wait())
+        return whole
 
     monkeypatch.setattr(Actions, "evaluate", evaluate_and_wait)
     run = train(Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3})))
