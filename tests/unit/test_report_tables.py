@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from report_fixtures import build_run, loss_at, stamp
 
+from windlass.report.measures import harmonic_mean, measures, tail_mean
 from windlass.report.tables import (
     all_settings,
     comparison,
@@ -14,12 +15,9 @@ from windlass.report.tables import (
     differing,
     evaluation_names,
     evaluations,
-    harmonic_mean,
-    measures,
     results,
     results_shown,
     settings_table,
-    tail_mean,
 )
 from windlass.report.view import Track, view, views
 

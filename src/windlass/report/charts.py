@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.report.devices import RankTrack, grid, on_grid
-from windlass.report.tables import SPEED
+from windlass.report.measures import SPEED
 from windlass.report.view import RunView, Seam, Track, interpolate, tokens_at
 
 Numbers = NDArray[np.float64]

@@ -16,9 +16,9 @@ from typing import Any
 from windlass import __version__
 from windlass.report import sections
 from windlass.report.charts import Chart, charts
+from windlass.report.measures import Value, measures
 from windlass.report.payload import as_json, payload
 from windlass.report.plan_section import plan_html
-from windlass.report.tables import Value, measures
 from windlass.report.text import compact, duration, escape, show
 from windlass.report.view import RunView
 

@@ -33,7 +33,7 @@ from windlass.report.charts import (
     smoothing_for,
     thin,
 )
-from windlass.report.tables import goodput
+from windlass.report.measures import goodput
 from windlass.report.view import RunView, Track
 
 INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"

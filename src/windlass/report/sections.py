@@ -7,15 +7,14 @@ from typing import Any
 
 from windlass.recipe.load import flatten
 from windlass.report.charts import PART_COLOURS, PART_NAMES
+from windlass.report.measures import MEASURES, goodput
 from windlass.report.tables import (
-    MEASURES,
     PRINCIPAL,
     Setting,
     Table,
     all_settings,
     comparison,
     evaluations,
-    goodput,
     results_shown,
 )
 from windlass.report.text import MISSING, duration, escape, show

@@ -15,7 +15,8 @@ from typing import Any
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe, presets, typed
-from windlass.report.tables import Table, measures
+from windlass.report.measures import measures
+from windlass.report.tables import Table
 from windlass.report.text import show
 from windlass.report.view import RunView, view
 from windlass.run import Run, judged

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from windlass.report.measures import measures
 from windlass.report.page import Extra, figure, page, totals
 from windlass.report.payload import rounded
 from windlass.report.sections import section, table
@@ -26,7 +27,6 @@ from windlass.report.study import (
     winner,
     winner_command,
 )
-from windlass.report.tables import measures
 from windlass.report.text import escape, show
 
 
