@@ -107,6 +107,7 @@ def alone(lesson: Path) -> Run:
         (2, {"parallel__strategy": "ddp"}),
         (2, {"parallel__strategy": "full_shard"}),
         (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
+        (2, {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 1}),
         pytest.param(1, {"train__micro_batch": 12}, marks=pytest.mark.full),
         pytest.param(1, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
         pytest.param(4, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
@@ -142,7 +143,9 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
 
     run = trained(adapters(lesson, "lora"), 1)
     sharded = trained(adapters(lesson, "lora-sharded", parallel__strategy="full_shard"), 2)
-    assert [loss for loss, _ in curve(sharded)] == pytest.approx([loss for loss, _ in curve(run)], rel=1e-5)
+    replicated = trained(adapters(lesson, "lora-ddp", parallel__strategy="ddp"), 2)
+    for other in (sharded, replicated):
+        assert [loss for loss, _ in curve(other)] == pytest.approx([loss for loss, _ in curve(run)], rel=1e-5)
     assert curve(run)[-1][0] < curve(run)[0][0]
     start = build_model(run.recipe, 100, device="cpu")
     initialise(start, run.recipe.run.seed)
