@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from harness import recipe, run_ranks
+from torch._dynamo.utils import counters
 
+import hf_fixtures
+from windlass.evaluate.generate import generate
+from windlass.evaluate.sampling import Sampling
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel import reduce
@@ -41,3 +49,63 @@ def test_low_precision_agrees_with_float32_under_every_strategy(norm, precision)
             assert loss == pytest.approx(plain[0], rel=5e-3), strategy
             assert size == pytest.approx(plain[1], rel=3e-2), strategy
             assert loss != plain[0], "the arithmetic is not low at all"
+
+
+def hf_step(join, strategy: str, directory: Path, **train):
+    """The loss and gradient norm of one step of a model of `transformers`, the types that its norms gave, a text, and what
+    was compiled while that was made."""
+    warnings.simplefilter("ignore")  # the compiler looks at gradients of inner tensors, and warns itself
+    made = recipe(
+        model__kind="hf", model__name=str(directory), model__context=32, parallel__strategy=strategy,
+        parallel__activation_checkpointing="selective", **train,
+    )  # fmt: skip
+    with join(made) as ranks:
+        model = wrap(build_model(made, 64), ranks, made)
+        initialise(unwrap(model), 7)
+        kinds: set[torch.dtype] = set()
+        for module in model.modules():
+            if type(module).__name__.endswith("Norm") and not made.train.compile:
+                module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
+        draw = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 17)))
+        mine = draw.chunk(ranks.world)[ranks.rank]
+        with sync_gradients(model, True):
+            with autocast(made, ranks.device):
+                loss = model(mine[:, :-1], mine[:, 1:]) / 64
+            loss.backward()
+        norm = float(reduce.global_grad_norm(model.parameters(), ranks))
+        total = float(reduce.sum_over_ranks(loss.detach().clone(), ranks))
+        before = counters["stats"]["unique_graphs"]
+        how = {"ranks": ranks, "autocast": lambda: autocast(made, ranks.device)}
+        text = generate(model, [[1, 2, 3]], Sampling(max_tokens=6, temperature=0), **how)
+        return total, norm, kinds, text, counters["stats"]["unique_graphs"] - before
+
+
+@pytest.mark.dist
+def test_norms_of_transformers_give_the_same_types_sharded_or_not(tmp_path):
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    directory = hf_fixtures.save("llama", tmp_path, num_hidden_layers=2)
+    (plain,) = run_ranks(hf_step, 1, "single", directory)
+    for strategy in ("ddp", "full_shard"):
+        for loss, size, kinds, _, _ in run_ranks(partial(hf_step, train__precision="bf16"), 2, strategy, directory):
+            assert kinds == {torch.float32}, strategy  # as autocast leaves it: gains in float32 times what came in
+            assert loss == pytest.approx(plain[0], rel=5e-3) and size == pytest.approx(plain[1], rel=3e-2), strategy
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "strategy", "world", "precision"), [("bloom", "single", 1, "fp32"), ("llama", "full_shard", 2, "bf16")]
+)
+def test_compiled_models_of_transformers_compute_the_same_and_generation_compiles_nothing(
+    kind, strategy, world, precision, tmp_path
+):
+    layers = {"n_layer": 2} if kind == "bloom" else {"num_hidden_layers": 2}
+    directory = hf_fixtures.save(kind, tmp_path, **layers)
+    (plain,) = run_ranks(hf_step, 1, "single", directory)
+    how = {"train__compile": True, "train__precision": precision}
+    exact = precision == "fp32"
+    for loss, size, _, text, compiled in run_ranks(partial(hf_step, **how), world, strategy, directory, timeout=280):
+        assert loss == pytest.approx(plain[0], rel=1e-5 if exact else 5e-3)
+        assert size == pytest.approx(plain[1], rel=1e-4 if exact else 3e-2)
+        assert compiled == 0 and (text == plain[3] or not exact)

@@ -13,7 +13,7 @@ from torch import Tensor
 from windlass.errors import UserError
 from windlass.evaluate.lockstep import evaluating, in_lockstep
 from windlass.evaluate.sampling import Sampling, choose, uniform
-from windlass.parallel.wrap import unwrap
+from windlass.parallel.wrap import uncompiled, unwrap
 
 if TYPE_CHECKING:
     from windlass.parallel.mesh import Ranks
@@ -100,7 +100,7 @@ def generate(
             yield from _continue([texts[i] for i in group], model, sampling, on_token)
         return True
 
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), uncompiled():
         done = in_lockstep(work(), forward, ranks, poll)
     return [text.made for text in texts] if done else None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def wrap(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     checkpoint_activations(blocks, settings.activation_checkpointing)
     if recipe.train.compile:
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = _compiled(block.forward)
     on_meta = any(p.is_meta for p in model.parameters())
     if ranks.strategy in SHARDED:
         if not on_meta:
@@ -85,6 +85,29 @@ def wrap(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     )
     wrapped.register_comm_hook(None, _add)
     return wrapped
+
+
+_plainly: list[None] = []
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    fast = torch.compile(forward)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (forward if _plainly else fast)(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, blocks run as they are written: with a cache that grows, each new length could have them compiled again."""
+    _plainly.append(None)
+    try:
+        yield
+    finally:
+        _plainly.pop()
 
 
 def _add(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -137,6 +160,22 @@ def _norms_in_float32(block: nn.Module) -> None:
         for kind, forward in ((nn.LayerNorm, layer_norm), (nn.RMSNorm, rms_norm)):
             if type(module).forward is kind.forward:
                 module.forward = functools.partial(forward, module)
+                break
+        else:
+            if is_norm(module):
+                module.forward = functools.partial(_raised, module, module.forward)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module of somebody's own is a normalisation: by its class's name, and its vectors as its only parameters."""
+    parameters = [p for p in module.parameters() if p is not None]
+    return "norm" in type(module).__name__.lower() and bool(parameters) and all(p.dim() <= 1 for p in parameters)
+
+
+def _raised(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A norm's own forward pass, with float32 in the place of what was gathered in a low precision."""
+    low = {name: p.float() for name, p in norm.named_parameters() if p.dtype in LOW.values()}
+    return torch.func.functional_call(norm, low, args, kwargs) if low else forward(*args, **kwargs)
 
 
 def _up(tensor: Tensor | None) -> Tensor | None:
