@@ -133,6 +133,28 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
         read_items(str(tmp_path / "none"))
 
 
+def test_items_are_tokenized_once_and_again_where_they_or_the_tokenizer_change() -> None:
+    class Counting(ByteTokenizer):
+        asked = 0
+
+        def encode(self, text: str) -> Any:
+            Counting.asked += 1
+            return super().encode(text)
+
+    items, model = [Item("A man", ("a", "bc"), 1), Item("A cat", ("d", "ef"), 0)], gpt(context=32, layers=1)
+    tokenizer = Counting()
+    first = evaluate_hellaswag(model, tokenizer, items, ALONE)
+    asked = Counting.asked
+    again = evaluate_hellaswag(model, tokenizer, list(items), ALONE)
+    assert asked and Counting.asked == asked and first is not None and again is not None
+    assert (first["acc"], first["tokens"]) == (again["acc"], again["tokens"])
+    evaluate_hellaswag(model, tokenizer, items[:1], ALONE)
+    assert Counting.asked > asked
+    asked = Counting.asked
+    evaluate_hellaswag(model, Counting(), items[:1], ALONE)
+    assert Counting.asked > asked
+
+
 def test_a_hundred_real_items_have_the_scores_of_the_plain_reference(data_files: Path) -> None:
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=100)
     model = gpt(context=320, layers=1)

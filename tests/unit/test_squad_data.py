@@ -148,6 +148,57 @@ def test_files_become_splits_by_article_and_sizes_by_seed(tmp_path: Path) -> Non
     )
 
 
+def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(tmp_path: Path) -> None:
+    file = write(tmp_path / "asked.json", articles=3)
+
+    def asked(tree: dict[str, Any], **settings: Any) -> list[Question]:
+        return squad.eval_questions(Recipe.model_validate({**tree, "eval": settings}))
+
+    (tmp_path / "corpus.txt").write_text("a corpus, which is no SQuAD")
+    text = {"data": {"source": "corpus.txt", "eval_source": str(tmp_path / "corpus.txt"), "eval_size": 5}}
+    everything = asked({}, squad_file=str(file))
+    assert [q.id for q in everything] == [f"Land {a}-{i}" for a in range(3) for i in range(3)]
+    assert len(asked(text, squad_file=str(file))) == 5 and len(asked(text, squad_file=str(file), squad_items=2)) == 2
+    absent = {"format": "squad", "source": f"squad:{tmp_path / 'absent.json'}"}
+    assert asked({"data": absent}, squad_file=str(file)) == everything
+    assert asked({"data": {**absent, "eval_source": f"squad:{file}"}}) == everything
+    mine = {"data": {"format": "squad", "source": f"squad:{file}", "val_fraction": 0.3}}
+    assert asked(mine) == squad.questions(Recipe.model_validate(mine))[1] and {q.group for q in asked(mine)} == {
+        "Land 2"
+    }
+    with pytest.raises(UserError, match=r"eval.squad_file: .*none.json cannot be read"):
+        asked(text, squad_file=str(tmp_path / "none.json"))
+
+
+def test_what_the_hub_gave_is_kept_until_another_split_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    row = {
+        "id": "1",
+        "title": "t",
+        "question": "Who?",
+        "context": "A cat.",
+        "answers": {"text": ["cat"], "answer_start": [2]},
+    }
+    loaded: list[str] = []
+
+    def load(name: str, split: str) -> Any:
+        loaded.append(split)
+        return datasets.Dataset.from_list([row])
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    squad._read_hub.cache_clear()
+    recipe = Recipe.model_validate({"data": {"format": "squad", "source": "squad"}})
+    assert (
+        squad.eval_questions(recipe)
+        == squad.eval_questions(recipe)
+        == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
+    )
+    assert loaded == ["validation"]
+    squad._read_hub.cache_clear()
+
+
 def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
     keys = [f"id-{i}" for i in range(200)]
     first = choose(keys, 50, 1, "train")

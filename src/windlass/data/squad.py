@@ -43,16 +43,16 @@ class Question:
         return self.start + len(self.answers[0])
 
 
-def read_file(path: str | Path) -> list[Question]:
-    """The questions of a SQuAD v1.1 JSON file; raises UserError where it is not one."""
+def read_file(path: str | Path, key: str = "data.source") -> list[Question]:
+    """The questions of a SQuAD v1.1 JSON file, which the setting `key` names; raises UserError where it is not one."""
     try:
-        return list(_read_file(str(path), Path(path).stat().st_mtime_ns))
+        return list(_read_file(str(path), Path(path).stat().st_mtime_ns, key))
     except OSError as error:
-        raise UserError(f"data.source: {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
 
 
 @lru_cache(maxsize=4)  # an evaluation reads the same file again and again
-def _read_file(path: str, _changed: int) -> tuple[Question, ...]:
+def _read_file(path: str, _changed: int, key: str) -> tuple[Question, ...]:
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
         found = [
@@ -64,14 +64,21 @@ def _read_file(path: str, _changed: int) -> tuple[Question, ...]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"data.source: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
-    return tuple(_checked(found, path))
+        raise UserError(f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
+    return tuple(_checked(found, path, key))
 
 
 def read_hub(split: str) -> list[Question]:
     """The questions of `train` or `validation` through `datasets`."""
+    return list(_read_hub(split))
+
+
+@lru_cache(maxsize=1)  # the validation questions are asked again and again; the 87,599 for training are read once
+def _read_hub(split: str) -> tuple[Question, ...]:
     hub.prepare()
-    with hub.explained(f'data.source = "squad" (the data set {HUB_NAME})'):
+    with hub.explained(
+        f'data.source = "squad" (the data set {HUB_NAME}; or give a file: squad:FILE.json, eval.squad_file)'
+    ):
         from datasets import load_dataset
 
         rows = load_dataset(HUB_NAME, split=split)
@@ -80,7 +87,7 @@ def read_hub(split: str) -> list[Question]:
         texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
         found.append(_question(row["id"], row["question"], row["context"], answers, row["title"]))
-    return _checked(found, HUB_NAME)
+    return tuple(_checked(found, HUB_NAME))
 
 
 def _question(key: str, question: str, context: str, answers: list[dict[str, Any]], group: str) -> Question:
@@ -90,11 +97,11 @@ def _question(key: str, question: str, context: str, answers: list[dict[str, Any
     return Question(key, question.strip(), context, texts, start, group)
 
 
-def _checked(questions: list[Question], where: str) -> list[Question]:
+def _checked(questions: list[Question], where: str, key: str = "data.source") -> list[Question]:
     if not questions:
-        raise UserError(f"data.source: {where} has no questions")
+        raise UserError(f"{key}: {where} has no questions")
     if len({q.id for q in questions}) < len(questions):
-        raise UserError(f"data.source: {where} has two questions with one id")
+        raise UserError(f"{key}: {where} has two questions with one id")
     return questions
 
 
@@ -106,14 +113,19 @@ def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     """
     data, seed = recipe.data, recipe.run.seed
     train, held_out = _source(data.source), []
-    if data.eval_source or data.source == "squad":
-        held_out = _source(data.eval_source or data.source, "validation")
+    if elsewhere := _held_out_source(recipe):
+        held_out = _source(elsewhere, "validation")
     elif data.val_fraction:
         train, held_out = split(train, data.val_fraction)
     return (
         [train[i] for i in choose([q.id for q in train], data.train_size, seed, "train")],
         [held_out[i] for i in choose([q.id for q in held_out], data.eval_size, seed, "eval")],
     )
+
+
+def _held_out_source(recipe: Recipe) -> str:
+    """Where the evaluation questions of a SQuAD recipe come from; empty: from among those of `data.source`."""
+    return recipe.data.eval_source or ("squad" if recipe.data.source == "squad" else "")
 
 
 def split(items: list[Question], share: float) -> tuple[list[Question], list[Question]]:
@@ -128,24 +140,40 @@ def split(items: list[Question], share: float) -> tuple[list[Question], list[Que
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
-    """The evaluation questions of a recipe; for a recipe on other data those of `data.eval_source`, or SQuAD's own."""
+    """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses.
+
+    They are of `asked_source`; the training questions are read only where these are held out from them. Raises UserError.
+    """
+    source = asked_source(recipe)
+    if source:
+        found = _source(source, "validation", "eval.squad_file" if recipe.eval.squad_file else "data.eval_source")
+    else:
+        found = split(_source(recipe.data.source), recipe.data.val_fraction)[1] if recipe.data.val_fraction else []
+    if not found:
+        raise UserError(
+            "there are no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction"
+        )
+    size = recipe.eval.squad_items or recipe.data.eval_size
+    return [found[i] for i in choose([q.id for q in found], size, recipe.run.seed, "eval")]
+
+
+def asked_source(recipe: Recipe) -> str:
+    """Where the questions of the suite `squad` come from: `eval.squad_file`; else of a SQuAD recipe its held-out questions
+    (empty: from among those of `data.source`), of any other `data.eval_source` where that is SQuAD, and SQuAD's own."""
+    if recipe.eval.squad_file:
+        return f"squad:{recipe.eval.squad_file}"
     if recipe.data.format == "squad":
-        held_out = questions(recipe)[1]
-        if not held_out:
-            raise UserError("there are no questions to evaluate: set data.eval_source or data.val_fraction")
-        return held_out
-    source = recipe.data.eval_source
-    found = _source(source if source.startswith("squad") else "squad", "validation")
-    return [found[i] for i in choose([q.id for q in found], recipe.data.eval_size, recipe.run.seed, "eval")]
+        return _held_out_source(recipe)
+    return recipe.data.eval_source if recipe.data.eval_source.partition(":")[0] == "squad" else "squad"
 
 
-def _source(source: str, split: str = "train") -> list[Question]:
+def _source(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
     name, _, path = source.partition(":")
     if name != "squad":
         raise UserError(
-            f'data.source: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
+            f'{key}: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
         )
-    return read_file(path) if path else read_hub(split)
+    return read_file(path, key) if path else read_hub(split)
 
 
 def rows(items: Iterable[Question], tokenizer: Tokenizer, context: int) -> Rows:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,16 @@ class Item:
 
 def read_items(file: str = "", limit: int = 0) -> list[Item]:
     """The first `limit` (0: all) validation items, of a JSONL file or through `datasets`; raises UserError."""
+    try:
+        return list(_read_items(file, limit, Path(file).stat().st_mtime_ns if file else 0))
+    except OSError as error:
+        raise UserError(f"eval.hellaswag_file: {file} cannot be read: {error.strerror}") from None
+
+
+@lru_cache(maxsize=1)  # each evaluation of a training reads the same items
+def _read_items(file: str, limit: int, _changed: int) -> tuple[Item, ...]:
     if file:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").split("\n")
-        except OSError as error:
-            raise UserError(f"eval.hellaswag_file: {file} cannot be read: {error.strerror}") from None
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
         rows = [(f"{file}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
         items = [_item(line, where) for where, line in (rows[:limit] if limit else rows)]
     else:
@@ -48,7 +54,7 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
             items = [_item(row, HUB_NAME) for row in (found.select(range(limit)) if limit else found)]
     if not items:
         raise UserError(f"eval.hellaswag_file: {file} has no items")
-    return items
+    return tuple(items)
 
 
 def _item(row: str | dict[str, Any], where: str) -> Item:
@@ -72,6 +78,17 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
     return rows
 
 
+_tokenized: list[tuple[Sequence[Item], Tokenizer, list[Continuation]]] = []
+"""The items last measured on, their tokenizer, and `continuations` of the two."""
+
+
+def _continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
+    """As `continuations`, but made only once where the same items are measured on again and again."""
+    if not _tokenized or _tokenized[0][1] is not tokenizer or list(_tokenized[0][0]) != list(items):
+        _tokenized[:] = [(tuple(items), tokenizer, continuations(items, tokenizer))]
+    return _tokenized[0][2]
+
+
 def evaluate_hellaswag(
     model: Any,
     tokenizer: Tokenizer,
@@ -88,7 +105,7 @@ def evaluate_hellaswag(
         the ending), `items`, `tokens`, `runtime_s`, `samples_per_s`, `tokens_per_s`; None where `poll` cut it short.
         The published `acc_norm` of EleutherAI's harness divides by the ending's characters instead of its tokens.
     """
-    found = log_likelihoods(model, continuations(items, tokenizer), ranks, autocast=autocast, poll=poll)
+    found = log_likelihoods(model, _continuations(items, tokenizer), ranks, autocast=autocast, poll=poll)
     if found is None:
         return None
     right = right_norm = first = 0

@@ -342,6 +342,10 @@ class EvalSettings(Section):
     """HellaSwag's validation items as JSONL; empty: through `datasets`."""
     hellaswag_items: int = Field(0, ge=0)
     """So many of HellaSwag's items; 0: all 10,042."""
+    squad_file: str = ""
+    """SQuAD v1.1 JSON that the suite `squad` asks; empty: the recipe's own held-out questions, or through `datasets`."""
+    squad_items: int = Field(0, ge=0)
+    """So many of its questions, as `run.seed` chooses; 0: `data.eval_size` of them."""
     sample_every: Duration = 0
     """How often a text is generated from `prompt`; 0: never."""
     prompt: str = ""
