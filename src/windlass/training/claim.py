@@ -21,7 +21,16 @@ from windlass.training.occupancy import WAIT_SECONDS, occupy
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 """What a branch may do otherwise than the run it comes from; model, data, seed and batch stay."""
 
-LEFT_OVER = {LOCK, "heartbeat", BEGINNING, f".{BEGINNING}.new", ".recipe.toml.new", "log.txt", "tokenizer"}
+LEFT_OVER = {
+    LOCK,
+    "heartbeat",
+    BEGINNING,
+    f".{BEGINNING}.new",
+    ".recipe.toml.new",
+    ".recipe.toml.partial",
+    "log.txt",
+    "tokenizer",
+}
 """What a start that failed before its recipe was written may leave, and the next one finds no fault with."""
 
 
