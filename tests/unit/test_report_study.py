@@ -1,24 +1,30 @@
 import json
+import math
+import shutil
 
 import pytest
 from report_fixtures import build_run, build_study, loss_at
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
+from windlass.report.charts import LOSS, ceiling, wild
+from windlass.report.plots import draw, late_loss, styled
 from windlass.report.study import (
     Cell,
     StudyView,
     by_seed,
     cell_table,
     cells_of,
-    heat,
     read_study,
     score,
     seed_table,
-    sweeps,
     winner,
     winner_command,
+    winner_text,
 )
+from windlass.report.study_page import study_page
+from windlass.report.study_plots import heat_figure, sweep_figure
+from windlass.report.swept import heat, heats, sweeps
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -62,9 +68,10 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
     row = next(r for r in table.rows if r[:2] == (1e-3, "wsd"))
     values = sorted([best(1e-3, 1), best(1e-3, 2)])
     assert row[2:6] == pytest.approx((sum(values) / 2, *values, values[1] - values[0]))
-    assert row[-1] == 2
+    assert row[-2:] == (2, 2)
     alone = next(r for r in table.rows if r[:2] == (1e-2, "cosine"))
-    assert (alone[2], alone[-1]) == (pytest.approx(best(1e-2, 1)), 1)
+    assert (alone[2], *alone[-2:]) == (pytest.approx(best(1e-2, 1)), 2, 1)
+    assert alone[5] is None  # one seed has no spread
     assert len(by_seed(study.cells)) == 6
 
 
@@ -84,6 +91,7 @@ def test_a_winner_with_all_its_seeds_goes_before_a_better_one_with_some(study):
     assert (found.assignment["optim.schedule.kind"], found.seeds) == ("wsd", "2 seeds")
     only = winner([c for c in cells if c.assignment["optim.schedule.kind"] == "cosine"])
     assert only.seeds == "1 of 2 seeds"
+    assert winner_text(only)[1].startswith("median of the best evaluation loss over 1 of 2 seeds: ")
 
 
 def test_the_command_has_the_ranks():
@@ -182,3 +190,88 @@ def test_a_damaged_or_missing_study_is_said(folder):
     (folder / "broken" / "study.json").write_text(json.dumps({"cells": [{"run": "x"}]}))
     with pytest.raises(UserError, match="damaged"):
         read_study(folder / "broken")
+
+
+def diverge(run, step):
+    """Let a made-up run's losses blow up and end at `step`, as a divergence leaves them."""
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    kept = [line for line in lines if line["step"] <= step]
+    for line in kept:
+        if line["kind"] == "train" and line["step"] >= step - 20:
+            line["loss"] = 40.0 if line["step"] < step else math.nan
+        if line["kind"] == "eval" and line["suite"] == "loss" and line["step"] >= step - 20:
+            line["loss"] = math.nan
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+@pytest.fixture(scope="module")
+def troubled(folder):
+    """Three rates, two schedules, two seeds: a cell failed, one diverged, one waits; of the slowest both seeds differ."""
+    path = build_study(folder / "troubled")
+    listed = json.loads((path / "study.json").read_text())["cells"]
+    for cell in listed[2:4]:  # both seeds of 1e-2 with wsd
+        shutil.rmtree(path / cell["run"])
+        run = build_run(
+            path / cell["run"], "optim.schedule.kind=wsd", steps=200, ranks=1, lr=1e-2, device="cpu", finished=False,
+            seed=cell["assignment"]["run.seed"],
+        )  # fmt: skip
+        diverge(run, 120)
+    verdicts = {cell["digest"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in listed[2:4]}
+    (path / "verdicts.json").write_text(json.dumps(verdicts))
+    lines = Run(path / listed[4]["run"]).metrics_path.read_text().splitlines()
+    changed = [json.loads(line) for line in lines]
+    for line in changed:  # overfitting: the final loss is above the best
+        if line["kind"] == "eval" and line["suite"] == "loss" and line["step"] == 200:
+            line["loss"] += 0.5
+    Run(path / listed[4]["run"]).metrics_path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    return read_study(path)
+
+
+def test_final_and_best_loss_against_the_rate_with_cells_that_did_not_finish(troubled):
+    assert [cell.state for cell in troubled.cells].count("diverged") == 2
+    lr = next(s for s in sweeps(troubled.cells) if s.key == "optim.lr")
+    cosine, wsd = lr.lines
+    assert [v for v, _ in wsd.median] == [1e-4, 1e-3]  # no cell of 1e-2 finished
+    assert wsd.final == []  # the final losses are the best ones
+    final, median = dict(cosine.final), dict(cosine.median)
+    late = [loss_at(200, 1, 1e-3) + 0.56, loss_at(200, 2, 1e-3) + 0.06]
+    assert final[1e-3] == pytest.approx(sum(late) / 2)
+    early = [min(loss_at(s, 1, 1e-3) + 0.06 for s in (0, 50, 100, 150)), best(1e-3, 2)]
+    assert median[1e-3] == pytest.approx(sum(early) / 2)
+    with styled():
+        axes = sweep_figure(lr).axes[0]
+    assert axes.get_xscale() == "log"
+    names = axes.get_legend_handles_labels()[1]
+    assert names == ["best, kind cosine", "final, kind cosine", "best and final, kind wsd"]
+    best_line, final_line = (line for line in axes.lines if line.get_label() in names[:2])
+    assert final_line.get_ydata()[1] == pytest.approx(sum(late) / 2) != best_line.get_ydata()[1]
+
+
+def test_two_maps_where_the_final_loss_is_not_the_best_and_a_hole_where_nothing_finished(troubled, study):
+    first, final = heats(troubled.cells)
+    assert (first.title, final.title) == ("Best evaluation loss", "Final evaluation loss")
+    assert first.loss[1][2] is None and final.loss[1][2] is None
+    assert final.loss[0][1] > first.loss[0][1]
+    assert len(heats(study.cells)) == 1
+    with styled():
+        texts = [text.get_text() for text in heat_figure(first).axes[0].texts]
+    assert texts[5] == "–" and not any("nan" in text.lower() for text in texts)
+    page = study_page(troubled)
+    assert "Final evaluation loss</h3>" in page and '<td class="cell" style="">–</td>' in page
+
+
+def test_the_curves_with_and_without_their_beginning_are_not_squeezed_by_what_diverged(troubled):
+    everything = ceiling(troubled.views)
+    assert 3 < everything < 40
+    late = ceiling(troubled.views, 60)
+    assert late < everything
+    calm = [v for v in troubled.views if not wild(v)]
+    assert len(calm) == 9 and ceiling(calm) is None
+    with styled():
+        whole, cut = draw(LOSS, troubled.views), late_loss(troubled.views, skip=60)
+    assert whole.axes[0].get_ylim()[1] < 40
+    assert "cut off" in whole.axes[0].get_title(loc="right")
+    for line in cut.axes[0].lines:
+        assert min(line.get_xdata(), default=60) >= 60
+    assert cut.axes[0].get_title(loc="left") == "Loss from step 60 on"
+    assert "what diverged is cut off above" in study_page(troubled)

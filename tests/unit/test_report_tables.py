@@ -8,6 +8,7 @@ import pytest
 from report_fixtures import build_run, loss_at, stamp
 
 from windlass.report.measures import harmonic_mean, measures, tail_mean
+from windlass.report.page import _one_headline
 from windlass.report.tables import (
     all_settings,
     comparison,
@@ -156,3 +157,33 @@ def test_curves_are_the_ledger_to_the_last_digit(one):
     rows = read(curves(one).csv())
     assert [float(row["loss"]) for row in rows] == list(one.train["loss"])
     assert [int(row["step"]) for row in rows] == list(range(10, 401, 10))
+
+
+def test_the_best_score_of_another_measure_is_told_with_its_name(folder):
+    settings = ["eval.suites=['loss', 'hellaswag']", "checkpoint.best=hellaswag.acc_norm"]
+    run = build_run(folder / "scored", *settings, steps=100, ranks=1, finished=False)
+    text = run.metrics_path.read_text().replace('"accuracy_norm"', '"acc_norm"')
+    run.metrics_path.write_text(text)
+    found = measures(view(run))  # no summary yet: of the evaluations so far
+    assert (found["best_measure"], found["best_score_step"]) == ("hellaswag.acc_norm", 100)
+    assert found["best_score"] == pytest.approx(0.26 + 100 / 8000)
+    summary = {
+        "kind": "summary",
+        "step": 100,
+        "time": stamp(900),
+        "best_measure": "squad.f1",
+        "best_score": 61.5,
+        "best_step": 50,
+    }
+    with run.metrics_path.open("a") as file:
+        file.write(json.dumps(summary) + "\n")
+    shown = dict(results_shown([view(run)]).rows)
+    assert (shown["Best checkpoint by"], shown["Best score of that measure"]) == ("squad.f1", "61.5000")
+    assert shown["Step of that score"] == "50"
+    row = next(r for r in csv.DictReader(io.StringIO(results([view(run)]).csv())) if r["name"] == "best_score")
+    assert float(row["scored"]) == 61.5
+    assert ("Best squad.f1", "61.5000", "at step 50") in _one_headline(view(run))
+
+
+def test_the_loss_is_no_measure_of_its_own(one):
+    assert "best_measure" not in measures(one)

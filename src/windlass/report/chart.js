@@ -160,7 +160,8 @@ class Chart {
   heights(series, low, high, y) {
     let bottom = Infinity;
     let top = -Infinity;
-    for (const one of series) {
+    const tame = series.filter((one) => !one.wild); // a run that diverged does not stretch the axis of the others
+    for (const one of tame.length ? tame : series) {
       const from = lowerBound(one.x, low);
       for (const values of one.band ? [one.y, ...one.band] : [one.y]) {
         for (let i = from; i < one.x.length && one.x[i] <= high; i++) {

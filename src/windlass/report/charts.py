@@ -104,6 +104,29 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     return found
 
 
+FAR_ABOVE = 1.25
+"""A training loss so many times that of the run's first line, or one that is not finite, says that the run diverged."""
+
+
+def wild(view: RunView) -> bool:
+    """Whether the run's training loss diverged: beside others it does not stretch the axis of the loss."""
+    found = view.train["loss"]
+    finite = found[np.isfinite(found)]
+    return bool(view.nonfinite_steps) or bool(len(finite) and finite.max() > FAR_ABOVE * finite[0] > 0)
+
+
+def ceiling(views: Sequence[RunView], first_step: int = 0) -> float | None:
+    """The highest loss from a step on of the runs that did not diverge; None where no run diverged above it."""
+    tops: dict[bool, list[float]] = {True: [], False: []}
+    for view in views:
+        for track in (view.train, view.evals.get("loss")):
+            if track is not None:
+                values = track["loss"][track["step"] >= first_step]
+                tops[wild(view)] += values[np.isfinite(values)].tolist()
+    high = max(tops[False], default=math.inf)
+    return high if high < max(tops[True], default=-math.inf) else None
+
+
 def _samples_tell_more(train: Track) -> bool:
     """Whether samples/s is no mere multiple of tokens/s, as it is where all samples are equally long."""
     tokens, samples = train["tokens_per_s"], train["samples_per_s"]

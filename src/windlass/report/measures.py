@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from windlass.checkpoint.retention import LOSS
 from windlass.report.view import STARTS, RunView, Track
 
 Value = float | int | str | None
@@ -26,6 +27,9 @@ MEASURES: dict[str, tuple[str, str]] = {
     "eval_perplexity": ("Final perplexity", "loss"),
     "best_eval_loss": ("Best evaluation loss", "loss"),
     "best_eval_step": ("Step of the best evaluation", "count"),
+    "best_measure": ("Best checkpoint by", ""),
+    "best_score": ("Best score of that measure", "score"),
+    "best_score_step": ("Step of that score", "count"),
     "train_samples_per_s": ("Training speed (samples/s)", "rate"),
     "train_tokens_per_s": ("Training speed (tokens/s)", "rate"),
     "train_steps_per_s": ("Training speed (steps/s)", "rate"),
@@ -133,6 +137,7 @@ def measures(view: RunView) -> dict[str, Value]:
         "device_hours": view.device_hours,
         "starts": 1 + len(view.seams),
     }
+    found |= best_score(view)
     for suite, track in view.evals.items():
         if suite != "loss":
             found |= {f"{suite}_{name}": last_value(track, name) for name in track.measures() if name not in SPEED}
@@ -185,3 +190,21 @@ def best_evaluation(view: RunView) -> tuple[int, float] | None:
         return None
     place = int(np.nanargmin(np.where(np.isfinite(track["loss"]), track["loss"], np.nan)))
     return int(track["step"][place]), float(track["loss"][place])
+
+
+def best_score(view: RunView) -> dict[str, Value]:
+    """What `checkpoint.best` names, its best score and the step of it: the summary's, or of the evaluations so far.
+
+    Empty where it is the validation loss, which has its own place, and where it was never measured.
+    """
+    summary = view.summary
+    measure = str(summary.get("best_measure") or view.settings.get("checkpoint.best") or LOSS)
+    if measure == LOSS:
+        return {}
+    value, step = first(summary.get("best_score")), first(summary.get("best_step"))
+    suite, _, name = measure.partition(".")
+    track = view.evals.get(suite)
+    if value is None and track is not None and track.has(name):
+        place = int(np.nanargmax(np.where(np.isfinite(track[name]), track[name], np.nan)))
+        value, step = float(track[name][place]), int(track["step"][place])
+    return {} if value is None else {"best_measure": measure, "best_score": value, "best_score_step": step}

@@ -119,6 +119,7 @@ function lossSeries(run, i) {
     const { x, ys: [y] } = cut(track, [track.loss]);
     found.push({ x, y, name: name("validation"), color: several ? color : "var(--c1)", points: true, pointsOnly: several });
   }
+  for (const one of found) one.wild = run.wild;
   return found;
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass import __version__
 from windlass.report import sections
-from windlass.report.charts import Chart, charts
+from windlass.report.charts import Chart, ceiling, charts
 from windlass.report.measures import Value, measures
 from windlass.report.payload import as_json, payload
 from windlass.report.plan_section import plan_html
@@ -76,7 +76,7 @@ def page(views: Sequence[RunView], extra: Extra | None = None) -> str:
         "masthead": _masthead(views, extra),
         "bar": _bar(links) if found else "",
         "chips": _chips(views),
-        "lead": _lead(found, len(views) > 1),
+        "lead": _lead(found, views),
         "extra": "\n".join(text for _, _, text in extra.sections),
         "charts": _rest(found, bool(extra.sections)),
         "sections": "\n".join(text for text in below.values() if text),
@@ -151,10 +151,12 @@ def _one_headline(view: RunView) -> list[tuple[str, str, str]]:
     best = ""
     if "best_eval_loss" in found and found["best_eval_loss"] != found.get("eval_loss"):
         best = f"best {show(found['best_eval_loss'], 'loss')} at step {found['best_eval_step']:,}"
+    scored = f"at step {found['best_score_step']:,}" if found.get("best_score_step") is not None else ""
     epochs = f"{found['epochs']:.3g} epochs" if found.get("epochs") else ""
     hours = f"{show(found['device_hours'], 'hours')} device-hours" if "device_hours" in found else ""
     candidates = [
         ("Validation loss", "eval_loss", show(found.get("eval_loss"), "loss"), best),
+        (f"Best {found.get('best_measure')}", "best_score", show(found.get("best_score"), "score"), scored),
         ("Training loss", "train_loss", show(found.get("train_loss"), "loss"), ""),
         ("Tokens", "tokens", compact(_float(found.get("tokens"))), epochs),
         ("Tokens per second", "train_tokens_per_s", show(_whole(found.get("train_tokens_per_s")), "count"), ""),
@@ -244,7 +246,7 @@ def figure(chart_id: str, title: str, unit: str, note: str = "", tools: str = ""
     )
 
 
-def _lead(found: Sequence[Chart], several: bool) -> str:
+def _lead(found: Sequence[Chart], views: Sequence[RunView]) -> str:
     if not found:
         return '<p class="note">No step has been logged yet.</p>'
     tools = (
@@ -252,7 +254,8 @@ def _lead(found: Sequence[Chart], several: bool) -> str:
         '<button type="button" data-toggle="logY" aria-pressed="false">Log loss</button>'
         '<button type="button" data-toggle="logX" aria-pressed="false">Log x-axis</button></span>'
     )
-    voices = "lines: training, circles: validation" if several else ""
+    voices = "lines: training, circles: validation" if len(views) > 1 else ""
+    voices += "; what diverged is cut off above" if ceiling(views) is not None else ""
     lead = [figure(c.id, c.title, c.unit, voices, tools) for c in found if c.id == "loss"]
     without = '<noscript><p class="note">The charts need JavaScript; the tables below do not.</p></noscript>'
     return f'{without}<h2 class="unseen">Curves</h2><div class="lead">{"".join(lead)}</div>'

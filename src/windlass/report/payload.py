@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.report.charts import GRID, POINTS, Chart, rank_curves, smoothing_for, thin, tokens_at
+from windlass.report.charts import GRID, POINTS, Chart, rank_curves, smoothing_for, thin, tokens_at, wild
 from windlass.report.view import RunView, Seam, Track
 
 DIGITS = 6
@@ -68,6 +68,7 @@ def _run(view: RunView, charts: Sequence[Chart], limit: int) -> dict[str, Any]:
     bad_hours = [float(view.train["hours"][view.train["step"] == step][0]) for step in bad]
     return {
         "label": view.label,
+        "wild": wild(view),
         "train": _track(view.train, train_columns, limit, "loss"),
         "evals": evals,
         "ranks": {name: found for name in rank_columns if (found := _ranks(view, name))},

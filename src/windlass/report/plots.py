@@ -27,6 +27,7 @@ from windlass.report.charts import (
     PART_NAMES,
     Chart,
     Curve,
+    ceiling,
     charts,
     rank_curves,
     smoothed,
@@ -165,6 +166,8 @@ def draw(chart: Chart, views: Sequence[RunView], pens: Sequence[Pen] = (), first
             if track is not None:
                 _draw_track(axes, shown, track, pen)
     _seams(axes, views, pens, first_step)
+    if chart.id == "loss":
+        _cut_off(axes, views, first_step)
     _finish(figure, axes, chart)
     return figure
 
@@ -186,6 +189,18 @@ def _draw_loss(axes: Any, view: RunView, pen: Pen, first_step: int) -> None:
             bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), linestyle="none", marker="x", color=PALETTE[6],
             label=f"not finite{'' if alone else f', {view.label}'}", zorder=5,
         )  # fmt: skip
+
+
+def _cut_off(axes: Any, views: Sequence[RunView], first_step: int) -> None:
+    """Runs that diverged leave the picture at its upper edge, so that the others can still be told apart."""
+    high = ceiling(views, first_step)
+    if high is None:
+        return
+    drawn = [line.get_ydata() for line in axes.lines if line.get_transform().contains_branch(axes.transData)]
+    finite = [values[np.isfinite(values)] for values in (np.asarray(one, dtype=np.float64) for one in drawn)]
+    low = min(float(values.min()) for values in finite if len(values))
+    axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
+    axes.set_title("what diverged is cut off above", loc="right", fontsize=8.5, fontweight="normal", color=SOFT)
 
 
 def _noisy(axes: Any, track: Track, curve: Curve, scale: float, pen: Pen, alone: str, first_step: int = 0) -> None:

@@ -22,6 +22,8 @@ from windlass.report.view import RunView, Sample
 
 SIDE_BY_SIDE = 6
 """Up to so many runs stand side by side in the results table; more only in rows."""
+LONG = 28
+"""A text of more characters in a table may take several lines."""
 SAMPLES = 40
 """Steps of each run whose samples are in the page: evenly spaced, first and last among them."""
 
@@ -39,7 +41,7 @@ def table(found: Table, sortable: bool = False, css: str = "", row_class: Mappin
         for i, (value, text) in enumerate(zip(raw, shown, strict=True)):
             tag, scope = ("th", ' scope="row"') if i == 0 else ("td", "")
             exact = f' data-value="{escape("" if value is None else value)}"' if sortable else ""
-            css_class = ' class="n"' if i in numeric else ""
+            css_class = ' class="n"' if i in numeric else ' class="long"' if len(text) > LONG else ""
             cells.append(f"<{tag}{scope}{css_class}{exact}>{escape(text)}</{tag}>")
         look = (row_class or {}).get(number)
         rows.append(f"<tr{f' class={look}' if look else ''}>{''.join(cells)}</tr>")

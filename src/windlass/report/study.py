@@ -209,12 +209,20 @@ def seed_table(cells: Sequence[Cell]) -> Table | None:
     rows = []
     for group in groups:
         values = group.values("best_eval_loss")
-        spread = max(values) - min(values) if values else None
+        spread = max(values) - min(values) if len(values) > 1 else None
         numbers = (group.median("best_eval_loss"), min(values, default=None), max(values, default=None), spread)
-        rows.append((*(group.assignment.get(k) for k in keys), *numbers, group.median("eval_loss"), len(values)))
-    columns = (*keys, "median", "low", "high", "spread", "median_final", "seeds")
-    heads = (*keys, "Best evaluation loss, median", "Lowest", "Highest", "Spread", "Final, median", "Seeds finished")
-    return Table(columns, rows, heads, (*("" for _ in keys), *("loss",) * 5, "count"))
+        rows.append(
+            (
+                *(group.assignment.get(k) for k in keys),
+                *numbers,
+                group.median("eval_loss"),
+                len(group.cells),
+                len(values),
+            )
+        )
+    columns = (*keys, "median", "low", "high", "spread", "median_final", "of_seeds", "seeds")
+    heads = (*keys, "Best evaluation loss, median", "Lowest", "Highest", "Spread", "Final, median", "Seeds", "Finished")
+    return Table(columns, rows, heads, (*("" for _ in keys), *("loss",) * 5, "count", "count"))
 
 
 # ---------------------------------------------------------------- the winner
@@ -234,7 +242,15 @@ class Winner:
         if not any(SEED in cell.assignment for cell in self.cells):
             return ""
         done, of = sum(score(cell) is not None for cell in self.cells), len(self.cells)
-        return f"{of} seeds" if done == of else f"{done} of {of} seeds"
+        text = f"{of} seeds" if of > 1 else "1 seed"
+        return text if done == of else f"{done} of {text}"
+
+
+def winner_text(best: Winner) -> tuple[str, str]:
+    """What the winner sets, and its loss with the number of seeds that it is the median of."""
+    what = ", ".join(f"{key} = {show(value)}" for key, value in best.assignment.items()) or "the recipe as it is"
+    measure = f"median of the best evaluation loss over {best.seeds}" if best.seeds else "best evaluation loss"
+    return what, f"{measure}: {show(best.loss, 'loss')}"
 
 
 def winner(cells: Sequence[Cell]) -> Winner | None:
@@ -273,121 +289,3 @@ def winner_command(study: StudyView, assignment: Assignment, world: int = 1) -> 
 def _quoted(word: str) -> str:
     safe = all(c.isalnum() or c in "._-+=/:@%,~" for c in word)
     return word if safe and word else "'" + word.replace("'", "'\"'\"'") + "'"
-
-
-# ---------------------------------------------------------------- against what was swept
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The loss against one swept setting: a line for each combination of the others."""
-
-    key: str
-    values: list[Any]
-    """The setting's values in the order they are drawn."""
-    numeric: bool
-    log: bool
-    lines: list[SweepLine]
-
-    def x(self, value: Any) -> float:
-        """Where a value lies: itself, or its place among the values."""
-        return float(value) if self.numeric else float(self.values.index(value))
-
-
-@dataclass(frozen=True)
-class SweepLine:
-    """Medians over the seeds, and every seed's value, as (value of the setting, best evaluation loss)."""
-
-    name: str
-    median: list[tuple[Any, float]]
-    final: list[tuple[Any, float]]
-    """Medians of the final losses; empty where they are the best ones all along."""
-    every: list[tuple[Any, float]]
-
-
-def sweeps(cells: Sequence[Cell]) -> list[Sweep]:
-    """For each swept setting with more than one value, the loss against it."""
-    groups = by_seed(cells)
-    keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
-    found = []
-    for key in keys:
-        values = unique(group.assignment[key] for group in groups if key in group.assignment)
-        if len(values) < 2:
-            continue
-        numbers = numeric(values)
-        if numbers:
-            values.sort()
-        log = numbers and values[0] > 0 and values[-1] / values[0] >= 8
-        lines = _lines(groups, key, values)
-        if any(line.median for line in lines):
-            found.append(Sweep(key, values, numbers, log, lines))
-    return found
-
-
-def numeric(values: Sequence[Any]) -> bool:
-    """Whether all are numbers."""
-    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-
-
-def unique(values: Any) -> list[Any]:
-    """The values without repetition, in order; they need not be hashable."""
-    found: list[Any] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
-    return found
-
-
-def _lines(groups: Sequence[Group], key: str, values: Sequence[Any]) -> list[SweepLine]:
-    others: dict[str, list[Group]] = {}
-    for group in groups:
-        rest = {k: v for k, v in group.assignment.items() if k != key}
-        others.setdefault(named(rest) if rest else "", []).append(group)
-    lines = []
-    for name, members in others.items():
-        ordered = sorted(members, key=lambda g: list(values).index(g.assignment[key]))
-        pick = [(g.assignment[key], g) for g in ordered]
-        median = [(v, m) for v, g in pick if (m := g.median("best_eval_loss")) is not None]
-        final = [(v, m) for v, g in pick if (m := g.median("eval_loss")) is not None]
-        final = [] if final == median else final
-        every = [(v, one) for v, g in pick for one in g.values("best_eval_loss")]
-        lines.append(SweepLine(name, median, final, every))
-    return lines
-
-
-@dataclass(frozen=True)
-class Heat:
-    """The best evaluation loss over two swept settings: `loss[row][column]`, None where nothing has finished."""
-
-    row_key: str
-    column_key: str
-    rows: list[Any]
-    columns: list[Any]
-    loss: list[list[float | None]]
-
-
-def heat(cells: Sequence[Cell]) -> Heat | None:
-    """The heat map of a study with exactly two swept settings besides the seed; None for any other."""
-    groups = by_seed(cells)
-    keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
-    axes = [(key, unique(g.assignment.get(key) for g in groups)) for key in keys]
-    axes = [(key, sorted(values) if numeric(values) else values) for key, values in axes if len(values) > 1]
-    if len(axes) != 2:
-        return None
-    (row_key, rows), (column_key, columns) = axes if len(axes[0][1]) <= len(axes[1][1]) else (axes[1], axes[0])
-    loss: list[list[float | None]] = [[None] * len(columns) for _ in rows]
-    for group in groups:
-        place = rows.index(group.assignment[row_key]), columns.index(group.assignment[column_key])
-        loss[place[0]][place[1]] = group.median("best_eval_loss")
-    return Heat(row_key, column_key, rows, columns, loss)
-
-
-def sweeps_numeric(cells: Sequence[Cell]) -> list[tuple[str, list[Any]]]:
-    """The swept settings other than the seed that are numbers, with their rising values."""
-    keys = list(dict.fromkeys(key for cell in cells for key in cell.assignment if key != SEED))
-    found = []
-    for key in keys:
-        values = unique(cell.assignment[key] for cell in cells if key in cell.assignment)
-        if len(values) > 2 and numeric(values):
-            found.append((key, sorted(values)))
-    return found

@@ -13,20 +13,16 @@ from windlass.report.sections import section, table
 from windlass.report.study import (
     SEED,
     Cell,
-    Heat,
     StudyView,
-    Sweep,
     cell_table,
-    heat,
     named,
     seed_table,
     short,
-    sweeps,
-    sweeps_numeric,
-    unique,
     winner,
     winner_command,
+    winner_text,
 )
+from windlass.report.swept import Heat, Sweep, heats, sweeps, sweeps_numeric, unique
 from windlass.report.text import escape, show
 
 
@@ -95,10 +91,8 @@ def _winner(study: StudyView) -> str:
     if best is None:
         return ""
     command, remark = winner_command(study, best.assignment)
-    what = ", ".join(f"{key} = {show(value)}" for key, value in best.assignment.items()) or "the recipe as it is"
-    count = len(best.cells)
-    measure = f"median of the best evaluation loss over {count} seeds" if count > 1 else "best evaluation loss"
-    text = f"<p><b>{escape(what)}</b>: {measure} {escape(show(best.loss, 'loss'))}.</p>"
+    what, measure = winner_text(best)
+    text = f"<p><b>{escape(what)}</b>, {escape(measure)}.</p>"
     after = f'<p class="note after">{escape(remark)}</p>' if remark else ""
     return section("winner", "The winner", f'{text}<pre class="command">{escape(command)}</pre>{after}')
 
@@ -108,10 +102,10 @@ def _swept(cells: Sequence[Cell]) -> str:
         figure(f"sweep-{number}", f"Evaluation loss against {sweep.key}", "nats per token", _sweep_note(sweep))
         for number, sweep in enumerate(sweeps(cells))
     ]
-    found = heat(cells)
     parts = [f'<div class="charts">{"".join(figures)}</div>'] if figures else []
-    if found is not None:
-        parts.append(_heat(found))
+    maps = "".join(_heat(found) for found in heats(cells))
+    if maps:
+        parts.append(f'<div class="charts">{maps}</div>')
     return section("swept", "Loss against what was swept", "".join(parts)) if parts else ""
 
 
@@ -127,7 +121,8 @@ def _free(sweep: Sweep, number: int) -> dict[str, Any]:
         colour = f"var(--c{place % 8})"
         suffix = f", {line.name}" if line.name else ""
         seeds = len(line.every) > len(line.median)
-        for values, name, dash in ((line.median, f"best{suffix}", None), (line.final, f"final{suffix}", "6 4")):
+        best = "best" if line.final else "best and final"
+        for values, name, dash in ((line.median, f"{best}{suffix}", None), (line.final, f"final{suffix}", "6 4")):
             if not values:
                 continue
             x, y = [sweep.x(v) for v, _ in values], [rounded(loss) for _, loss in values]
@@ -164,8 +159,6 @@ def _free(sweep: Sweep, number: int) -> dict[str, Any]:
 def _heat(found: Heat) -> str:
     """The heat map as a table: the lower the loss, the stronger the colour."""
     known = [value for row in found.loss for value in row if value is not None]
-    if not known:
-        return ""
     low, high = min(known), max(known)
     head = "".join(f'<th scope="col">{escape(show(value))}</th>' for value in found.columns)
     rows = []
@@ -180,12 +173,10 @@ def _heat(found: Heat) -> str:
         rows.append(
             f'<tr><th scope="row">{escape(short(found.row_key))} {escape(show(value))}</th>{"".join(cells)}</tr>'
         )
-    caption = (
-        f"Best evaluation loss; columns: {found.column_key}, rows: {found.row_key}; the stronger the colour, the lower"
-    )
+    caption = f"columns: {found.column_key}, rows: {found.row_key}; the stronger the colour, the lower"
     return (
-        f'<p class="note heat-note">{escape(caption)}</p><div class="scroll"><table class="heat"><thead><tr><th></th>{head}'
-        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div><h3 class="over">{escape(found.title)}</h3><p class="note heat-note">{escape(caption)}</p><div class="scroll"><table class="heat"><thead><tr><th></th>{head}'
+        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></div>"
     )
 
 

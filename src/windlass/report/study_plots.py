@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from windlass.report.plots import DASHES, PALETTE, RING, SIZE, legend, new_figure, ramp, save, styled, write_plots
-from windlass.report.study import Heat, StudyView, Sweep, heat, short, sweeps
+from windlass.report.study import StudyView, short
 from windlass.report.study_page import looks
+from windlass.report.swept import Heat, Sweep, heats, sweeps
 from windlass.report.text import show
 
 
@@ -23,9 +24,8 @@ def write_study_plots(study: StudyView, folder: Path, skip: int | None = None) -
         for sweep in sweeps(study.cells):
             name = f"loss-against-{short(sweep.key)}"
             written[name] = save(sweep_figure(sweep), folder / f"{name}.png")
-        found = heat(study.cells)
-        if found is not None and any(value is not None for row in found.loss for value in row):
-            written["heat-map"] = save(heat_figure(found), folder / "heat-map.png")
+        for found, name in zip(heats(study.cells), ("heat-map", "heat-map-final"), strict=False):
+            written[name] = save(heat_figure(found), folder / f"{name}.png")
     return written
 
 
@@ -36,7 +36,7 @@ def sweep_figure(sweep: Sweep) -> Figure:
         colour, dash = PALETTE[place % len(PALETTE)], DASHES[place // len(PALETTE) % len(DASHES)]
         suffix = f", {line.name}" if line.name else ""
         x, y = [sweep.x(v) for v, _ in line.median], [loss for _, loss in line.median]
-        axes.plot(x, y, color=colour, linestyle=dash, label=f"best{suffix}")
+        axes.plot(x, y, color=colour, linestyle=dash, label=f"{'best' if line.final else 'best and final'}{suffix}")
         if line.final:
             axes.plot([sweep.x(v) for v, _ in line.final], [loss for _, loss in line.final], color=colour, linewidth=1,
                       linestyle=(0, (5, 2)), label=f"final{suffix}")  # fmt: skip
@@ -56,13 +56,13 @@ def heat_figure(found: Heat) -> Figure:
     """The heat map with the loss written into each cell."""
     table = np.array([[np.nan if value is None else value for value in row] for row in found.loss], dtype=np.float64)
     height = 1.5 + 0.5 * len(found.rows)
-    figure, axes = new_figure("Best evaluation loss", short(found.row_key), short(found.column_key), (SIZE[0], height))
+    figure, axes = new_figure(found.title, short(found.row_key), short(found.column_key), (SIZE[0], height))
     low, high = float(np.nanmin(table)), float(np.nanmax(table))
     image = axes.imshow(
         np.ma.masked_invalid(table), cmap=ramp(), aspect="auto", vmin=low, vmax=high if high > low else low + 1
     )
     for (row, column), value in np.ndenumerate(table):
-        dark = np.isfinite(value) and (value - low) < 0.35 * (high - low)
+        dark = np.isfinite(value) and (value - low) < 0.6 * (high - low)
         text = show(float(value), "loss") if np.isfinite(value) else "–"
         axes.text(column, row, text, ha="center", va="center", color="white" if dark else "#22262b", fontsize=8.5)
     axes.set_xticks(range(len(found.columns)), [show(v) for v in found.columns])

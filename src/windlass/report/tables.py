@@ -187,7 +187,7 @@ def differing(views: Sequence[RunView]) -> list[Setting]:
 
 
 PRINCIPAL = (
-    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "train_tokens_per_s", "mfu", "peak_mem_mb",
+    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_measure", "best_score", "train_tokens_per_s", "mfu", "peak_mem_mb",
     "util_pct", "goodput", "runtime_s", "device_hours",
 )  # fmt: skip
 """The measures that a table of many runs shows to people; its CSV has all of them."""

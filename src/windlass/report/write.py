@@ -10,7 +10,7 @@ from windlass.errors import UserError
 from windlass.report.charts import charts
 from windlass.report.page import page
 from windlass.report.plan_section import plan_markdown
-from windlass.report.study import StudyView, cell_table, seed_table, winner, winner_command
+from windlass.report.study import StudyView, cell_table, seed_table, winner, winner_command, winner_text
 from windlass.report.study_page import study_page
 from windlass.report.tables import (
     PRINCIPAL,
@@ -27,7 +27,7 @@ from windlass.report.view import RunView, views
 from windlass.run import Run
 
 SIDE_BY_SIDE = 6
-OURS = ("loss-late", "goodput", "heat-map")
+OURS = ("loss-late", "goodput", "heat-map", "heat-map-final")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,12 @@ def _state_line(seen: Sequence[RunView]) -> str:
 
 def _pictures(drawn: dict[str, Path], seen: Sequence[RunView]) -> list[str]:
     titles = {chart.id: chart.title for chart in charts(seen)}
-    titles |= {"loss-late": "Loss without its beginning", "goodput": "Where the time went", "heat-map": "Heat map"}
+    titles |= {
+        "loss-late": "Loss without its beginning",
+        "goodput": "Where the time went",
+        "heat-map": "Heat map",
+        "heat-map-final": "Heat map of the final loss",
+    }
     found = ["\n## Plots\n"] if drawn else []
     for name, path in drawn.items():
         title = titles.get(name, name.replace("-", " ").capitalize())
@@ -217,8 +222,8 @@ def _study_markdown(study: StudyView, drawn: dict[str, Path]) -> str:
     best = winner(study.cells)
     if best is not None:
         command, remark = winner_command(study, best.assignment)
-        what = ", ".join(f"{key} = {show(value)}" for key, value in best.assignment.items()) or "the recipe as it is"
-        parts.append(f"The winner: {markdown_cell(what)}, best evaluation loss {show(best.loss, 'loss')}. {remark}\n")
+        what, measure = winner_text(best)
+        parts.append(f"The winner: {markdown_cell(what)}, {measure}. {remark}\n")
         parts.append(f"```\n{command}\n```\n")
     parts += ["\n## Cells\n", cell_table(study.cells).markdown()]
     seeds = seed_table(study.cells)
