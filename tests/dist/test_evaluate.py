@@ -14,6 +14,7 @@ from windlass.data.rows import Rows
 from windlass.data.squad import Question
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.evaluate.generate import generate
+from windlass.evaluate.harness import write_texts
 from windlass.evaluate.hellaswag import Item, evaluate_hellaswag
 from windlass.evaluate.likelihood import Continuation, log_likelihoods
 from windlass.evaluate.loss import evaluate_loss
@@ -47,6 +48,9 @@ ITEMS = [
     Item(f"The cat number {i}", ("sat", "ran away from it", "ate", "slept " * (i % 3 + 1)), i % 4) for i in range(7)
 ]
 QUESTIONS = [Question(f"q{i}", f"Who is {i}?", "A cat. " * (i % 4 + 1), ("cat",), 2) for i in range(7)]
+REQUESTS = [
+    ("cat " * (i % 3), {"max_gen_toks": 6 + i % 2, "until": ["e"], "do_sample": i == 4, "top_k": 5}) for i in range(5)
+]
 SAMPLING = Sampling(max_tokens=24, seed=3, stop=frozenset(range(40)))  # stops soon, and each text elsewhere
 
 
@@ -67,6 +71,11 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     made = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
     scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
     assert made is not None and scored is not None
+    # One text that ends at its first token, while the other ranks go on for long; and of three ranks of four no text at all.
+    brief = Sampling(max_tokens=24, temperature=0, stop=frozenset(range(257)) if ranks.rank == 0 else frozenset())
+    uneven = generate(model, [texts[0]], brief, ranks)
+    assert uneven is not None and len(uneven[0]) == (0 if ranks.rank == 0 else 24)
+    lone = generate(model, texts[:1] if ranks.rank == ranks.world - 1 else [], SAMPLING, ranks)
     hellaswag = evaluate_hellaswag(model, TOKENIZER, ITEMS, ranks)
     squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
     assert hellaswag is not None and squad is not None
@@ -76,6 +85,17 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
         "sums": scored.sums,
         "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "items", "tokens")},
         "squad": squad[1],
+        "lone": lone or None,
+        # Fewer items than ranks, and an odd number of them.
+        "few": [
+            (
+                log_likelihoods(model, [Continuation([1], [2, i]) for i in range(n)], ranks).counts,  # type: ignore[union-attr]
+                evaluate_hellaswag(model, TOKENIZER, ITEMS[:n], ranks)["acc"],  # type: ignore[index]
+                evaluate_squad(model, TOKENIZER, QUESTIONS[:n], ranks, max_tokens=8)[1],
+            )  # type: ignore[index]
+            for n in (1, 3)
+        ],
+        "written": write_texts(model, TOKENIZER, ranks, REQUESTS),
     }
 
 
@@ -98,8 +118,11 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
             assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert one["hellaswag"] == expected["hellaswag"] and one["squad"] == expected["squad"]
+        assert one["few"] == expected["few"] and one["written"] == expected["written"]
+        assert one["lone"] in (None, expected["lone"])
         for i, text in one["texts"].items():
             assert text == expected["texts"][i]
+    assert [one["lone"] for one in found] == [None] * (world - 1) + [expected["lone"]]
     lengths = {len(text) for text in expected["texts"].values()}
     assert len(lengths) > 2, "texts end at different places"
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
-from windlass.evaluate.harness import _pair, adapter, run_harness
+from windlass.evaluate.harness import Interrupted, _pair, adapter, run_harness, write_texts
 from windlass.evaluate.likelihood import Continuation, log_likelihoods
 from windlass.model.build import build_model
 from windlass.model.init import initialise
@@ -32,6 +35,23 @@ def model():
     return made.eval()
 
 
+ROWS = [{"q": f"Number {i} is", "choices": [" odd", " even", " a cat"], "gold": i % 2} for i in range(9)]
+
+
+def parity(folder: Path) -> Any:
+    """A task of our own, as the harness finds it."""
+    from lm_eval.tasks import TaskManager
+
+    (folder / "rows.json").write_text("\n".join(json.dumps(row) for row in ROWS))
+    (folder / "parity.yaml").write_text(
+        "task: parity\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+        f"{folder / 'rows.json'}\ntest_split: test\noutput_type: multiple_choice\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: gold\ndoc_to_choice: choices\ntarget_delimiter: ''\n"
+        "metric_list:\n  - metric: acc\n"
+    )
+    return TaskManager(include_path=str(folder))
+
+
 def test_a_contexts_trailing_space_belongs_to_the_ending() -> None:
     assert _pair(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
     assert _pair(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
@@ -46,24 +66,27 @@ def test_without_the_harness_one_sentence_says_what_to_install() -> None:
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
-    from lm_eval.tasks import TaskManager
-
-    rows = [{"q": f"Number {i} is", "choices": [" odd", " even", " a cat"], "gold": i % 2} for i in range(9)]
-    (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "parity.yaml").write_text(
-        "task: parity\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
-        f"{tmp_path / 'rows.json'}\ntest_split: test\noutput_type: multiple_choice\n"
-        "doc_to_text: '{{q}}'\ndoc_to_target: gold\ndoc_to_choice: choices\ntarget_delimiter: ''\n"
-        "metric_list:\n  - metric: acc\n"
-    )
+    manager = parity(tmp_path)
     made = model()
-    found = run_harness("parity", made, BYTES, ALONE, task_manager=TaskManager(include_path=str(tmp_path)))
+    found = run_harness("parity", made, BYTES, ALONE, task_manager=manager)
     right = 0
-    for row in rows:
+    for row in ROWS:
         pairs = [Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]]
         scores = log_likelihoods(made, pairs, ALONE).sums
         right += scores.index(max(scores)) == row["gold"]
     assert found["parity/acc"] == pytest.approx(right / 9)
+    assert made.training is False
+
+
+@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
+@pytest.mark.filterwarnings("ignore")
+def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(tmp_path: Path) -> None:
+    manager = parity(tmp_path)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert run_harness("parity", model(), BYTES, ALONE, task_manager=manager, poll=lambda: True) is None
+    assert run_harness("parity", model(), BYTES, ALONE, task_manager=manager, poll=lambda: False) is not None
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
@@ -77,3 +100,19 @@ def test_rolling_scores_and_texts() -> None:
     (whole,) = made.generate_until([SimpleNamespace(args=("the", how))])
     (cut,) = made.generate_until([SimpleNamespace(args=("the", {**how, "until": [whole[3:5]]}))])
     assert whole and cut == whole[: whole.index(whole[3:5])]
+
+
+def test_texts_of_one_call_are_those_of_one_call_each() -> None:
+    greedy, drawn = (
+        {"until": "e", "max_gen_toks": 9},
+        {"max_gen_toks": 5, "do_sample": True, "temperature": 0.7, "top_k": 9},
+    )
+    prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
+    asked = [(prompt, (greedy, drawn)[i % 2]) for i, prompt in enumerate(prompts)]
+    made = model()
+    together = write_texts(made, BYTES, ALONE, asked)
+    assert [together[i] for i in (0, 2, 4)] == [write_texts(made, BYTES, ALONE, [asked[i]])[0] for i in (0, 2, 4)]
+    assert together == write_texts(made, BYTES, ALONE, asked) and all(together[i] for i in (1, 3, 5))
+    assert not any("e" in together[i] for i in (0, 2, 4))
+    with pytest.raises(Interrupted):
+        write_texts(made, BYTES, ALONE, asked, poll=lambda: True)

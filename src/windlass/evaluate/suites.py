@@ -34,7 +34,7 @@ def run_suite(
         suite: Its name.
         model: The model, wrapped or bare.
         tokenizer: Its tokenizer.
-        recipe: `eval.hellaswag_file`, `eval.hellaswag_items` and the section `data` say what is measured on.
+        recipe: the section `eval` (`hellaswag_file`, `squad_items`, ...) and the section `data` say what is measured on.
         ranks: The process group.
         autocast: Makes the context of the forward pass's arithmetic.
         poll: Asked between passes whether to stop.
@@ -61,5 +61,5 @@ def run_suite(
     if suite.startswith(HARNESS):
         from windlass.evaluate.harness import run_harness
 
-        return run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, autocast=autocast)
+        return run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, autocast=autocast, poll=poll)
     raise UserError(f"there is no suite {suite!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
