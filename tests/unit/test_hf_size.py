@@ -205,6 +205,8 @@ def test_a_training_has_its_length_its_mfu_and_its_prediction(tmp_path: Path) ->
     sizes = sizes_in(run)
     assert sizes is not None and sizes.total == theirs_of(tmp_path / "model")
     assert run.summary["steps"] == int(0.2 * sizes.total) // (8 * 32)
+    started = next(e for e in run.events if e["event"] == "started")
+    assert started["model_sizes"] == sizes.as_dict()
     lines = run.lines("train")
     peaks = [sizes.flops_per_token() * x["tokens_per_s"] / x["mfu"] for x in lines if x.get("mfu")]
     assert peaks and max(peaks) == pytest.approx(min(peaks), rel=1e-6)

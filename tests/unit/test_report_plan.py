@@ -103,7 +103,7 @@ def test_where_no_plan_can_be_made_a_note_says_so(tmp_path):
     assert plan_html([view(run)]) == ""
 
 
-def test_a_finished_run_of_transformers_knows_its_sizes(tmp_path):
+def test_a_run_of_transformers_knows_its_sizes_finished_or_not(tmp_path):
     run = write_run(tmp_path / "run")
     model = {"kind": "hf", "name": "bigscience/bloom-560m", "context": 128}
     tree = run.recipe.model_dump(mode="json") | {"model": model}
@@ -115,6 +115,13 @@ def test_a_finished_run_of_transformers_knows_its_sizes(tmp_path):
     )  # fmt: skip
     with run.metrics_path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": "summary", "step": 100, "model_sizes": sizes.as_dict()}) + "\n")
-    made = plan_of_run(Run(run.path))
+    of_summary = plan_of_run(Run(run.path))
+    lines = [json.loads(line) for line in run.metrics_path.read_text(encoding="utf-8").splitlines()[:-1]]
+    for line in lines:
+        if line["kind"] == "event" and "world" in line:
+            line["model_sizes"] = sizes.as_dict()
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    made = plan_of_run(Run(run.path))  # the run is not finished: its start wrote the sizes down
+    assert made["memory"] == of_summary["memory"]
     assert made["model"]["parameters"] == 820_480 and made["memory"] and made["flops"]["per_token_counted"] == 5e6
     assert made["predicted_and_measured"]["memory_mb"]["predicted"] > 0

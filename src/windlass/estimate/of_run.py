@@ -10,14 +10,15 @@ from windlass.estimate.optimum import vocab_of
 from windlass.estimate.plan import Facts, Setting, plan
 from windlass.estimate.predict import predicted_beside_measured, sizes_in
 from windlass.estimate.time import measured_speed
+from windlass.model.size import HfSizes
 from windlass.recipe import Horizon
 
 if TYPE_CHECKING:
     from windlass.run import Line, Run
 
 UNREAD = (
-    "A Hugging Face model: a finished run knows its parameters, FLOPs and memory; `windlass plan` reads them from the "
-    "model's configuration."
+    "A Hugging Face model whose parameters, FLOPs and memory the run has not written down; `windlass plan` reads them from "
+    "the model's configuration."
 )
 
 
@@ -39,18 +40,27 @@ def plan_of_run(run: Run) -> dict[str, Any]:
     per_sample = last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None
     facts = Facts(vocab_of(recipe, _parameters(started)), samples, per_sample)
     device = _device(started)
+    hf = sizes_in(run) or _sizes_at_start(started)
     precision = str(started.get("precision") or {"cpu": "fp32", "cuda": "bf16"}[device.kind])
-    setting = Setting(recipe, int(started["world"]), device, precision, facts, hf=sizes_in(run), note=UNREAD)
+    setting = Setting(recipe, int(started["world"]), device, precision, facts, hf=hf, note=UNREAD)
     speed = measured_speed(run)
     made = plan(setting, [speed] if speed else [], Horizon(int(started["steps"]), samples, recipe.train.global_batch))
     if "model" in made and made["model"].get("trained", made["model"]["parameters"]) != _parameters(started):
         made = {k: v for k, v in made.items() if k not in ("model", "flops", "memory", "recommendation", "disk")}
         made["note"] = "The network is none that the recipe describes: its parameters and memory are not known."
-    return made | {"predicted_and_measured": predicted_beside_measured(run)}
+    return made | {"predicted_and_measured": predicted_beside_measured(run, hf)}
 
 
 def _parameters(started: Line) -> int | None:
     return int(started["parameters"]) if "parameters" in started else None
+
+
+def _sizes_at_start(started: Line) -> HfSizes | None:
+    """What a start wrote down of a model of `transformers`; None for any other, and for runs of before it was written."""
+    try:
+        return HfSizes.from_dict(started["model_sizes"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _device(started: Line) -> Device:
