@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -48,6 +49,61 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: pytest.
     assert written["results"]["hellaswag"]["items"] == 1
     assert typed("eval", f"{run}@6", "--suite", "loss") == 0
     assert (run / "eval" / "step-00000006.json").is_file() and "bits_per_byte" in capsys.readouterr().out
+
+
+def test_results_say_what_they_were_measured_on_and_none_is_lost(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
+    file, out = tmp_path / "h.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps(item) + "\n" for _ in range(3)))
+
+    def record(*settings: str, suite: str = "hellaswag") -> dict[str, Any]:
+        assert typed("eval", run, "--suite", suite, f"eval.hellaswag_file={file}", *settings, "--out", out) == 0
+        return dict(json.loads((out / "step-00000012.json").read_text()))
+
+    first = record("eval.hellaswag_items=2")
+    assert first["results"]["hellaswag"]["items"] == 2 and "earlier" not in first
+    assert first["measured"]["hellaswag"] == {
+        "settings": {
+            "train.precision": "fp32", "model.context": 32, "eval.hellaswag_file": str(file), "eval.hellaswag_items": 2,
+        },
+        "files": {str(file): hashlib.sha256(file.read_bytes()).hexdigest()},
+    }  # fmt: skip
+    assert record("eval.hellaswag_items=2")["results"]["hellaswag"]["items"] == 2
+    whole = record()
+    assert whole["results"]["hellaswag"]["items"] == 3
+    assert [(e["suite"], e["results"]["items"]) for e in whole["earlier"]] == [("hellaswag", 2)]
+    both = record(suite="loss")
+    assert both["results"]["hellaswag"] == whole["results"]["hellaswag"] and both["earlier"] == whole["earlier"]
+    assert len(both["measured"]["loss"]["data"]) >= 12 and both["measured"]["loss"]["settings"]["eval.batches"] == 0
+    low = record("train.precision=bf16", suite="loss")
+    assert low["measured"]["loss"]["settings"]["train.precision"] == "bf16" and len(low["earlier"]) == 2
+    assert low["results"]["loss"]["loss"] == pytest.approx(both["results"]["loss"]["loss"], rel=0.02)
+    assert low["results"]["loss"]["loss"] != both["results"]["loss"]["loss"]
+    again = record("eval.hellaswag_items=2")
+    assert [e["results"].get("items") for e in again["earlier"] if e["suite"] == "hellaswag"] == [3]
+    (out / "step-00000012.json").write_text("[")
+    capsys.readouterr()
+    assert typed("eval", run, "--suite", "loss", "--out", out) == 2
+    assert "is no record of results" in capsys.readouterr().err
+
+
+def test_one_call_measures_all_three_suites_on_local_files(run: Path, tmp_path: Path) -> None:
+    item = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
+    (tmp_path / "h.jsonl").write_text(json.dumps(item) + "\n")
+    answers = [{"text": "the mat", "answer_start": 10}]
+    questions = [{"id": f"q{i}", "question": f"Where {i}?", "answers": answers} for i in range(3)]
+    paragraph = {"context": "It sat on the mat.", "qas": questions}
+    (tmp_path / "s.json").write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
+    files = (f"eval.hellaswag_file={tmp_path / 'h.jsonl'}", f"eval.squad_file={tmp_path / 's.json'}")
+    command = ("eval", run, "--suite", "loss,hellaswag,squad", *files, "eval.squad_items=2", "--out", tmp_path / "out")
+    assert typed(*command) == 0
+    written = json.loads((tmp_path / "out" / "step-00000012.json").read_text())
+    assert list(written["results"]) == ["loss", "hellaswag", "squad"] and written["results"]["squad"]["items"] == 2
+    assert len(json.loads((tmp_path / "out" / "squad-predictions-step-00000012.json").read_text())) == 2
+    sums = written["measured"]["squad"]["files"]
+    assert sums == {str(tmp_path / "s.json"): hashlib.sha256((tmp_path / "s.json").read_bytes()).hexdigest()}
 
 
 def test_sample_is_a_function_of_its_seed_and_reads_a_pipe(

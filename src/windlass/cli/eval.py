@@ -49,8 +49,9 @@ def evaluate(
 ) -> int:
     """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag; SQuAD's EM and F1.
 
-    Each item is scored once, whatever the number of ranks. The results go to RUN/eval as JSON, SQuAD's predictions beside
-    them in the official format.
+    Each item is scored once, whatever the number of ranks, and in fp32: for the training's precision add train.precision=bf16.
+    The results go to RUN/eval as JSON, with the settings and files that they were measured on; SQuAD's predictions beside them
+    in the official format.
     """
     from windlass.errors import UserError
     from windlass.parallel import mesh
@@ -63,7 +64,7 @@ def evaluate(
         return launch(worker_command(sys.argv[1:]), parse_worlds(world)[:1])
     from windlass.checkpoint import source as sources
 
-    source = sources.find_source(run, overrides or [])
+    source = in_full(sources.find_source(run, overrides or []), overrides or [])
     suites = [s.strip() for s in suite.split(",") if s.strip()] or (source.recipe.eval.suites if source.run else [])
     if not suites:
         raise UserError("say what to measure: --suite loss,hellaswag,squad or lm-eval:TASKS")
@@ -79,10 +80,23 @@ def evaluate(
         keep: dict[str, Any] = {}
         results = measure(source, suites, ranks, keep, quiet=as_json)
         if ranks.main:
+            record = {"model": source.name, "step": source.step, "results": results, "measured": keep["measured"]}
             if as_json:
-                typer.echo(json.dumps({"model": source.name, "step": source.step, "results": results}))
-            write(source, results, keep, out)
+                typer.echo(json.dumps(record))
+            write(source, record, keep, out)
     return 0
+
+
+def in_full(source: Source, overrides: Sequence[str]) -> Source:
+    """The source, to be measured in fp32 (fp64 where it was trained so) unless `overrides` name a precision.
+
+    What is scored are logits, and autocast rounds them: bf16 keeps one between 16 and 32 to the next eighth.
+    """
+    import dataclasses
+
+    if source.recipe.train.precision == "fp64" or any(o.startswith("train.precision=") for o in overrides):
+        return source
+    return dataclasses.replace(source, recipe=source.recipe.with_overrides('train.precision="fp32"'))
 
 
 def spread(recipe: Recipe, world: int) -> Recipe:
@@ -100,10 +114,14 @@ def spread(recipe: Recipe, world: int) -> Recipe:
 def measure(
     source: Source, suites: Sequence[str], ranks: Ranks, keep: dict[str, Any], quiet: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Every suite in turn, each as the fields of an `eval` line; all ranks call it together."""
+    """Every suite in turn, each as the fields of an `eval` line; all ranks call it together.
+
+    `keep` gets `measured` (what each suite was measured on) and what `run_suite` leaves there.
+    """
     import dataclasses
 
     from windlass.checkpoint import source as sources
+    from windlass.evaluate.record import measured_on
     from windlass.evaluate.suites import run_suite
     from windlass.parallel.wrap import autocast
 
@@ -111,19 +129,22 @@ def measure(
     model = sources.open_model(dataclasses.replace(source, recipe=recipe), ranks)
     context = partial(autocast, recipe, ranks.device)
     results: dict[str, dict[str, Any]] = {}
+    keep["measured"] = {}
     for suite in suites:
         if suite == "loss":
-            found = loss(source, model, ranks, context)
+            found = loss(source, model, ranks, context, keep)
         else:
             found = run_suite(suite, model, source.tokenizer, recipe, ranks, autocast=context, keep=keep) or {}
         results[suite] = found
+        if ranks.main:
+            keep["measured"][suite] = measured_on(suite, source.recipe, ranks.device, keep.get("fingerprint", ""))
         if ranks.main and not quiet:
             typer.echo("\n".join(table(suite, found)))
     return results
 
 
-def loss(source: Source, model: Any, ranks: Ranks, context: Any) -> dict[str, Any]:
-    """The loss on the recipe's validation data, read with the model's own tokenizer."""
+def loss(source: Source, model: Any, ranks: Ranks, context: Any, keep: dict[str, Any]) -> dict[str, Any]:
+    """The loss on the recipe's validation data, read with the model's own tokenizer; `keep` gets the data's `fingerprint`."""
     from windlass.data.dataset import open_data
     from windlass.errors import UserError
     from windlass.evaluate.loss import evaluate_loss
@@ -137,6 +158,7 @@ def loss(source: Source, model: Any, ranks: Ranks, context: Any) -> dict[str, An
         )
     if data.val is None:
         raise UserError("there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1")
+    keep["fingerprint"] = data.fingerprint
     batch = max(1, TOKENS_PER_MICRO_BATCH[ranks.device.type] // recipe.model.context)
     limit = recipe.eval.batches * recipe.train.global_batch
     sizes = data.tokenizer.byte_lengths()
@@ -153,17 +175,22 @@ def table(suite: str, found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write(source: Source, results: dict[str, Any], keep: dict[str, Any], out: Path | None) -> None:
+def write(source: Source, record: dict[str, Any], keep: dict[str, Any], out: Path | None) -> None:
     """Results and predictions as files, by the step that they belong to; nowhere for a model without a run, unless asked."""
+    from windlass.errors import UserError
+    from windlass.evaluate.record import merged
+
     folder = out or (source.run.path / "eval" if source.run else None)
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{source.step:08d}" if source.step is not None else "model"
     path = folder / f"{name}.json"
-    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
-    record = {"model": source.name, "step": source.step, "results": {**before, **results}}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    try:
+        whole = merged(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, record)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise UserError(f"{path} is no record of results: move it away, or give another folder with --out") from None
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if "predictions" in keep:
         from windlass.evaluate.squad import predictions_name, write_predictions
 
