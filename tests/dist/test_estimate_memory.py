@@ -77,9 +77,14 @@ ONE_RANK = [
 ]
 
 
+def slow(value):
+    """A parameter that belongs to the slower proofs."""
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 def slow_but(name):
     """All shapes, those but one among the slower proofs."""
-    return [name, *(pytest.param(other, marks=pytest.mark.full) for other in SHAPES if other != name)]
+    return [name, *(slow(other) for other in SHAPES if other != name)]
 
 
 @pytest.mark.parametrize("shape", slow_but("modern"))
@@ -92,12 +97,12 @@ def test_one_rank(shape, settings):
 
 SEVERAL_RANKS = [
     {"parallel__strategy": "ddp"},
-    {"parallel__strategy": "ddp", "accumulation": 2},
     {"parallel__strategy": "full_shard"},
-    {"parallel__strategy": "full_shard", "accumulation": 2},
-    {"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"},
     {"parallel__strategy": "shard_grad_op"},
-    {"parallel__strategy": "shard_grad_op", "accumulation": 2},
+    slow({"parallel__strategy": "ddp", "accumulation": 2}),
+    slow({"parallel__strategy": "full_shard", "accumulation": 2}),
+    slow({"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"}),
+    slow({"parallel__strategy": "shard_grad_op", "accumulation": 2}),
 ]
 
 
@@ -138,8 +143,10 @@ def compare_hf(kind, directory, world=1, **overrides):
     return memory(sizes, sizes.vocab, layout_of(r, world), r.optim.kind), rest, peak
 
 
-@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.full) for k in ("bloom", "llama"))])
-@pytest.mark.parametrize("settings", [{}, {"train__precision": "bf16"}, {"parallel__activation_checkpointing": "full"}])
+@pytest.mark.parametrize("kind", ["gpt2", slow("bloom"), slow("llama")])
+@pytest.mark.parametrize(
+    "settings", [{}, slow({"train__precision": "bf16"}), slow({"parallel__activation_checkpointing": "full"})]
+)
 def test_a_model_of_transformers_is_estimated(kind, settings, tmp_path):
     predicted, rest, peak = compare_hf(kind, tmp_path, **settings)
     assert predicted.parameters + predicted.moments == pytest.approx(rest, rel=0.002)
@@ -147,14 +154,14 @@ def test_a_model_of_transformers_is_estimated(kind, settings, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) for k in HF])
+@pytest.mark.parametrize("kind", [slow(k) for k in HF])
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
 def test_a_model_of_transformers_on_two_ranks(kind, strategy, tmp_path):
     predicted, _, peak = compare_hf(kind, tmp_path, world=2, parallel__strategy=strategy)
     assert predicted.total == pytest.approx(peak, rel=0.10), predicted
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
 def test_with_adapters_the_estimate_is_not_too_low(kind, tmp_path):
     predicted, rest, peak = compare_hf(kind, tmp_path, model__lora__rank=8)
     assert predicted.parameters + predicted.moments == pytest.approx(rest, rel=0.01)

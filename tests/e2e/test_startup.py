@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from test_resume import corpus, settings
 from torch import nn
 
+from windlass.checkpoint import space
 from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.parallel import reduce
@@ -74,3 +75,17 @@ def test_a_replica_that_drifted_ends_the_run(corpus, tmp_path, capfd, after, ste
     assert launch([sys.executable, str(SPOILED), str(after), *overrides], 2) == 1
     assert "ranks 0 and 1 hold different values of embedding.weight" in capfd.readouterr().err
     assert [x["step"] for x in Run(tmp_path / "run").lines("train")] == steps
+
+
+def test_a_disk_too_small_for_what_is_kept_is_said_and_one_with_room_is_not(corpus, tmp_path, monkeypatch, capsys):
+    """Room for two checkpoints, where three are kept and the next one is written beside them."""
+    wanted = {"train.steps": 4, "checkpoint.every": 1, "checkpoint.keep_last": 3, "checkpoint.keep_best": "false"}
+    first = train(Recipe.load("quickstart", settings(corpus, tmp_path / "roomy", **wanted)))
+    assert "the run needs" not in "".join(capsys.readouterr())
+    size = max(c["bytes"] for c in first.checkpoint_index()["checkpoints"])
+    monkeypatch.setattr(space, "free_bytes", lambda path: 2 * size + space.RESERVE_BYTES)
+    run = train(Recipe.load("quickstart", settings(corpus, tmp_path / "tight", **wanted)))
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert said.count("the run needs") == 1 and f"and {space.gb(2 * size + space.RESERVE_BYTES)} are free" in said
+    assert said.index("the run needs") < said.index(" 1/4")
+    assert run.state == "finished" and len(run.lines("train")) == 4
