@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 0.5
 """How long the data may be late before the run looks around."""
+SAVE_SECONDS = 5.0
+"""How long a run that fails waits for what is being written."""
 REWINDS = 3
 """How often a run goes back to the same checkpoint before it gives up."""
 
@@ -420,6 +422,11 @@ class Actions:
             f"{back.reason}: back to step {self.state.step}, samples {begin} to {back.stop_sample} left out"
         )
         s.timer.read()
+
+    def let_save_end(self) -> None:
+        """Give a save that is being written a moment to be committed; other ranks may be gone, so no more than that."""
+        with contextlib.suppress(Exception):
+            self.saves.wait(SAVE_SECONDS)
 
     def failed(self, error: BaseException) -> None:
         """Write down that the run failed; joins nothing, waits for nothing."""

@@ -6,6 +6,7 @@ while each rank works for itself, what one rank was sent is told to all (`Togeth
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import math
 import os
@@ -29,6 +30,8 @@ STOP_SIGNALS = tuple(
 
 TELL_SECONDS = 0.1
 """How often, before the first step, a rank looks whether it or another one was signalled."""
+NUDGE_SECONDS = 0.02
+"""How long a stop waits that came while a thread was being started."""
 SPIKE_WINDOW = 128
 """Logged losses that a spike is measured against."""
 
@@ -67,25 +70,41 @@ class Signals:
             signal.signal(number, handler)
         self._before.clear()
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if self._nudged and number == signal.SIGTERM:  # by `hear`, and nobody's signal
             self._nudged = False
             if self._at_once:
-                self._stop()
+                self._stop_soon(frame)
             return
         if self.received is not None and number == signal.SIGINT:
             os._exit(130)
         if self.received is None:
             self.received, self.received_at = number, self.received_at or time.monotonic()
         if self._at_once:
-            self._stop()
+            self._stop_soon(frame)
+
+    def _stop_soon(self, frame: FrameType | None) -> None:
+        """Raise Stopped, but not in the middle of starting a thread, which would leave it half started: then a moment later."""
+        while frame is not None:
+            if frame.f_code is threading.Thread.start.__code__:
+                _thread.start_new_thread(self._nudge_later, ())
+                return
+            frame = frame.f_back
+        self._stop()
+
+    def _nudge_later(self) -> None:
+        time.sleep(NUDGE_SECONDS)
+        self._nudge()
+
+    def _nudge(self) -> None:
+        if self._at_once and self._before:
+            self._nudged = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def hear(self, number: int) -> None:
         """Another rank received `number`: as if this one had (called by a thread; a main thread that sleeps is woken)."""
         self.heard, self.received_at = number, self.received_at or time.monotonic()
-        if self._at_once and self._before:
-            self._nudged = True
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._nudge()
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:

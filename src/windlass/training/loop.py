@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from windlass.errors import Stopped, UserError
+from windlass.errors import RunFailed, Stopped, UserError
 from windlass.optim.schedule import factor
 from windlass.parallel.reduce import Agreement
 from windlass.recipe import Recipe
@@ -72,6 +72,10 @@ def train(
         try:
             fit(session, actions, on_step)
         except (Stopped, UserError):
+            raise
+        except RunFailed as error:  # found by this rank's own looking: what is being written was good
+            actions.let_save_end()
+            actions.failed(error)
             raise
         except BaseException as error:
             actions.failed(error)
