@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "dist"))
+
+from harness import Join, recipe, run_ranks
 
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
@@ -21,6 +27,7 @@ from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel.env import World
 from windlass.parallel.mesh import Ranks
+from windlass.parallel.wrap import wrap
 from windlass.recipe import Recipe
 
 ALONE = Ranks(World(), torch.device("cpu"), "single")
@@ -28,10 +35,14 @@ BYTES = ByteTokenizer()
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
 
-def model():
-    shape = {"layers": 1, "heads": 2, "width": 16, "context": 32, "init_std": 0.3}
-    made = build_model(Recipe.model_validate({"model": shape}), 257, device="cpu")
-    initialise(made, 1)
+SHAPE = {"layers": 1, "heads": 2, "width": 16, "context": 32, "init_std": 0.3}
+
+
+def model(device: str = "cpu") -> Any:
+    """A small GPT; with weights where the device has any."""
+    made = build_model(Recipe.model_validate({"model": SHAPE}), 257, device=device)
+    if device == "cpu":
+        initialise(made, 1)
     return made.eval()
 
 
@@ -42,6 +53,7 @@ def parity(folder: Path) -> Any:
     """A task of our own, as the harness finds it."""
     from lm_eval.tasks import TaskManager
 
+    folder.mkdir(exist_ok=True)
     (folder / "rows.json").write_text("\n".join(json.dumps(row) for row in ROWS))
     (folder / "parity.yaml").write_text(
         "task: parity\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
@@ -49,7 +61,7 @@ def parity(folder: Path) -> Any:
         "doc_to_text: '{{q}}'\ndoc_to_target: gold\ndoc_to_choice: choices\ntarget_delimiter: ''\n"
         "metric_list:\n  - metric: acc\n"
     )
-    return TaskManager(include_path=str(folder))
+    return TaskManager(include_path=str(folder), include_defaults=False)  # not its thousands of files
 
 
 def test_a_contexts_trailing_space_belongs_to_the_ending() -> None:
@@ -76,6 +88,28 @@ def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
         right += scores.index(max(scores)) == row["gold"]
     assert found["parity/acc"] == pytest.approx(right / 9)
     assert made.training is False
+
+
+def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
+    ranks = join(recipe(**{f"model__{key}": value for key, value in SHAPE.items()}, parallel__strategy="full_shard"))
+    made = wrap(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
+    initialise(made, 1)
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
+    found = run_harness("parity", made, BYTES, ranks, task_manager=parity(folder / str(ranks.rank)))
+    ranks.stop()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_of_a_sharded_model_have_the_scores_of_one(tmp_path: Path) -> None:
+    import lm_eval  # noqa: F401, so that the ranks need not
+
+    found = run_ranks(on_a_rank, 2, tmp_path)
+    alone = run_harness("parity", model(), BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
+    assert alone is not None
+    assert [one["parity/acc"] for one in found] == [alone["parity/acc"]] * 2
 
 
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")

@@ -73,14 +73,20 @@ def run_harness(
             return None
         except KeyError as error:  # how the harness says that there is no such task
             raise UserError(f"--suite lm-eval:{tasks}: the harness has no task {error}") from None
-    numbers = {
+    # Under a launcher the harness gives its results to each node's first process alone.
+    numbers = ranks.share("lm-eval results", _numbers(found["results"]) if found else None)
+    return {**numbers, "runtime_s": time.perf_counter() - started}
+
+
+def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """`TASK/METRIC` → number, of what the harness found."""
+    return {
         f"{task}/{metric.removesuffix(',none')}": float(value)
-        for task, metrics in found["results"].items()
+        for task, metrics in results.items()
         for metric, value in metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
         if "stderr" not in metric and metric not in ("alias", "sample_len")
     }
-    return {**numbers, "runtime_s": time.perf_counter() - started}
 
 
 @contextmanager
