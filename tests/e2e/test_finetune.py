@@ -158,11 +158,13 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
 
 def test_the_questions_are_learned_by_heart(lesson: Path) -> None:
     run = trained(
-        recipe(lesson, "heart", train__steps=90, train__micro_batch=12, eval__every=45, telemetry__every=10), 1
+        recipe(lesson, "heart", train__steps=60, train__micro_batch=12, eval__every=15, telemetry__every=10), 1
     )
+    for line in run.lines("eval", suite="squad"):
+        print(f"step {line['step']}: EM {line['exact_match']:.1f}, F1 {line['f1']:.1f}")
     scores = {line["step"]: line["f1"] for line in run.lines("eval", suite="squad")}
     losses = {line["step"]: line["loss"] for line in run.lines("eval", suite="loss")}
-    assert scores[0] < 10 and scores[90] > 90 and losses[90] < 0.1 < losses[0]
+    assert scores[0] < 10 and scores[60] > 90 and losses[60] < 0.1 < losses[0]
     assert run.lines("eval", suite="squad")[-1]["exact_match"] > 90
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,24 @@ def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path
     assert result is not None
     print(f"acc {result['acc']:.4f}, acc_norm {result['acc_norm']:.4f}, {result['tokens_per_s']:,.0f} tokens/s")
     assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("std", [0.02, 0.1, 0.3])
+def test_bf16_moves_the_scores_and_fp32_does_not(std: float, data_files: Path) -> None:
+    """Against float64; why `windlass eval` computes in fp32."""
+    items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=200)
+    rows, model = continuations(items, ByteTokenizer()), gpt(context=256, layers=1, init_std=std)
+
+    def sums(autocast: Any = nullcontext) -> Tensor:
+        found = log_likelihoods(model, rows, ALONE, autocast=autocast)
+        assert found is not None
+        return torch.tensor(found.sums, dtype=torch.float64).view(-1, 4)
+
+    low, full = sums(lambda: torch.autocast("cpu", dtype=torch.bfloat16)), sums()
+    model.double()
+    exact = sums()
+    off, off_low = float((full - exact).abs().max()), float((low - exact).abs().max())
+    changed = int((low.argmax(1) != exact.argmax(1)).sum())
+    print(f"std {std}: fp32 off by up to {off:.5f} nats, bf16 by {off_low:.3f}; bf16 changes {changed} of 200 choices")
+    assert off < 0.002 < off_low and torch.equal(full.argmax(1), exact.argmax(1))

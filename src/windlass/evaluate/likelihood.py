@@ -128,7 +128,8 @@ def _score(logits: Tensor, labels: Tensor) -> tuple[list[float], list[int]]:
     """Summed log-likelihood of each row's labels, and whether all of them were the likeliest tokens."""
     counted = labels >= 0
     row = counted.nonzero()[:, 0]
-    chosen, wanted = logits[counted].float(), labels[counted]  # [M, V] and [M]: endings only
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    chosen, wanted = logits[counted].to(kind), labels[counted]  # [M, V] and [M]: endings only
     found = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
     sums = torch.zeros(len(labels), dtype=torch.float64, device=logits.device).index_add_(0, row, found.double())
     misses = torch.zeros(len(labels), device=logits.device).index_add_(0, row, (chosen.argmax(-1) != wanted).float())
