@@ -30,3 +30,8 @@ class RunFailed(RuntimeError):
 
 class Stopped(Exception):
     """The run stopped on a signal after everything was saved; the command line exits with 75."""
+
+
+def before_training(name: str) -> str:
+    """What is said of a stop before the first step of a start: nothing was done that could be lost."""
+    return f"stopped by {name} before step 1 of this start; the same command goes on from there"

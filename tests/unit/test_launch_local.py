@@ -316,6 +316,7 @@ def test_a_signal_before_there_is_anything_to_save(driven):
     process = driven("ready(); wait()")
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 75
+    assert process.stderr.read().count("stopped by SIGTERM before step 1 of this start") == 1
 
 
 def test_a_second_interrupt_ends_everything_at_once(driven, tmp_path: Path):

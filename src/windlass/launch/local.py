@@ -273,6 +273,8 @@ class Group:
             and -first.code in self.forwarded
             and self._before_training(first)
         ):
+            if self.workers[0].code != errors.STOPPED:  # else it has said so itself
+                self.say(f"windlass: {errors.before_training(signal.Signals(-first.code).name)}")
             return Outcome(errors.STOPPED)  # the signal came before there was anything to save
         if first.code in KEPT_CODES:
             if all(w.code != first.code for w in self.workers if w.rank == 0):

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from windlass.errors import Stopped
+from windlass.errors import Stopped, before_training
 
 if TYPE_CHECKING:
     from windlass.parallel.mesh import Ranks
@@ -139,11 +139,6 @@ class Signals:
     def seconds_since(self) -> float:
         """Seconds since the first signal on this rank; 0 where there was none."""
         return time.monotonic() - self.received_at if self.received_at is not None else 0.0
-
-
-def before_training(name: str) -> str:
-    """What is said of a stop before the first step of a start: nothing was done that could be lost."""
-    return f"stopped by {name} before step 1 of this start; the same command goes on from there"
 
 
 class Together:
