@@ -337,9 +337,8 @@ def test_a_run_that_may_live_on_another_host_is_not_set_aside(tmp_path):
 @pytest.mark.parametrize("what", ["evaluation", "sample"])
 def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
     """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those of an untouched run."""
-    recipe = recipe_of(
-        corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, "data.val_fraction": 0.3}
-    )
+    own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    recipe = recipe_of(corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own})
     whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
     name = "evaluate_loss" if what == "evaluation" else "generate"
     original = getattr(sys.modules["windlass.training.evaluations"], name)
