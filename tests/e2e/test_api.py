@@ -80,7 +80,7 @@ def test_samples_of_ones_own_for_the_recipes_model(tmp_path):
     ("more", "says"),
     [
         (["train.precision=fp16", "train.compile=true", "parallel.device=auto"], "fp16 on a CPU"),
-        (['train.steps="compute-optimal"'], "needs a model of our own kind"),
+        (['train.steps="compute-optimal"'], "is for a recipe.s own model"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_written(tmp_path, more, says):

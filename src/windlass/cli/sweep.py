@@ -86,6 +86,10 @@ def sweep(
     return code
 
 
+WIDTH = 140
+"""Characters that a row may take where the output is no terminal."""
+
+
 class _Screen:
     """The study's table, redrawn in a terminal; elsewhere a line whenever a cell's state changes."""
 
@@ -95,6 +99,8 @@ class _Screen:
 
         self.errors = errors
         self.console = Console(stderr=errors)
+        if not self.console.is_terminal:  # a file has no edge, and no number need be cut
+            self.console = Console(stderr=errors, width=WIDTH)
         self.live: Any = None
         self.last: Study | None = None
         self.said: dict[str, str] = {}

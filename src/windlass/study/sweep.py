@@ -168,6 +168,8 @@ class Sweep:
     def _ended(self, process: CellProcess, code: int) -> None:
         process.close()
         cell, diverged = process.cell, progress(process.run).diverged
+        if self.halving:  # it may have ended between two looks, and later cells are measured against it
+            self.halving.prunes(cell, evaluations(process.run))
         if self._decided(cell):
             return
         reason = process.reason(code)
