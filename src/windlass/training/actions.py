@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.fork import read_fork
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, LOSS, PERIODIC, better
-from windlass.checkpoint.slices import restore
 from windlass.data.loader import Loader
-from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped
 from windlass.optim.schedule import factor
 from windlass.parallel import reduce
@@ -23,7 +18,7 @@ from windlass.telemetry.trackers import Note
 from windlass.training.checks import replicas, startup_checks
 from windlass.training.evaluations import best_of, evaluate_suites, generate_samples, scores, scores_by_step
 from windlass.training.ids import IdWatch
-from windlass.training.policies import Judge, Rewind
+from windlass.training.policies import Judge
 from windlass.training.profile import Profile
 from windlass.training.saving import Saves
 from windlass.training.session import Heartbeat, Session
@@ -40,8 +35,6 @@ WAIT_SECONDS = 0.5
 """How long the data may be late before the run looks around."""
 SAVE_SECONDS = 5.0
 """How long a run that fails waits for what is being written."""
-REWINDS = 3
-"""How often a run goes back to the same checkpoint before it gives up."""
 
 
 class Batches:
@@ -74,6 +67,7 @@ class Actions:
         self.result: StepResult | None = None
         self.last_loss: float | None = None
         self.rewinds: dict[int, int] = {}
+        """How often the run went back, by the step it went back to."""
         self.judge = Judge(session, self.event)
         self.profile: Profile | None = None
         self.ids = IdWatch(session)
@@ -83,7 +77,7 @@ class Actions:
     def begin(self) -> None:
         """Say what is about to run; make what is due at this very step, if a kill or a stop left it undone."""
         s = self.s
-        self._restore_best()
+        self.restore_best()
         s.console.header(s.header())
         for note in s.resume_notes:
             s.console.trouble(note)
@@ -119,7 +113,7 @@ class Actions:
         if any(self.s.ranks.gather("asked", self.s.signals.asked)):
             self.stop()
 
-    def _restore_best(self) -> None:
+    def restore_best(self) -> None:
         """The best values of the ledger up to here: a save comes before its step's evaluation.
 
         Where a kill came between the two, the checkpoint is told what was measured.
@@ -383,46 +377,6 @@ class Actions:
             self.s.console.event(self.profile.stop())
             self.profile = None
 
-    def rewind(self, back: Rewind) -> None:
-        """Return to the last good checkpoint and leave out the samples since then."""
-        s = self.s
-        self.saves.wait()
-
-        def choose() -> str:
-            choice = checkpoints.latest_on_line(s.run.path, read_fork(s.run.path))
-            if choice is None:
-                raise RunFailed(f"{back.reason}; there is no checkpoint yet to go back to")
-            for note in choice.notes:
-                s.console.trouble(note)
-            checkpoints.set_aside(choice)
-            return str(choice.path)
-
-        checkpoint = checkpoints.open_checkpoint(Path(s.agreed("rewind", choose)), deep=False)
-        self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
-        if self.rewinds[checkpoint.step] > REWINDS:
-            raise RunFailed(
-                f"{back.reason}; the run went back to step {checkpoint.step} {REWINDS} times already: the samples are not what is "
-                f"wrong. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
-            )
-        restore(checkpoint, s.model, s.optimizer)
-        old = TrainState.from_json(checkpoint.counters)
-        begin = _first_sample(s, old)
-        old.skipped = [*self.state.skipped, (begin, back.stop_sample)]
-        vars(self.state).update(vars(old))
-        s.step.load(self.state)
-        s.step.bad.zero_()
-        self.saves.step = self.state.step
-        self.logged_samples, self.logged_tokens, self.padded_since_log = self.state.samples, self.state.tokens, 0
-        s.attempt = s.ledger.attempt = s.attempt + 1
-        if s.sampler is not None:
-            s.sampler.attempt = s.attempt
-        self.event("rewound", reason=back.reason, left_out=[begin, back.stop_sample])
-        self._restore_best()
-        s.console.trouble(
-            f"{back.reason}: back to step {self.state.step}, samples {begin} to {back.stop_sample} left out"
-        )
-        s.timer.read()
-
     def let_save_end(self) -> None:
         """Give a save that is being written a moment to be committed; other ranks may be gone, so no more than that."""
         with contextlib.suppress(Exception):
@@ -437,11 +391,6 @@ class Actions:
     def event(self, name: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line of the ledger."""
         self.s.ledger.write("event", self.state.step if step is None else step, event=name, **fields)
-
-
-def _first_sample(session: Session, state: TrainState) -> int:
-    """The global number of the first sample of the step after `state`."""
-    return int(step_samples(state.step, session.batch.global_batch, state.skipped)[0])
 
 
 def _memory_mb(device: torch.device) -> float:

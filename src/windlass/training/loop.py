@@ -14,6 +14,7 @@ from windlass.training.actions import Actions
 from windlass.training.claim import claim
 from windlass.training.guard import Signals
 from windlass.training.policies import Rewind
+from windlass.training.rewinding import rewind
 from windlass.training.session import Options, Session
 from windlass.training.step import StepResult
 
@@ -119,7 +120,7 @@ def fit(session: Session, actions: Actions, on_step: OnStep | None = None) -> No
         except Rewind as back:
             agreement.result()
             batches.close(None)
-            actions.rewind(back)
+            rewind(actions, back)
         finally:
             batches.close()
     actions.finish()
