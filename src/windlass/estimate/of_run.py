@@ -10,7 +10,6 @@ from windlass.estimate.optimum import vocab_of
 from windlass.estimate.plan import Facts, Setting, plan
 from windlass.estimate.predict import predicted_beside_measured, sizes_in
 from windlass.estimate.time import measured_speed
-from windlass.model.size import HfSizes
 from windlass.recipe import Horizon
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def plan_of_run(run: Run) -> dict[str, Any]:
     per_sample = last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None
     facts = Facts(vocab_of(recipe, _parameters(started)), samples, per_sample)
     device = _device(started)
-    hf = sizes_in(run) or _sizes_at_start(started)
+    hf = sizes_in(run)
     precision = str(started.get("precision") or {"cpu": "fp32", "cuda": "bf16"}[device.kind])
     setting = Setting(recipe, int(started["world"]), device, precision, facts, hf=hf, note=UNREAD)
     speed = measured_speed(run)
@@ -53,14 +52,6 @@ def plan_of_run(run: Run) -> dict[str, Any]:
 
 def _parameters(started: Line) -> int | None:
     return int(started["parameters"]) if "parameters" in started else None
-
-
-def _sizes_at_start(started: Line) -> HfSizes | None:
-    """What a start wrote down of a model of `transformers`; None for any other, and for runs of before it was written."""
-    try:
-        return HfSizes.from_dict(started["model_sizes"])
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _device(started: Line) -> Device:

@@ -50,8 +50,8 @@ def predict_hf(recipe: Recipe, world: int, hf: HfSizes, device: str = "cpu", pre
 
 
 def sizes_in(run: Run) -> HfSizes | None:
-    """The sizes of a model of `transformers` that a finished run wrote into its summary; None where there are none."""
-    for line in reversed(run.lines("summary")):
+    """The sizes of a model of `transformers` as a run wrote them down, at its end or its start; None where there are none."""
+    for line in reversed([*run.lines("event"), *run.lines("summary")]):
         try:
             return HfSizes.from_dict(line["model_sizes"])
         except (KeyError, TypeError, ValueError):
