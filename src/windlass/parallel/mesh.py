@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
@@ -158,6 +159,7 @@ class Ranks:
         )
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+            atexit.register(_end_here)
         if directory := os.environ.get(processes.WATCH_DIR):
             with contextlib.suppress(OSError):
                 mine.write(directory, self.rank)
@@ -200,6 +202,14 @@ class Ranks:
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.store = self.control = self.mesh = None
+
+
+def _end_here() -> None:
+    """The end of a process that failed: the interpreter would take down groups whose threads still wait, and abort over it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def start(place: World, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
