@@ -8,7 +8,6 @@ import faulthandler
 import itertools
 import json
 import os
-import re
 import socket
 import sys
 import time
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from windlass import processes
 from windlass.errors import RunFailed, UserError
 from windlass.parallel.env import World
+from windlass.parallel.failing import end_here, headline, last_collective, lost_contact, orderly
 from windlass.parallel.watch import Watch
 from windlass.recipe import Recipe
 
@@ -152,14 +152,14 @@ class Ranks:
             host=self.hosts[self.rank] if len(self.hosts) == self.world else socket.gethostname(),
             step=self.position.step,
             phase=self.position.phase,
-            error=_headline(error),
+            error=headline(error),
             time=time.time(),
             first=not lost_contact(error),
             collective=last_collective(),
         )
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
-            atexit.register(_end_here)
+            atexit.register(end_here)
         if directory := os.environ.get(processes.WATCH_DIR):
             with contextlib.suppress(OSError):
                 mine.write(directory, self.rank)
@@ -173,7 +173,7 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or self.world == 1 or _orderly(error):
+        if error is None or self.world == 1 or orderly(error):
             self.stop()
             return
         if self._failed:  # and has said so
@@ -202,14 +202,6 @@ class Ranks:
         if self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.store = self.control = self.mesh = None
-
-
-def _end_here() -> None:
-    """The end of a process that failed: the interpreter would take down groups whose threads still wait, and abort over it."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(1)
 
 
 def start(place: World, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
@@ -382,52 +374,6 @@ def _set_threads(wanted: int, place: World, device: torch.device) -> None:
 def _loopback() -> str | None:
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def _orderly(error: BaseException) -> bool:
-    """Whether all ranks leave by this exception together: a stop that they agreed on."""
-    from windlass.errors import Stopped
-
-    return isinstance(error, Stopped)
-
-
-LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "timed out",
-    "timeout",
-    "broken pipe",
-    "socket",
-    "nccl",
-)
-
-
-def lost_contact(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone or late."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return type(error) is RuntimeError and any(word in text for word in LOST)
-
-
-def _headline(error: BaseException) -> str:
-    """Kind and first line of an error, without gloo's source paths and good wishes."""
-    text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error).strip().split("\n")[0]).split(". This is typically")[0]
-    return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
-
-
-def last_collective() -> str:
-    """The last collective this rank entered, from the flight recorder; empty where it recorded none."""
-    try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-
-        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
-    except Exception:  # the recorder is a help, never a reason to fail
-        return ""
-    if not entries:
-        return ""
-    entry = entries[-1]
-    return f"{entry.get('profiling_name', '?')} of {entry.get('input_sizes', '?')}, {entry.get('state', '?')}"
 
 
 def say(text: str) -> None:
