@@ -1,0 +1,87 @@
+"""Whole trainings on CUDA: the memory that `plan` says, resume bit for bit, and updates that the device calls off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SMALL = (
+    "model.layers=4", "model.heads=4", "model.width=256", "model.context=256", "train.global_batch=32", "train.steps=12",
+    "eval.every=0", "eval.sample_every=0", "checkpoint.every=4", "telemetry.every=1", "telemetry.sample_seconds=0.2",
+    "train.deterministic=true", "optim.schedule.warmup=2",
+)  # fmt: skip
+
+
+def recipe(folder: Path, name: str, *more: str):
+    from windlass.recipe import Recipe
+
+    where = (f"run.dir='{folder / name}'", f"data.dir='{folder / 'data'}'")
+    return Recipe.load("quickstart", [*SMALL, *where, *more])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_memory_is_what_the_plan_says(tmp_path, precision, recompute, dropout):
+    """Within 10 % of the allocator's peak, which is nothing but steps here."""
+    from windlass.training import train
+
+    torch.cuda.reset_peak_memory_stats()
+    settings = (
+        f"train.precision={precision}",
+        f"parallel.activation_checkpointing={recompute}",
+        f"model.dropout={dropout}",
+    )
+    run = train(recipe(tmp_path, "run", *settings, "checkpoint.every=1000"))
+    pair = run.summary["predicted"]["memory_mb"]
+    assert pair["predicted"] == pytest.approx(pair["measured"], rel=0.1), pair
+
+
+def curve(run) -> list[tuple]:
+    return [tuple(line[k] for k in ("step", "loss", "grad_norm", "lr", "tokens")) for line in run.lines("train")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resume_is_bit_exact(tmp_path, monkeypatch, precision):
+    from windlass.errors import Stopped
+    from windlass.training import train
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings = (f"train.precision={precision}", "model.dropout=0.1")
+    whole = train(recipe(tmp_path, "whole", *settings))
+    with pytest.raises(Stopped):
+        train(recipe(tmp_path, "parts", *settings), stop_at=5)
+    assert curve(train(recipe(tmp_path, "parts", *settings))) == curve(whole)
+
+
+def test_a_bad_step_is_called_off_on_the_device_and_seen_at_the_next_log(tmp_path, monkeypatch):
+    from windlass.errors import RunFailed
+    from windlass.training import train
+    from windlass.training.session import Session
+
+    opened = []
+    original = Session.open
+    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
+    kept = {}
+
+    def on_step(step: int, _: object) -> None:
+        parameters = list(opened[0].model.parameters())
+        if step == 5:  # the data of one weight, so that the gradient of the next step is not finite
+            kept["others"] = [p.detach().clone() for p in parameters[1:]]
+            with torch.no_grad():
+                parameters[0].fill_(float("nan"))
+
+    with pytest.raises(RunFailed, match="step 6: loss not finite on rank 0"):
+        train(recipe(tmp_path, "run", "telemetry.every=4", "checkpoint.every=1000"), on_step=on_step)
+    after = list(opened[0].model.parameters())[1:]
+    assert all(torch.equal(a, b) for a, b in zip(after, kept["others"], strict=True)), (
+        "no update was made after the bad one"
+    )
