@@ -44,7 +44,11 @@ def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches
 @pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path):
-    """100 steps at batch 64 without dropout; the first loss is that of knowing nothing, ln 65 = 4.17."""
+    """100 steps at batch 64 without dropout; the first loss is that of knowing nothing, ln 65 = 4.17, and a little more.
+
+    The head is tied to an embedding of standard deviation 0.02, so logits have one of 0.02 sqrt(384) = 0.39, which costs half
+    its square: 4.25 in the mean, and 4.26, 4.22, 4.29, 4.36 with the seeds 1, 2, 3, 1337.
+    """
     shared = [
         "train.steps=100",
         "model.dropout=0.0",
@@ -58,7 +62,7 @@ def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path
         where = [*overrides(data_files, tmp_path, *shared), f"run.dir='{tmp_path / str(world)}'"]
         assert launch(worker_command(["train", "shakespeare-char", *where]), world) == 0
         curves[world] = [line["loss"] for line in Run(tmp_path / str(world)).lines("train")]
-    assert curves[1][0] == pytest.approx(math.log(65), abs=0.15)
+    assert curves[1][0] == pytest.approx(math.log(65) + 0.02**2 * 384 / 2, abs=0.15)
     assert curves[1][-1] < 2.6
     assert curves[2] == pytest.approx(curves[1], rel=2e-3)
     assert curves[2][:5] == pytest.approx(curves[1][:5], rel=1e-5)
