@@ -234,9 +234,12 @@ def _finish(path: Path, files: Files) -> str:
     """Commit a checkpoint that was cut off just before its marker, if every byte is there, else remove it."""
     data = path / format_.MANIFEST
     try:
-        manifest = format_.verify(path, format_.parse(data.read_bytes()))
+        manifest = format_.parse(data.read_bytes())
         if step_dir(path.parent, manifest.step) != path:
             raise Damaged("it is of another step")
+        if gone := [name for name in manifest.files if not (path / name).exists()]:  # it was just being removed
+            raise FileNotFoundError(f"{gone[0]} is missing")
+        format_.verify(path, manifest)
     except FileNotFoundError as error:
         discard(path, files)
         return f"removed {path.name}, which was never committed ({error})"
