@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,8 @@ def data_files() -> Path:
 
 @pytest.fixture(autouse=True)
 def no_watchdog_outlives_its_test() -> Iterator[None]:
-    """A rank that fails arms a timer that ends its process; a test that fails one on purpose is no rank."""
+    """A rank that fails sees to it that its process ends, soon and as failed; a test that fails one on purpose is no rank."""
     yield
     faulthandler.cancel_dump_traceback_later()
+    if failing := sys.modules.get("windlass.parallel.failing"):
+        atexit.unregister(failing.end_here)

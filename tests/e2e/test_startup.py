@@ -13,7 +13,7 @@ from test_resume import corpus, settings
 from torch import nn
 
 from windlass.checkpoint import space
-from windlass.errors import RunFailed
+from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.parallel import reduce
 from windlass.recipe import Recipe
@@ -89,3 +89,17 @@ def test_a_disk_too_small_for_what_is_kept_is_said_and_one_with_room_is_not(corp
     assert said.count("the run needs") == 1 and f"and {space.gb(2 * size + space.RESERVE_BYTES)} are free" in said
     assert said.index("the run needs") < said.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
+
+
+@pytest.mark.dist
+def test_a_users_mistake_that_only_the_ranks_see_is_exit_2_on_two_ranks(corpus, tmp_path, capfd):
+    """All its checkpoints are damaged, which rank 0 tells inside the group: no traceback, and not the exit code of a failure."""
+    overrides = settings(corpus, tmp_path / "run", "ddp")
+    with pytest.raises(Stopped):
+        train(Recipe.load("quickstart", overrides), stop_at=3)
+    file = Run(tmp_path / "run").checkpoints_dir / "step-00000003" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert launch([sys.executable, "-m", "windlass", "train", "quickstart", *overrides], 2) == 2
+    said = capfd.readouterr().err
+    assert "no checkpoint of" in said and "use --fresh to set the run aside" in said
+    assert "Traceback" not in said

@@ -57,9 +57,9 @@ def last_collective() -> str:
     return f"{entry.get('profiling_name', '?')} of {entry.get('input_sizes', '?')}, {entry.get('state', '?')}"
 
 
-def end_here() -> None:
+def end_here(code: int) -> None:
     """The end of a process that failed: the interpreter would take down groups whose threads still wait, and abort over it."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass import processes
-from windlass.errors import RunFailed, UserError
+from windlass.errors import BAD_INPUT, FAILED, RunFailed, UserError
 from windlass.parallel.env import World
 from windlass.parallel.failing import end_here, headline, last_collective, lost_contact, orderly
 from windlass.parallel.watch import Watch
@@ -159,7 +159,7 @@ class Ranks:
         )
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
-            atexit.register(end_here)
+            atexit.register(end_here, BAD_INPUT if isinstance(error, UserError) else FAILED)
         if directory := os.environ.get(processes.WATCH_DIR):
             with contextlib.suppress(OSError):
                 mine.write(directory, self.rank)
