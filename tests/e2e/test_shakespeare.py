@@ -42,7 +42,7 @@ def test_the_validation_loss_of_2000_steps(data_files, tmp_path, preset, reaches
 
 
 @pytest.mark.full
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path):
     """100 steps at batch 64 without dropout; the first loss is that of knowing nothing, ln 65 = 4.17, and a little more.
 
