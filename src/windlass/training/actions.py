@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from windlass.optim.schedule import factor
 from windlass.parallel import reduce
 from windlass.telemetry.speed import mfu
 from windlass.telemetry.trackers import Note
+from windlass.training.batches import Batches
 from windlass.training.checks import replicas, startup_checks
 from windlass.training.evaluations import best_of, evaluate_suites, generate_samples, scores, scores_by_step
 from windlass.training.ids import IdWatch
@@ -27,30 +27,11 @@ from windlass.training.summary import write_summary
 
 if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
-    from windlass.telemetry.speed import StepTimer
     from windlass.training.step import StepResult
 
 
-WAIT_SECONDS = 0.5
-"""How long the data may be late before the run looks around."""
 SAVE_SECONDS = 5.0
 """How long a run that fails waits for what is being written."""
-
-
-class Batches:
-    """A loader whose waits count as `data` time; `waiting` is called while a batch is late."""
-
-    def __init__(self, loader: Loader, timer: StepTimer, waiting: Callable[[], object]):
-        self.loader, self.timer, self.waiting, self.close = loader, timer, waiting, loader.close
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        while True:
-            with self.timer.phase("data"):
-                batch = self.loader.poll(WAIT_SECONDS)
-            if batch is None:
-                self.waiting()
-            else:
-                yield batch
 
 
 class Actions:
@@ -329,9 +310,10 @@ class Actions:
         early, since = not any(asked for asked, _ in told), max(seconds for _, seconds in told)
         reason = f"--stop-at {state.step}" if early else s.signals.name
         nothing = state.step == 0  # before step 1 there is nothing to save
-        expected = 0.0 if nothing or self.saves.step == state.step else self.saves.expected_seconds()
+        unsaved = not nothing and self.saves.step != state.step
+        expected = s.agreed("grace", lambda: self.saves.expected_seconds() if unsaved else 0.0)
         left = self.recipe.checkpoint.grace_seconds - since
-        if not early and s.agreed("grace", lambda: expected > left):
+        if not early and expected > left:
             self.saves.wait(max(0.0, left))  # what is being written already may still be committed
             lost = state.step - max(self.saves.newest(), 0)
             self.event("preempted", reason=reason, saved=False)
