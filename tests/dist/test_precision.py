@@ -21,6 +21,18 @@ from windlass.parallel import reduce
 from windlass.parallel.wrap import autocast, sync_gradients, unwrap, wrap
 
 
+def loss_and_norm(model, made, ranks) -> tuple[float, float]:
+    """The loss and the gradient norm of four samples, dealt to the ranks."""
+    draw = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 17)))
+    mine = draw.chunk(ranks.world)[ranks.rank]
+    with sync_gradients(model, True):
+        with autocast(made, ranks.device):
+            loss = model(mine[:, :-1], mine[:, 1:]) / 64
+        loss.backward()
+    norm = float(reduce.global_grad_norm(model.parameters(), ranks))
+    return float(reduce.sum_over_ranks(loss.detach().clone(), ranks)), norm
+
+
 def first_step(join, strategy: str, norm: str, precision: str):
     made = recipe(
         model__layers=2, model__heads=2, model__width=32, model__context=16, model__vocab=64, model__norm=norm,
@@ -29,14 +41,7 @@ def first_step(join, strategy: str, norm: str, precision: str):
     with join(made) as ranks:
         model = wrap(build_model(made, 64), ranks, made)
         initialise(unwrap(model), 7)
-        draw = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 17)))
-        mine = draw.chunk(ranks.world)[ranks.rank]
-        with sync_gradients(model, True):
-            with autocast(made, ranks.device):
-                loss = model(mine[:, :-1], mine[:, 1:]) / 64
-            loss.backward()
-        norm_ = float(reduce.global_grad_norm(model.parameters(), ranks))
-        return float(reduce.sum_over_ranks(loss.detach().clone(), ranks)), norm_
+        return loss_and_norm(model, made, ranks)
 
 
 @pytest.mark.dist
@@ -66,14 +71,7 @@ def hf_step(join, strategy: str, directory: Path, **train):
         for module in model.modules():
             if type(module).__name__.endswith("Norm") and not made.train.compile:
                 module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
-        draw = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 17)))
-        mine = draw.chunk(ranks.world)[ranks.rank]
-        with sync_gradients(model, True):
-            with autocast(made, ranks.device):
-                loss = model(mine[:, :-1], mine[:, 1:]) / 64
-            loss.backward()
-        norm = float(reduce.global_grad_norm(model.parameters(), ranks))
-        total = float(reduce.sum_over_ranks(loss.detach().clone(), ranks))
+        total, norm = loss_and_norm(model, made, ranks)
         before = counters["stats"]["unique_graphs"]
         how = {"ranks": ranks, "autocast": lambda: autocast(made, ranks.device)}
         text = generate(model, [[1, 2, 3]], Sampling(max_tokens=6, temperature=0), **how)

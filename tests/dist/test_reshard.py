@@ -106,7 +106,9 @@ def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> No
         save_file(gathered, Path(folder) / "whole.safetensors")
 
 
-def read(rank: int, world: int, folders: list[str], variant: str, strategy: str) -> None:
+def read(rank: int, world: int, folders: list[str], variant: str, strategy: str) -> int:
+    """Restore each checkpoint and compare every tensor with what was saved; how many were found equal."""
+    equal = 0
     for folder in folders:
         expected = load_file(Path(folder) / "whole.safetensors")
         choice = choose(folder)
@@ -122,31 +124,37 @@ def read(rank: int, world: int, folders: list[str], variant: str, strategy: str)
         for name, tensor in expected.items():
             assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), (folder, name)
             assert torch.equal(tensor, checkpoint.tensor(name)), (folder, name)
+            equal += 1
         before = whole(model, optimizer)
         restore(checkpoint, model, optimizer)  # once more, in place, with the state that is there now
         assert all(torch.equal(before[n], t) for n, t in whole(model, optimizer).items())
         model(torch.arange(6) % 7).backward()  # and the optimizer goes on with it
         optimizer.step()
+    return equal
 
 
-def in_group(join: Join, fn: Callable[..., None], *args: Any) -> None:
+def in_group(join: Join, fn: Callable[..., Any], *args: Any) -> Any:
     """Run `fn(rank, world, *args)` in a process group, also in a world of 1, which FSDP2 needs."""
     store = join.store or dist.HashStore()
     store.set_timeout(timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=join.rank, world_size=join.world, timeout=timedelta(seconds=60))
-    fn(join.rank, join.world, *args)
+    found = fn(join.rank, join.world, *args)
     dist.barrier()
+    return found
 
 
-def matrix(folder: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> None:
-    folders = []
+def matrix(folder: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> list[int]:
+    """Every layout saved, and read by every other; how many tensors each rank of each reader found equal."""
+    folders: list[str] = []
+    equal: list[int] = []
     for strategy, world in saved:
         place = folder / f"{strategy}-{world}"
         place.mkdir()
         run_ranks(in_group, world, write, str(place), variant, strategy, timeout=120)
         folders.append(str(place))
     for strategy, world in loaded:
-        run_ranks(in_group, world, read, folders, variant, strategy, timeout=120)
+        equal += run_ranks(in_group, world, read, folders, variant, strategy, timeout=120)
+    return equal
 
 
 @pytest.mark.dist
@@ -158,7 +166,9 @@ def test_sample(tmp_path: Path, variant: str) -> None:
         "frozen": [("full_shard", 2)],
         "muon": [("hybrid_shard", 4)],
     }[variant]
-    matrix(tmp_path, variant, saved, [("ddp", 1), ("full_shard", 4)] if variant != "tied" else [("hybrid_shard", 4)])
+    loaded = [("ddp", 1), ("full_shard", 4)] if variant != "tied" else [("hybrid_shard", 4)]
+    equal = matrix(tmp_path, variant, saved, loaded)
+    assert len(equal) == sum(world for _, world in loaded) and min(equal) == max(equal) >= 5 * len(saved)
 
 
 @pytest.mark.dist
@@ -166,4 +176,5 @@ def test_sample(tmp_path: Path, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_world_and_strategy_to_every_other(tmp_path: Path, variant: str) -> None:
     cells = list(itertools.product(STRATEGIES, WORLDS))
-    matrix(tmp_path, variant, cells, cells)
+    equal = matrix(tmp_path, variant, cells, cells)
+    assert len(equal) == sum(world for _, world in cells) and min(equal) == max(equal) >= 5 * len(cells)

@@ -26,11 +26,17 @@ __all__ = ["corpus"]
 
 
 @pytest.fixture
-def poison(monkeypatch):
-    """A callback that makes the weights not finite after a step, once."""
-    opened: list[Session] = []
+def opened(monkeypatch) -> list[Session]:
+    """The sessions that were opened, the newest last."""
+    found: list[Session] = []
     original = Session.open
-    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
+    monkeypatch.setattr(Session, "open", lambda self, *a: (found.append(self), original(self, *a))[1])
+    return found
+
+
+@pytest.fixture
+def poison(opened):
+    """A callback that makes the weights not finite after a step, once."""
 
     def after(step: int):
         fired = []
@@ -76,13 +82,10 @@ def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, poison):
     assert run.summary["attempts"] == 2
 
 
-def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, monkeypatch):
+def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, opened):
     recipe = Recipe.load(
         "quickstart", settings(corpus, tmp_path / "run", **{"train.on_nonfinite": "rewind", "train.steps": 5})
     )
-    opened: list[Session] = []
-    original = Session.open
-    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
 
     def on_step(done, _):
         if done == 4:
@@ -102,12 +105,9 @@ def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, poison):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
-def test_a_loss_spike_has_a_policy(corpus, tmp_path, monkeypatch, policy):
+def test_a_loss_spike_has_a_policy(corpus, tmp_path, opened, policy):
     more = {"train.on_spike": policy, "train.steps": 40, "telemetry.every": 7, "train.spike_sigmas": 50.0}
     recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **more))
-    opened: list[Session] = []
-    original = Session.open
-    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
 
     def on_step(done, _):
         if done == 31 and not any(e.get("event") in ("spike", "rewound") for e in Run(tmp_path / "run").events):
@@ -123,12 +123,9 @@ def test_a_loss_spike_has_a_policy(corpus, tmp_path, monkeypatch, policy):
     assert ("rewound", 30) in events if policy == "rewind" else ("spike", 32) in events
 
 
-def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, monkeypatch):
+def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, opened):
     """A skipped spike is no measure for the next one, so a loss that stays up would be skipped for ever."""
     more = {"train.on_spike": "skip", "train.steps": 60, "train.spike_sigmas": 50.0, "train.max_skips": 4}
-    opened: list[Session] = []
-    original = Session.open
-    monkeypatch.setattr(Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
 
     def on_step(done, _):
         if done == 31:

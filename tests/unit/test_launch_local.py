@@ -333,9 +333,11 @@ def test_a_second_interrupt_ends_everything_at_once(driven, tmp_path: Path):
 
 def test_workers_do_not_outlive_a_killed_launcher(driven, tmp_path: Path):
     process = driven("signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); wait()")
+    workers = [word["pid"] for word in words(tmp_path).values()]
+    assert len(workers) == 2 and not any(map(gone, workers))
     process.kill()
     process.wait()
-    wait_for(lambda: all(gone(word["pid"]) for word in words(tmp_path).values()))
+    wait_for(lambda: all(map(gone, workers)))
 
 
 def test_rank_0_has_the_terminal(tmp_path: Path):

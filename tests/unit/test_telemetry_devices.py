@@ -83,6 +83,7 @@ def test_a_directory_that_cannot_be_written_ends_the_sampling_and_says_so(tmp_pa
     sampler = DeviceSampler(tmp_path / "devices", every=0.001, probe=Probe()).start()
     until(lambda: sampler.trouble)
     sampler.stop()
+    assert "rank 0" in sampler.trouble and str(tmp_path / "devices") in sampler.trouble
 
 
 def test_the_host_probe_sees_this_process_at_work():
