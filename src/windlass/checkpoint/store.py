@@ -179,7 +179,7 @@ class Saver:
             RuntimeError,
             ValueError,
         ) as problem:  # no memory, say: the save fails, not the run
-            failed = f"the state could not be staged: {explain(problem)}"
+            failed = f"the state could not be copied to the host: {explain(problem)}"
             staged = Staged(memoryview(b""), {}, None)
         request = Request(
             step=step,
