@@ -20,7 +20,7 @@ from harness import Join, recipe, run_ranks
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel import gloo
-from windlass.parallel.wrap import wrap
+from windlass.parallel.parallelize import wrap
 
 ELEMENTS, ROUNDS = 16 * 2**20, 5
 

@@ -35,3 +35,9 @@ class Stopped(Exception):
 def before_training(name: str) -> str:
     """What is said of a stop before the first step of a start: nothing was done that could be lost."""
     return f"stopped by {name} before step 1 of this start; the same command goes on from there"
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """The first non-empty line of an error's message, at most `limit` characters; its type where there is none."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:limit]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from windlass.errors import UserError
+from windlass.errors import UserError, first_line
 
 PROBE_SECONDS = 3.0
 """How long to wait for the Hub to answer before working offline; its libraries would retry for most of a minute."""
@@ -75,12 +75,6 @@ def missing_package(error: ImportError) -> str:
     if name in ("transformers", "huggingface_hub", "peft", "datasets", "safetensors", "tokenizers"):
         return f"needs the package {name}: install windlass[hf]"
     return f"needs the package {name}: install it" if name else f"needs a package that is missing: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says, not too much of it."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)[:300]
 
 
 def _refusal(error: BaseException) -> str:

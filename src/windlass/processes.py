@@ -28,7 +28,7 @@ STORE_FD = "WINDLASS_STORE_FD"
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 4 if hasattr(signal, "SIGRTMIN") else None
 """Asks a worker for the stacks of all its threads (SIGUSR1 and SIGUSR2 belong to the schedulers)."""
 
-WATCHING = "windlass/parallel/watch.py"
+WATCHING = "windlass/parallel/heartbeat.py"
 """Threads that run this file say nothing about a hang."""
 
 _PLACE_BYTES = 512

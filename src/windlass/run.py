@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
+from windlass.fileio import read_json, read_jsonl
 from windlass.recipe import Recipe
 
 Line = dict[str, Any]
@@ -36,20 +37,8 @@ ENDINGS = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a JSONL file as they were written; a torn line (a kill in the middle of a write) is left out."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    for raw in text.split("\n"):
-        if not raw.strip():
-            continue
-        try:
-            line = json.loads(raw)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and "kind" in line and isinstance(line.get("step"), int):
-            yield line
+    """The lines of a ledger as they were written, without torn ones."""
+    return (line for line in read_jsonl(path) if "kind" in line and isinstance(line.get("step"), int))
 
 
 def effective(lines: Iterable[Line]) -> list[Line]:
@@ -152,7 +141,7 @@ class Run:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, hosts and devices of the last start; empty where there is none."""
-        return _json(self.path / "environment.json")
+        return read_json(self.path / "environment.json")
 
     def ledger(self) -> list[Line]:
         """The effective ledger: one line a step and kind, whatever was killed and done again."""
@@ -210,10 +199,10 @@ class Run:
 
     def checkpoint_index(self) -> dict[str, Any]:
         """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
-        return _json(self.checkpoints_dir / "index.json")
+        return read_json(self.checkpoints_dir / "index.json")
 
 
-def judged(state: str, events: Iterable[Line], verdict: Mapping[str, Any] | None) -> tuple[str, str]:
+def cell_state(state: str, events: Iterable[Line], verdict: Mapping[str, Any] | None) -> tuple[str, str]:
     """How a study's cell stands, and why: by its run's state and events, and by what was decided from outside.
 
     Returns:
@@ -246,11 +235,3 @@ def lock_held(path: Path) -> bool | None:
         return None
     ours = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
     return False if ours else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -17,8 +17,8 @@ import torch
 import torch._dynamo  # DDP imports it: once here, before the forks, instead of 4 s in each of them
 import torch.distributed as dist
 
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks, start
+from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import Ranks, start
 from windlass.recipe import Recipe
 
 FORK = multiprocessing.get_context("fork")
@@ -27,7 +27,7 @@ FORK = multiprocessing.get_context("fork")
 class Join:
     """What a test's function gets: its rank, and `join(recipe)`, which starts the ranks (as often as one likes in turn)."""
 
-    def __init__(self, place: World, store: dist.Store | None):
+    def __init__(self, place: DistEnv, store: dist.Store | None):
         self.place, self.store, self.rank, self.world = place, store, place.rank, place.world
 
     def __call__(self, recipe: Recipe) -> Ranks:
@@ -83,7 +83,7 @@ def _rank(
     code = 1
     try:
         host, port = listening.getsockname()
-        place = World(rank, world, rank, world, launcher="none", addr=host, port=port)
+        place = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
         store = None
         if world > 1:
             fd = listening.detach() if rank == 0 else None

@@ -8,13 +8,13 @@ from harness import recipe, run_ranks
 from torch import nn
 from toy import Toy
 
-from windlass.parallel import reduce
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks
-from windlass.parallel.wrap import wrap
+from windlass.parallel import collectives
+from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import wrap
 from windlass.training import checks
 
-ALONE = Ranks(World(), torch.device("cpu"), "single")
+ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
 
 
 class Tied(nn.Module):
@@ -48,8 +48,8 @@ def test_a_wrong_gradient_norm_is_found_and_gradients_come_back(monkeypatch):
     assert checks.norm_probe(model, ALONE) == []
     assert torch.equal(model.weight.grad, torch.full((3, 3), 7.0))
     assert model.bias.grad is None
-    right = reduce.global_grad_norm
-    monkeypatch.setattr(reduce, "global_grad_norm", lambda parameters, ranks: right(list(parameters)[1:], ranks))
+    right = collectives.global_grad_norm
+    monkeypatch.setattr(collectives, "global_grad_norm", lambda parameters, ranks: right(list(parameters)[1:], ranks))
     assert "gradient norm" in checks.norm_probe(model, ALONE)[0]
 
 

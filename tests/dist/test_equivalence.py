@@ -20,8 +20,8 @@ from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import factor
-from windlass.parallel import reduce
-from windlass.parallel.wrap import named_parameters, unwrap, wrap
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import named_parameters, unwrap, wrap
 from windlass.recipe import Horizon
 from windlass.telemetry.speed import StepTimer
 from windlass.training.step import Step
@@ -95,7 +95,7 @@ def trained(join, recipe, divisor: float = 1.0):
             if divisor != 1.0:
                 object.__setattr__(micro_batches, "valid_tokens", int(micro_batches.valid_tokens * divisor))
             result = step(micro_batches, factor(recipe.optim.schedule, horizon, number))
-            losses.append(float(reduce.sum_over_ranks(result.loss, ranks)))
+            losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
             norms.append(float(result.grad_norm))
         loader.close()
         whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named_parameters(model)}

@@ -15,8 +15,8 @@ from windlass.model.build import build_model
 from windlass.model.hf_size import read_sizes
 from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer
-from windlass.parallel import reduce
-from windlass.parallel.wrap import autocast, sync_gradients, wrap
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import autocast, sync_gradients, wrap
 
 SHAPES = {
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
@@ -38,7 +38,7 @@ def one_step(model, ranks, r, optimizer, tokens, accumulation):
                 loss = model(tokens, tokens)
             (loss / 1000).backward()
             del loss
-    reduce.global_grad_norm(parameters, ranks)
+    collectives.global_grad_norm(parameters, ranks)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

@@ -13,18 +13,18 @@ from harness import Join, recipe, run_ranks
 from windlass.data.rows import Rows
 from windlass.data.squad import Question
 from windlass.data.tokenizer import ByteTokenizer
-from windlass.evaluate.generate import generate
-from windlass.evaluate.harness import write_texts
-from windlass.evaluate.hellaswag import Item, evaluate_hellaswag
-from windlass.evaluate.likelihood import Continuation, log_likelihoods
-from windlass.evaluate.loss import evaluate_loss
-from windlass.evaluate.sampling import Sampling
-from windlass.evaluate.squad import evaluate_squad
+from windlass.evaluation.generate import generate
+from windlass.evaluation.lm_eval import write_texts
+from windlass.evaluation.hellaswag import Item, evaluate_hellaswag
+from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.loss import evaluate_loss
+from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.init import initialise
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks
-from windlass.parallel.wrap import unwrap, wrap
+from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import unwrap, wrap
 
 pytestmark = pytest.mark.dist
 
@@ -103,7 +103,7 @@ def alone() -> dict[str, Any]:
     settings = recipe(**SHAPE)
     model = build_model(settings, 257, device="cpu")
     initialise(model, 1)
-    return measured(model, Ranks(World(), torch.device("cpu"), "single"))
+    return measured(model, Ranks(DistEnv(), torch.device("cpu"), "single"))
 
 
 @pytest.mark.parametrize("world", [2, 4])

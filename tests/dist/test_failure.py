@@ -19,9 +19,9 @@ from harness import FORK, recipe
 
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks, start
-from windlass.parallel.reduce import sum_async
+from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import Ranks, start
+from windlass.parallel.collectives import sum_async
 
 pytestmark = pytest.mark.dist
 HOST = socket.gethostname()
@@ -49,7 +49,7 @@ def end(fn: Callable[[Ranks], None], world: int, folder: Path, limit: float = 30
         code = 0
         try:
             with start(
-                World(rank, world, rank, world, addr="127.0.0.1", port=port), recipe(**settings), store
+                DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), recipe(**settings), store
             ) as ranks:
                 fn(ranks)
         except Stopped:
@@ -140,7 +140,7 @@ def test_a_suspended_rank_is_named_and_the_others_show_their_stacks(tmp_path: Pa
 
     def fn(ranks: Ranks) -> None:
         ranks.mark(7, "save")
-        ranks.gather("here", 1)
+        ranks.all_gather_object("here", 1)
         time.sleep(0.25)  # a heartbeat, so that the others know the place
         if ranks.rank == culprit:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time
 
 
 def test_a_failed_rank_ends_even_if_something_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("windlass.parallel.mesh.EXIT_SECONDS", 0.3)
+    monkeypatch.setattr("windlass.parallel.dist.EXIT_SECONDS", 0.3)
 
     def fn(ranks: Ranks) -> None:
         try:
@@ -197,7 +197,7 @@ import os, sys
 import torch.distributed as dist, torch
 from windlass.errors import RunFailed
 from windlass.parallel.env import detect
-from windlass.parallel.mesh import start
+from windlass.parallel.dist import start
 from windlass.recipe import Recipe
 place = detect()
 recipe = Recipe.model_validate({"parallel": {"device": "cpu", "strategy": "full_shard"}})
@@ -209,7 +209,7 @@ with start(place, recipe) as ranks:
         raise ValueError("a shape is wrong")
     if place.attempt == 0:
         dist.all_reduce(torch.ones(2))
-    assert ranks.gather("who", ranks.rank) == [0, 1]
+    assert ranks.all_gather_object("who", ranks.rank) == [0, 1]
 """
 
 

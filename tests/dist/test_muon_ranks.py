@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer
-from windlass.parallel.wrap import named_parameters, wrap
+from windlass.parallel.parallelize import named_parameters, wrap
 
 MODEL = {
     "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,

@@ -13,12 +13,12 @@ from harness import recipe, run_ranks
 from torch._dynamo.utils import counters
 
 import hf_fixtures
-from windlass.evaluate.generate import generate
-from windlass.evaluate.sampling import Sampling
+from windlass.evaluation.generate import generate
+from windlass.evaluation.sampling import Sampling
 from windlass.model.build import build_model
 from windlass.model.init import initialise
-from windlass.parallel import reduce
-from windlass.parallel.wrap import autocast, sync_gradients, unwrap, wrap
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import autocast, sync_gradients, unwrap, wrap
 
 
 def loss_and_norm(model, made, ranks) -> tuple[float, float]:
@@ -29,8 +29,8 @@ def loss_and_norm(model, made, ranks) -> tuple[float, float]:
         with autocast(made, ranks.device):
             loss = model(mine[:, :-1], mine[:, 1:]) / 64
         loss.backward()
-    norm = float(reduce.global_grad_norm(model.parameters(), ranks))
-    return float(reduce.sum_over_ranks(loss.detach().clone(), ranks)), norm
+    norm = float(collectives.global_grad_norm(model.parameters(), ranks))
+    return float(collectives.sum_over_ranks(loss.detach().clone(), ranks)), norm
 
 
 def first_step(join, strategy: str, norm: str, precision: str):

@@ -10,9 +10,9 @@ import torch
 from harness import Join, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
-from windlass.parallel.env import World
-from windlass.parallel.mesh import choose_device, shard_size, shared_device, start
-from windlass.parallel.reduce import Agreement, global_grad_norm, sum_async, sum_over_ranks
+from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import choose_device, shard_size, shared_device, start
+from windlass.parallel.collectives import Agreement, global_grad_norm, sum_async, sum_over_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -32,8 +32,8 @@ def exchange(join: Join) -> dict[str, Any]:
             "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks),
             "said": said,
             "now": agreement.now([ranks.rank]),
-            "gathered": [ranks.gather("x", {"rank": ranks.rank}), ranks.gather("x", ranks.rank * 10)],
-            "shared": [ranks.share("y", ranks.rank), ranks.share("y", f"from {ranks.rank}")],
+            "gathered": [ranks.all_gather_object("x", {"rank": ranks.rank}), ranks.all_gather_object("x", ranks.rank * 10)],
+            "shared": [ranks.broadcast_object("y", ranks.rank), ranks.broadcast_object("y", f"from {ranks.rank}")],
             "hosts": len(ranks.hosts),
         }
 
@@ -59,7 +59,7 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
     for parameter, grad in zip(parameters, (big, small), strict=True):
         parameter.grad = grad
     frozen, tied = torch.nn.Parameter(torch.zeros(3)), parameters[0]
-    with start(World(), recipe()) as ranks:
+    with start(DistEnv(), recipe()) as ranks:
         norm = global_grad_norm([*parameters, frozen, tied], ranks)
     exact = (big.double().square().sum() + small.double().square().sum()).sqrt()
     assert norm.dtype == torch.float32
@@ -67,10 +67,10 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
 
 
 def test_a_single_process_needs_no_process_group():
-    with start(World(), recipe()) as ranks:
+    with start(DistEnv(), recipe()) as ranks:
         assert not torch.distributed.is_initialized()
         assert (ranks.rank, ranks.world, ranks.main, ranks.strategy, ranks.mesh) == (0, 1, True, "single", None)
-        assert ranks.gather("x", 1) == [1]
+        assert ranks.all_gather_object("x", 1) == [1]
         ranks.steady()
 
 
@@ -86,14 +86,14 @@ def test_a_world_of_one_can_be_wrapped_like_many(strategy: str):
 
 def test_single_on_many_ranks_is_refused():
     with pytest.raises(UserError, match="is for one rank, and there are 2"):
-        start(World(world=2, local_world=2), recipe(parallel__strategy="single"))
+        start(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none_is_refused():
     with pytest.raises(UserError, match="finds no CUDA device"):
-        start(World(), recipe(parallel__device="cuda"))
-    assert choose_device("auto", World()) == torch.device("cpu")
+        start(DistEnv(), recipe(parallel__device="cuda"))
+    assert choose_device("auto", DistEnv()) == torch.device("cpu")
 
 
 def test_two_ranks_on_one_device_are_seen():
@@ -105,23 +105,23 @@ def test_two_ranks_on_one_device_are_seen():
 @pytest.mark.parametrize(
     ("wanted", "place", "size"),
     [
-        (0, World(world=1), 1),
-        (0, World(world=2, local_world=2), 1),
-        (0, World(world=4, local_world=4), 2),
-        (0, World(world=6, local_world=6), 3),
-        (0, World(world=3, local_world=3), 1),
-        (0, World(world=8, local_world=4, nodes=2), 4),
-        (8, World(world=8, local_world=4, nodes=2), 8),
-        (2, World(world=8, local_world=4, nodes=2), 2),
+        (0, DistEnv(world=1), 1),
+        (0, DistEnv(world=2, local_world=2), 1),
+        (0, DistEnv(world=4, local_world=4), 2),
+        (0, DistEnv(world=6, local_world=6), 3),
+        (0, DistEnv(world=3, local_world=3), 1),
+        (0, DistEnv(world=8, local_world=4, nodes=2), 4),
+        (8, DistEnv(world=8, local_world=4, nodes=2), 8),
+        (2, DistEnv(world=8, local_world=4, nodes=2), 2),
     ],
 )
-def test_size_of_a_sharding_group(wanted: int, place: World, size: int):
+def test_size_of_a_sharding_group(wanted: int, place: DistEnv, size: int):
     assert shard_size(wanted, place) == size
 
 
 def test_a_sharding_group_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match="shard_size = 3 does not divide the 4 ranks; the nearest that does is"):
-        shard_size(3, World(world=4, local_world=4))
+        shard_size(3, DistEnv(world=4, local_world=4))
 
 
 def test_a_meeting_that_nobody_comes_to_ends_in_time():

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from toy import Toy, fill, micro_batch, toy
 
-from windlass.parallel.env import World
-from windlass.parallel.mesh import start
+from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import start
 from windlass.parallel.recompute import keep
-from windlass.parallel.reduce import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
-from windlass.parallel.wrap import autocast, named_buffers, named_parameters, sync_gradients, unwrap, wrap
+from windlass.parallel.collectives import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
+from windlass.parallel.parallelize import autocast, named_buffers, named_parameters, sync_gradients, unwrap, wrap
 
 pytestmark = pytest.mark.dist
 
@@ -285,7 +285,7 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
     grads = {}
     for way in ("none", how):
         settings = recipe(parallel__strategy="single", parallel__activation_checkpointing=way)
-        with start(World(), settings) as ranks:
+        with start(DistEnv(), settings) as ranks:
             model = wrap(toy(dtype=torch.float32, dropout=dropout), ranks, settings)
             torch.manual_seed(7)
             model(*micro_batch(2)).backward()
@@ -299,7 +299,7 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
 def saved_bytes(how: str) -> int:
     """What autograd keeps from the forward pass, in bytes."""
     settings, kept = recipe(parallel__strategy="single", parallel__activation_checkpointing=how), []
-    with start(World(), settings) as ranks:
+    with start(DistEnv(), settings) as ranks:
         model = wrap(toy(dtype=torch.float32), ranks, settings)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -329,7 +329,7 @@ def products_in_backward(how: str) -> dict[str, int]:
             seen[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
-    with start(World(), settings) as ranks:
+    with start(DistEnv(), settings) as ranks:
         loss = wrap(toy(dtype=torch.float32), ranks, settings)(*micro_batch(2))
         with Count():
             loss.backward()

@@ -70,7 +70,7 @@ def fill(model: nn.Module, like: nn.Module) -> None:
     """Values into a model that came from the meta device: parameters whole or sharded, and buffers."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from windlass.parallel.wrap import named_buffers, named_parameters
+    from windlass.parallel.parallelize import named_buffers, named_parameters
 
     values = dict(like.named_parameters()) | dict(like.named_buffers())
     with torch.no_grad():

@@ -140,10 +140,10 @@ def test_mistakes_are_one_message_and_exit_code_2(
 def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from windlass.checkpoint.export import export_hf
     from windlass.checkpoint.source import alone, find_source, open_model
-    from windlass.evaluate.generate import generate
-    from windlass.evaluate.sampling import Sampling
+    from windlass.evaluation.generate import generate
+    from windlass.evaluation.sampling import Sampling
+    from windlass.interop.export import export_hf
     from windlass.run import Run
 
     tree: dict[str, Any] = {

@@ -17,9 +17,9 @@ import torch
 from test_resume import corpus, curve, evaluations, settings
 from test_signals import signalled
 
-from windlass.checkpoint.files import Files
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, Stopped, UserError
+from windlass.fileio import Files
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 from harness import Join, run_ranks
 
 import hf_fixtures
-from windlass.evaluate.squad import score
+from windlass.evaluation.squad import score
 from windlass.recipe import Recipe
 from windlass.run import Run
 

@@ -13,12 +13,12 @@ import torch
 
 import hf_fixtures
 from windlass import train
-from windlass.checkpoint.export import export_hf
 from windlass.checkpoint.source import alone, find_source, open_model
 from windlass.cli.eval import measure
 from windlass.errors import RunFailed, Stopped, UserError
-from windlass.evaluate.generate import generate
-from windlass.evaluate.sampling import Sampling
+from windlass.evaluation.generate import generate
+from windlass.evaluation.sampling import Sampling
+from windlass.interop.export import export_hf
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -227,8 +227,8 @@ def test_a_directory_of_older_tokenizer_files_is_read(tmp_path: Path) -> None:
 
 
 def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
-    from windlass.checkpoint.export import card
     from windlass.checkpoint.source import Source
+    from windlass.interop.export import card
 
     made = recipe(base, "run").with_overrides("model.name=some/model")
     folder, commit = made.run_dir / "origin", "0123456789abcdef0123456789abcdef01234567"

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from report_fixtures import NASTY, build_run, build_study
 
-from windlass.report.charts import smoothed
-from windlass.report.study import read_study
-from windlass.report.write import write_report, write_study_report
+from windlass.reports.charts import smoothed
+from windlass.reports.study import read_study
+from windlass.reports.write import write_report, write_study_report
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

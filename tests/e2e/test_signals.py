@@ -259,7 +259,7 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monke
     """Ranks that wait for each other cannot stop while one has no data: after the grace it ends, and says what is lost."""
     from windlass.data.loader import Loader
 
-    monkeypatch.setattr("windlass.parallel.mesh.Ranks.world", property(lambda self: 2 if waiting else 1))
+    monkeypatch.setattr("windlass.parallel.dist.Ranks.world", property(lambda self: 2 if waiting else 1))
     waiting: list[int] = []
     poll = Loader.poll
 

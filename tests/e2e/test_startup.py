@@ -15,7 +15,7 @@ from torch import nn
 from windlass.checkpoint import space
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
-from windlass.parallel import reduce
+from windlass.parallel import collectives
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import train
@@ -49,13 +49,13 @@ def untied(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("broken", ["master weights", "ties", "norm"])
 def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monkeypatch, broken):
-    wrap, norm = SESSION.wrap, reduce.global_grad_norm
+    wrap, norm = SESSION.wrap, collectives.global_grad_norm
     if broken == "master weights":
         monkeypatch.setattr(SESSION, "wrap", lambda model, *a: wrap(model, *a).bfloat16())
     elif broken == "ties":
         monkeypatch.setattr(SESSION, "wrap", lambda model, *a: untied(wrap(model, *a)))
     else:
-        monkeypatch.setattr(reduce, "global_grad_norm", lambda *a: norm(*a) * 1.001)
+        monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001)
     said = {"master weights": "not torch.float32", "ties": "were tied in the model", "norm": "gradient norm of a probe"}
     recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run"))
     with pytest.raises(RunFailed, match=said[broken]):

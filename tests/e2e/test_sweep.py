@@ -14,7 +14,7 @@ from test_resume import corpus, settings
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.report.study import read_study, winner
+from windlass.reports.study import read_study, winner
 from windlass.run import Run
 from windlass.study.progress import DIVERGED_NATS, progress
 from windlass.study.study import Study

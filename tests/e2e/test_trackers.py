@@ -221,14 +221,14 @@ def replaying(run: Path, name: str, **environ: str) -> subprocess.Popen[str]:
 
 
 def test_a_replay_into_an_empty_tracker_gives_the_effective_ledger(finished, tmp_path):
-    from windlass.telemetry.feeder import Feeder
+    from windlass.telemetry.exporter import Exporter
     from windlass.telemetry.to_tensorboard import TensorBoard
 
     _, run, _ = finished
     copy = tmp_path / "copy"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("tensorboard", "wandb", "trackers"))
     for _ in range(2):
-        Feeder(Run(copy), TensorBoard, live=False).finish()
+        Exporter(Run(copy), TensorBoard, live=False).finish()
     curves = readers.tensorboard_curves(readers.tensorboard(copy / "tensorboard"))
     assert without(curves, "device/", "summary/") == as_float32(expected(run))
     assert len(list((copy / "tensorboard").glob("events.*"))) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from windlass.check.verify import (
+from windlass.verification import (
     export_equal,
     kills_lose_nothing,
     prepare_bench,
@@ -41,7 +41,7 @@ def test_a_resume_that_is_not_exact_fails_the_proof(tmp_path, monkeypatch):
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
-    export = importlib.import_module("windlass.checkpoint.export")
+    export = importlib.import_module("windlass.interop.export")
     original = export.export_hf
 
     def off_by_little(run: str, folder: Path) -> object:
@@ -84,9 +84,9 @@ def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path, monkeypatch):
 @pytest.mark.dist
 def test_a_strategy_that_is_wrong_fails_the_proof(tmp_path, monkeypatch):
     """The one process is made wrong here, by 1e-5 of its gradient norm, less than the start-up checks see: the ranks are processes of their own."""
-    reduce = importlib.import_module("windlass.parallel.reduce")
-    norm = reduce.global_grad_norm
-    monkeypatch.setattr(reduce, "global_grad_norm", lambda *a: norm(*a) * 1.00001)
+    collectives = importlib.import_module("windlass.parallel.collectives")
+    norm = collectives.global_grad_norm
+    monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.00001)
     result = strategies_agree(prepare_bench("", tmp_path, kills=1, worlds=(1, 2)))
     assert result.passed is False
 

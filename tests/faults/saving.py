@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from windlass.checkpoint import load
-from windlass.checkpoint.files import Files, Output
 from windlass.checkpoint.load import Choice, open_checkpoint
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.slices import Slice, State, share
 from windlass.checkpoint.store import Outcome, Saver
+from windlass.fileio import Files, Output
 
 SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}
 KILLED = -signal.SIGKILL

@@ -24,8 +24,8 @@ PLACES = {
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.step", "autocast"),
     "backward": ("torch", "Tensor.backward"),
-    "evaluation": ("windlass.evaluate.lockstep", "StopAgreement.stop"),
-    "sample": ("windlass.evaluate.lockstep", "_exchange"),
+    "evaluation": ("windlass.evaluation.lockstep", "StopAgreement.stop"),
+    "sample": ("windlass.evaluation.lockstep", "_exchange"),
     "data": ("windlass.data.loader", "_Reader.read"),
     "save": ("windlass.training.saving", "gather_state"),
 }

@@ -12,9 +12,9 @@ import pytest
 from saving import check, save, step_seen, tally
 
 from windlass.checkpoint import catalog, load
-from windlass.checkpoint.files import Files
 from windlass.checkpoint.retention import Policy
 from windlass.errors import UserError
+from windlass.fileio import Files
 
 FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "COMMITTED")
 

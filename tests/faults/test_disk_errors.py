@@ -9,9 +9,9 @@ import pytest
 from saving import Failer, Recorder, check, count_of_two, ended, forked, hidden, save, state, step_seen, tally
 
 from windlass.checkpoint import catalog, space
-from windlass.checkpoint.files import Files
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.store import Saver
+from windlass.fileio import Files
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 

@@ -13,9 +13,9 @@ import pytest
 from saving import KILLED, Killer, Recorder, count_of_two, ended, forked, hidden, save, state, step_seen, tally
 
 from windlass.checkpoint import catalog
-from windlass.checkpoint.files import Files
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.store import Saver
+from windlass.fileio import Files
 
 SCENES = {
     "first": ([], 3),

@@ -18,11 +18,11 @@ import pytest
 from saving import hidden, save, step_seen, tally
 
 from windlass.checkpoint import catalog
-from windlass.checkpoint.files import Files, Output
-from windlass.checkpoint.fork import read_fork
-from windlass.checkpoint.load import Choice, latest_on_line
+from windlass.checkpoint.lineage import read_lineage
+from windlass.checkpoint.load import Choice, latest_on_lineage
 from windlass.checkpoint.retention import Policy
 from windlass.errors import UserError
+from windlass.fileio import Files, Output
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.beginning import write_line, write_new
@@ -221,7 +221,7 @@ def begun(path: Path) -> tuple[int, int | None] | None:
     if not run.recipe_path.is_file():
         assert {p.name for p in path.iterdir()} <= LEFT_OVER if path.is_dir() else True
         return None
-    choice = latest_on_line(path, read_fork(path))
+    choice = latest_on_lineage(path, read_lineage(path))
     return int(run.recipe.train.steps), choice.step if choice is not None else None
 
 

@@ -22,7 +22,7 @@ from windlass.checkpoint.load import choose
 from windlass.data.dataset import open_data
 from windlass.errors import Stopped
 from windlass.launch.local import END_SECONDS
-from windlass.parallel.mesh import EXIT_SECONDS
+from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import train

@@ -20,7 +20,7 @@ import pytest
 
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
-from windlass.telemetry import sidecar, to_wandb, trackers
+from windlass.telemetry import exporter_process, to_wandb, trackers
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import start_trackers
 
@@ -318,10 +318,10 @@ def test_a_sidecar_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request
 
 HOLDS_THE_INTERPRETER = """
 import re, sys
-from windlass.telemetry import sidecar
-sidecar.WATCH_SECONDS = 0.1
-sidecar._sink = lambda name: re.match("(a+)+$", "a" * 60 + "b")
-sidecar.main([sys.argv[1], "--to", "mlflow", "--attempt", "0", "--flush-seconds", "0.2"])
+from windlass.telemetry import exporter_process
+exporter_process.WATCH_SECONDS = 0.1
+exporter_process._sink = lambda name: re.match("(a+)+$", "a" * 60 + "b")
+exporter_process.main([sys.argv[1], "--to", "mlflow", "--attempt", "0", "--flush-seconds", "0.2"])
 """
 
 
@@ -348,11 +348,11 @@ def test_a_run_that_fails_lets_go_without_waiting(tmp_path):
 
 
 def test_two_processes_do_not_feed_one_tracker(tmp_path, monkeypatch):
-    monkeypatch.setattr(sidecar, "LOCK_SECONDS", 0.0)
-    one = sidecar._only_feeder
+    monkeypatch.setattr(exporter_process, "LOCK_SECONDS", 0.0)
+    one = exporter_process._only_feeder
     with one(tmp_path, "mlflow") as first, one(tmp_path, "mlflow") as second, one(tmp_path, "wandb") as other:
         assert (first, second, other) == (True, False, True)
-    with sidecar._only_feeder(tmp_path, "mlflow") as again:
+    with exporter_process._only_feeder(tmp_path, "mlflow") as again:
         assert again
 
 
@@ -360,7 +360,7 @@ def test_a_kill_between_writing_and_noting_gives_no_duplicate(tmp_path, monkeypa
     """TensorBoard's events are written before the mark: what may be there twice is forgotten by the next file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from windlass.telemetry.feeder import Feeder
+    from windlass.telemetry.exporter import Exporter
     from windlass.telemetry.to_tensorboard import TensorBoard
 
     run = tmp_path / "run"
@@ -373,8 +373,8 @@ def test_a_kill_between_writing_and_noting_gives_no_duplicate(tmp_path, monkeypa
 
     monkeypatch.setattr(TensorBoard, "_remember", killed)
     with pytest.raises(KeyboardInterrupt):
-        Feeder(Run(run), TensorBoard, live=True, attempt=0).pump()
+        Exporter(Run(run), TensorBoard, live=True, attempt=0).pump()
     monkeypatch.setattr(TensorBoard, "_remember", remember)
-    Feeder(Run(run), TensorBoard, live=False).finish()
+    Exporter(Run(run), TensorBoard, live=False).finish()
     found = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")
     assert [x.step for x in found] == list(range(1, STEPS + 1))

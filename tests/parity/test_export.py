@@ -12,16 +12,16 @@ from torch import Tensor
 
 import hf_fixtures
 import tokenizer_fixtures
-from windlass.checkpoint.export import export_hf, merge_adapters, save_weights
-from windlass.checkpoint.export_tokenizer import as_json, save_tokenizer
-from windlass.checkpoint.initial import load_initial
 from windlass.checkpoint.source import alone, find_source, open_model
 from windlass.data import bpe
 from windlass.data.chat import Template
 from windlass.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from windlass.errors import UserError
-from windlass.evaluate.generate import generate
-from windlass.evaluate.sampling import Sampling
+from windlass.evaluation.generate import generate
+from windlass.evaluation.sampling import Sampling
+from windlass.interop.export import export_hf, merge_adapters, save_weights
+from windlass.interop.export_tokenizer import as_json, save_tokenizer
+from windlass.interop.init_from import load_initial
 from windlass.model import convert
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT

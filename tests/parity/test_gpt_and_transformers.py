@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from windlass.checkpoint.initial import fill_from_hf
 from windlass.errors import UserError
+from windlass.interop.init_from import fill_from_hf
 from windlass.model import convert
 from windlass.model.gpt import GPT
 from windlass.model.init import initialise

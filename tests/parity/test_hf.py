@@ -13,8 +13,8 @@ from torch import Tensor
 
 import hf_fixtures
 from windlass.errors import UserError
-from windlass.evaluate.generate import generate
-from windlass.evaluate.sampling import Sampling
+from windlass.evaluation.generate import generate
+from windlass.evaluation.sampling import Sampling
 from windlass.model.build import build_model
 from windlass.model.hf import HfModel, find_blocks, has_plain_head, open_hf
 from windlass.model.init import initialise

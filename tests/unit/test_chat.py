@@ -14,7 +14,7 @@ from windlass.data.chat import Template
 from windlass.data.dataset import open_data
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
-from windlass.evaluate.stream import Decoder, InOrder
+from windlass.evaluation.stream import Decoder, InOrder
 from windlass.recipe import Recipe
 
 BYTES = ByteTokenizer()

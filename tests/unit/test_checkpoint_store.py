@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from windlass.checkpoint import catalog, load, space
-from windlass.checkpoint.files import DIRECT, Files, Output
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.priority import NICE
 from windlass.checkpoint.retention import EMERGENCY, Policy
@@ -28,6 +27,7 @@ from windlass.checkpoint.slices import Slice, expected_bytes, gather_state, rest
 from windlass.checkpoint.stage import DTYPES, Stage
 from windlass.checkpoint.store import Saver
 from windlass.errors import UserError
+from windlass.fileio import DIRECT, Files, Output
 from windlass.recipe import Recipe
 
 

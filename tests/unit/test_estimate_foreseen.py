@@ -9,7 +9,7 @@ from test_estimate_plan import write_run
 
 from windlass.estimate.foreseen import foreseen_time, without_pauses
 from windlass.estimate.predict import predicted_beside_measured
-from windlass.report.plan import predicted_section
+from windlass.reports.plan import predicted_section
 from windlass.run import Run, read_lines
 
 

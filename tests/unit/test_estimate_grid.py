@@ -12,7 +12,7 @@ from windlass.estimate.grid import PARTS, memory_grid, precisions_of, worlds_of
 from windlass.estimate.memory import Layout, memory
 from windlass.estimate.plan import Facts, Setting, memory_part
 from windlass.recipe import Recipe
-from windlass.report.memory_grid import best_of, grid_table
+from windlass.reports.memory_grid import best_of, grid_table
 
 
 def setting_of(name="gpt2-124m", world=8, device="A100-40GB", precision="bf16", overrides=()):

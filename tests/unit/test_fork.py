@@ -14,15 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
 
 from saving import save
 
-from windlass.checkpoint.files import Files
-from windlass.checkpoint.fork import BEGINNING, Fork, fork_at, read_fork, write_fork
-from windlass.checkpoint.load import latest_on_line, open_checkpoint
+from windlass.checkpoint.lineage import BEGINNING, Lineage, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.load import latest_on_lineage, open_checkpoint
 from windlass.checkpoint.retention import Kept, Policy, retain
 from windlass.errors import UserError
+from windlass.fileio import Files
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.claim import LEFT_OVER, claim, job, started_again
-from windlass.training.occupancy import occupy
+from windlass.training.occupancy import acquire_run_lock
 
 TORCHRUN = {
     "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a",
@@ -39,24 +39,24 @@ def at(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def back_to(run: Path, step: int) -> Fork:
-    write_fork(run, fork_at(run, at(run, step), step, {}), Files())
-    found = read_fork(run)
+def back_to(run: Path, step: int) -> Lineage:
+    write_lineage(run, lineage_at(run, at(run, step), step, {}), Files())
+    found = read_lineage(run)
     assert found is not None
     return found
 
 
 def test_only_later_commits_or_the_beginning_itself(tmp_path):
     run = made(tmp_path, 3, 6, 9)
-    assert latest_on_line(run, None).step == 9
+    assert latest_on_lineage(run, None).step == 9
     fork = back_to(run, 3)
     assert (fork.checkpoint, fork.step, fork.serial) == ("checkpoints/step-00000003", 3, 3)
-    assert latest_on_line(run, fork).step == 3
+    assert latest_on_lineage(run, fork).step == 3
     made(run, 5, 6)
-    assert latest_on_line(run, fork).step == 6
-    assert latest_on_line(run, fork, up_to=5).step == 5
-    assert latest_on_line(run, fork, up_to=4).step == 3
-    assert latest_on_line(run, fork, up_to=2) is None
+    assert latest_on_lineage(run, fork).step == 6
+    assert latest_on_lineage(run, fork, up_to=5).step == 5
+    assert latest_on_lineage(run, fork, up_to=4).step == 3
+    assert latest_on_lineage(run, fork, up_to=2) is None
 
 
 def test_a_commit_belongs_to_the_line_though_those_of_the_left_line_were_deleted_by_hand(tmp_path):
@@ -66,7 +66,7 @@ def test_a_commit_belongs_to_the_line_though_those_of_the_left_line_were_deleted
         shutil.rmtree(at(run, step))
     made(run, 4)
     assert open_checkpoint(at(run, 4)).manifest.serial == 4
-    assert latest_on_line(run, fork).step == 4
+    assert latest_on_lineage(run, fork).step == 4
 
 
 def test_where_all_of_a_line_is_damaged_its_beginning_is_left_and_that_is_said(tmp_path):
@@ -77,19 +77,19 @@ def test_where_all_of_a_line_is_damaged_its_beginning_is_left_and_that_is_said(t
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    choice = latest_on_line(run, fork)
+    choice = latest_on_lineage(run, fork)
     assert choice.step == 3 and choice.damaged == [at(run, 4)] and "step 4 is damaged" in choice.notes[0]
     shutil.rmtree(at(run, 3))
     with pytest.raises(UserError, match="that one is gone"):
-        latest_on_line(run, fork)
+        latest_on_lineage(run, fork)
 
 
 def test_a_beginning_that_cannot_be_read_is_not_guessed(tmp_path):
-    assert read_fork(tmp_path) is None
+    assert read_lineage(tmp_path) is None
     for text in ("", "[]", '{"version": 1}', '{"version": 9, "checkpoint": null, "step": 0, "serial": 0, "job": {}}'):
         (tmp_path / BEGINNING).write_text(text)
         with pytest.raises(UserError, match=BEGINNING):
-            read_fork(tmp_path)
+            read_lineage(tmp_path)
 
 
 def test_what_a_line_goes_on_from_is_kept():
@@ -101,7 +101,7 @@ def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
     run = Run(tmp_path)
     again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert not started_again(run, again), "nothing was begun yet"
-    write_fork(tmp_path, Fork(job=job(TORCHRUN)), Files())
+    write_lineage(tmp_path, Lineage(job=job(TORCHRUN)), Files())
     assert not started_again(run, TORCHRUN)
     assert started_again(run, again)
     assert not started_again(run, again | {"TORCHELASTIC_RUN_ID": "b"})
@@ -121,11 +121,11 @@ def test_who_waited_for_a_lock_holds_that_of_the_directory_of_the_name(tmp_path,
     """`--fresh` renames the directory while another training waits for its lock."""
     run = tmp_path / "run"
     run.mkdir()
-    first = occupy(run)
+    first = acquire_run_lock(run)
     got: list[object] = []
     waits, pause = threading.Event(), time.sleep
     monkeypatch.setattr("windlass.training.occupancy.time.sleep", lambda seconds: (waits.set(), pause(seconds)))
-    waiting = threading.Thread(target=lambda: got.append(occupy(run, seconds=30)))
+    waiting = threading.Thread(target=lambda: got.append(acquire_run_lock(run, seconds=30)))
     waiting.start()
     assert waits.wait(30)
     run.rename(tmp_path / "aside")
@@ -133,8 +133,8 @@ def test_who_waited_for_a_lock_holds_that_of_the_directory_of_the_name(tmp_path,
     first.close()
     waiting.join()
     with pytest.raises(UserError, match="another process trains in"):
-        occupy(run, seconds=0)
-    aside = occupy(tmp_path / "aside", seconds=0)
+        acquire_run_lock(run, seconds=0)
+    aside = acquire_run_lock(tmp_path / "aside", seconds=0)
     assert aside is not None
     for file in (aside, *got):
         file.close()

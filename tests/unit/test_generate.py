@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.evaluate.generate import batches, generate
-from windlass.evaluate.sampling import Sampling, choose, keep, uniform
+from windlass.evaluation.generate import batches, generate
+from windlass.evaluation.sampling import Sampling, choose, keep, uniform
 
 
 class Toy(nn.Module):

@@ -21,16 +21,16 @@ from harness import Join, recipe, run_ranks
 
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
-from windlass.evaluate.harness import Interrupted, _pair, adapter, run_harness, write_texts
-from windlass.evaluate.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.lm_eval import Interrupted, _pair, adapter, run_harness, write_texts
 from windlass.model.build import build_model
 from windlass.model.init import initialise
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks
-from windlass.parallel.wrap import wrap
+from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
+from windlass.parallel.parallelize import wrap
 from windlass.recipe import Recipe
 
-ALONE = Ranks(World(), torch.device("cpu"), "single")
+ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
 BYTES = ByteTokenizer()
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 

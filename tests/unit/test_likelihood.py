@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
-from windlass.evaluate.hellaswag import Item, continuations, evaluate_hellaswag, read_items
-from windlass.evaluate.likelihood import Continuation, log_likelihoods, plan
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan
 from windlass.model.build import build_model
 from windlass.model.init import initialise
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks
+from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 
-ALONE = Ranks(World(), torch.device("cpu"), "single")
+ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
 
 
 def gpt(vocab: int = 257, context: int = 48, seed: int = 1, **settings: Any) -> nn.Module:
@@ -57,7 +57,7 @@ def rows(count: int, longest: int) -> list[Continuation]:
 @pytest.mark.parametrize("tokens_per_pass", [1, 100, 10**6])
 def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        __import__("windlass.evaluate.likelihood", fromlist=["x"]).TOKENS_PER_PASS, "cpu", tokens_per_pass
+        __import__("windlass.evaluation.likelihood", fromlist=["x"]).TOKENS_PER_PASS, "cpu", tokens_per_pass
     )
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()

@@ -8,9 +8,9 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.run import Run
-from windlass.training.occupancy import occupy
+from windlass.training.occupancy import acquire_run_lock
 
-HOLD = "import sys, pathlib\nfrom windlass.training.occupancy import occupy\nf = occupy(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
+HOLD = "import sys, pathlib\nfrom windlass.training.occupancy import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
 
 
 def test_a_second_training_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
@@ -20,10 +20,10 @@ def test_a_second_training_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=f"process {holder.pid} on "):
-        occupy(tmp_path, seconds=0.2)
+        acquire_run_lock(tmp_path, seconds=0.2)
     holder.kill()
     holder.communicate()
-    mine = occupy(tmp_path, seconds=5)
+    mine = acquire_run_lock(tmp_path, seconds=5)
     assert mine is not None
     mine.close()
 
@@ -40,7 +40,7 @@ def test_a_run_that_was_killed_is_not_alive_from_that_moment(tmp_path):
     holder.kill()
     holder.communicate()
     assert (run.alive, run.state) == (False, "failed")
-    occupy(tmp_path, seconds=0.0).close()  # having looked leaves no lock behind
+    acquire_run_lock(tmp_path, seconds=0.0).close()  # having looked leaves no lock behind
 
 
 def test_where_the_lock_is_another_hosts_the_heartbeat_counts(tmp_path):

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from windlass.errors import UserError
-from windlass.parallel.env import World, detect, expand_hosts, tasks_per_node
+from windlass.parallel.env import DistEnv, detect, expand_hosts, tasks_per_node
 
 
 def unread(path: str) -> str:
@@ -11,8 +11,8 @@ def unread(path: str) -> str:
 
 
 def test_nothing_set_is_a_plain_process():
-    assert detect({}, unread) == World()
-    assert detect({"MASTER_PORT": "29500", "PATH": "/bin"}, unread) == World()
+    assert detect({}, unread) == DistEnv()
+    assert detect({"MASTER_PORT": "29500", "PATH": "/bin"}, unread) == DistEnv()
 
 
 def test_importing_it_loads_no_torch():
@@ -31,7 +31,7 @@ TORCHRUN = {
 
 
 def test_torchrun_counts_attempts_and_nodes():
-    assert detect(TORCHRUN, unread) == World(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
+    assert detect(TORCHRUN, unread) == DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
 
 
 def test_torchrun_inside_an_srun_step_wins_over_slurm():
@@ -44,7 +44,7 @@ def test_our_own_workers_count_restarts():
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711", "WINDLASS_LAUNCHED": "1", "WINDLASS_ATTEMPT": "3", "SLURM_PROCID": "0", "PMI_RANK": "0",
     }  # fmt: skip
-    assert detect(ours, unread) == World(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)
+    assert detect(ours, unread) == DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)
 
 
 def test_variables_set_by_hand():
@@ -130,7 +130,7 @@ def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
     ],
 )
 def test_a_process_that_srun_did_not_start_as_one_of_many_is_no_rank(shell: dict[str, str]):
-    assert detect(shell, unread) == World()
+    assert detect(shell, unread) == DistEnv()
 
 
 def test_open_mpi_on_one_host_and_on_many_under_pbs():
@@ -163,7 +163,7 @@ def test_a_host_file_that_is_gone_is_the_users_to_mend():
 
 
 def test_the_only_task_of_mpiexec_is_a_plain_process():
-    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}, unread) == World()
+    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}, unread) == DistEnv()
 
 
 def test_sruns_own_pmi_is_slurm():

@@ -14,8 +14,8 @@ from windlass.checkpoint.source import alone, find_source, open_model, stop_toke
 from windlass.data import bpe, squad
 from windlass.data.squad import Question
 from windlass.data.tokenizer import as_trained, joined, load_tokenizer, prompt_of, starting
-from windlass.evaluate.hellaswag import Item, continuations
-from windlass.evaluate.stream import Decoder, text_after
+from windlass.evaluation.hellaswag import Item, continuations
+from windlass.evaluation.stream import Decoder, text_after
 from windlass.recipe import Recipe
 
 KINDS = list(tokenizer_fixtures.KINDS)
@@ -88,7 +88,7 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
 
 
 def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
-    from windlass.evaluate.hellaswag import read_items
+    from windlass.evaluation.hellaswag import read_items
 
     ours = bpe.gpt2(str(data_files / "gpt2"))
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import build_run
 
-from windlass.report.charts import charts, rank_curves, smoothed, steps_at, thin
-from windlass.report.devices import RankTrack, grid, on_grid
-from windlass.report.payload import numbers, payload, rounded
-from windlass.report.view import Track, view
+from windlass.reports.charts import charts, rank_curves, smoothed, steps_at, thin
+from windlass.reports.devices import RankTrack, grid, on_grid
+from windlass.reports.payload import numbers, payload, rounded
+from windlass.reports.view import Track, view
 
 
 @pytest.fixture(scope="module")

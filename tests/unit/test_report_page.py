@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import pytest
 from report_fixtures import NASTY, build_run, build_study
 
-from windlass.report.page import page
-from windlass.report.study import read_study
-from windlass.report.study_page import study_page
-from windlass.report.view import view, views
+from windlass.reports.page import page
+from windlass.reports.study import read_study
+from windlass.reports.study_page import study_page
+from windlass.reports.view import view, views
 
 
 class Page(HTMLParser):
@@ -143,8 +143,8 @@ def test_a_study_has_its_winner_its_sweeps_and_its_heat_map(folder):
 
 def test_reports_import_no_torch(folder):
     code = (
-        "import sys; import windlass.report.write, windlass.report.plots, windlass.report.study_plots, windlass.cli.report;"
-        "from windlass.report import write_report; print('torch' in sys.modules)"
+        "import sys; import windlass.reports.write, windlass.reports.plots, windlass.reports.study_plots, windlass.cli.report;"
+        "from windlass.reports import write_report; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

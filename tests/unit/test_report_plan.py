@@ -13,10 +13,10 @@ from test_estimate_plan import write_run
 from windlass.estimate.of_run import plan_of_run
 from windlass.model.size import HfSizes
 from windlass.recipe import ModelSettings, Recipe
-from windlass.report import write_report
-from windlass.report.page import page
-from windlass.report.plan_section import FOLDED, plan_html, plan_markdown
-from windlass.report.view import view
+from windlass.reports import write_report
+from windlass.reports.page import page
+from windlass.reports.plan_section import FOLDED, plan_html, plan_markdown
+from windlass.reports.view import view
 from windlass.run import Run
 
 

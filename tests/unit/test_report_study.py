@@ -7,9 +7,9 @@ from report_fixtures import build_run, build_study, loss_at
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.report.charts import LOSS, ceiling, wild
-from windlass.report.plots import draw, late_loss, styled
-from windlass.report.study import (
+from windlass.reports.charts import LOSS, ceiling, wild
+from windlass.reports.plots import draw, late_loss, styled
+from windlass.reports.study import (
     Cell,
     StudyView,
     by_seed,
@@ -22,9 +22,9 @@ from windlass.report.study import (
     winner_command,
     winner_text,
 )
-from windlass.report.study_page import study_page
-from windlass.report.study_plots import heat_figure, sweep_figure
-from windlass.report.swept import heat, heats, sweeps
+from windlass.reports.study_page import study_page
+from windlass.reports.study_plots import heat_figure, sweep_figure
+from windlass.reports.swept import heat, heats, sweeps
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -177,7 +177,7 @@ def test_cells_from_pairs_of_assignment_and_run(folder):
 
 
 def test_verdicts_from_outside_are_told(folder):
-    run = build_run(folder / "judged", steps=50, finished=False)
+    run = build_run(folder / "cell_state", steps=50, finished=False)
     verdict = {run.recipe.digest: {"state": "diverged", "reason": "loss nan at step 30"}}
     assert [(c.state, c.reason) for c in cells_of([({}, run)], verdict)] == [("diverged", "loss nan at step 30")]
     assert cells_of([({}, run)])[0].state == "interrupted"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from report_fixtures import build_run, loss_at, stamp
 
-from windlass.report.measures import harmonic_mean, measures, tail_mean
-from windlass.report.page import _one_headline
-from windlass.report.tables import (
+from windlass.reports.measures import harmonic_mean, measures, tail_mean
+from windlass.reports.page import _one_headline
+from windlass.reports.tables import (
     all_settings,
     comparison,
     curves,
@@ -20,7 +20,7 @@ from windlass.report.tables import (
     results_shown,
     settings_table,
 )
-from windlass.report.view import Track, view, views
+from windlass.reports.view import Track, view, views
 
 
 @pytest.fixture(scope="module")

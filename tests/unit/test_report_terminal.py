@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from report_fixtures import build_run
 
-from windlass.report.terminal import loss_curve, plot, sparkline
-from windlass.report.view import view
+from windlass.reports.terminal import loss_curve, plot, sparkline
+from windlass.reports.view import view
 
 
 def test_a_sparkline_rises_with_its_values():

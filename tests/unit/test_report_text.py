@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.report.text import compact, csv_text, duration, escape, fixed, markdown_cell, markdown_table, show
+from windlass.reports.text import compact, csv_text, duration, escape, fixed, markdown_cell, markdown_table, show
 
 
 @pytest.mark.parametrize(

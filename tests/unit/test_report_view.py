@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from report_fixtures import BEGIN, STEP_SECONDS, build_run, loss_at, stamp
 
-from windlass.report.view import Clock, interpolate, labels, number, seconds_of, view, views
+from windlass.reports.view import Clock, interpolate, labels, number, seconds_of, view, views
 from windlass.run import Run
 
 
@@ -118,7 +118,7 @@ def test_every_run_gets_a_name_of_its_own(tmp_path):
 
 
 def test_large_device_files_are_sampled_evenly(folder, monkeypatch):
-    from windlass.report import devices
+    from windlass.reports import devices
 
     run = build_run(folder / "large", steps=400, ranks=1)
     whole = view(run).ranks[0]

@@ -9,12 +9,12 @@ from report_fixtures import build_run, build_study
 from windlass.cli import main
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe
-from windlass.report import write_report
-from windlass.report.charts import charts
-from windlass.report.plots import draw, schedule_plot
-from windlass.report.study import read_study
-from windlass.report.view import view
-from windlass.report.write import draw_again, write_study_report
+from windlass.reports import write_report
+from windlass.reports.charts import charts
+from windlass.reports.plots import draw, schedule_plot
+from windlass.reports.study import read_study
+from windlass.reports.view import view
+from windlass.reports.write import draw_again, write_study_report
 from windlass.run import Run
 
 

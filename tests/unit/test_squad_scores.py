@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import UserError
-from windlass.evaluate.squad import exact_match, f1, normalise, score
+from windlass.evaluation.squad import exact_match, f1, normalise, score
 
 
 @pytest.mark.parametrize(

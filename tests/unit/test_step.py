@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from windlass.optim.build import build_optimizer
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks
+from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.telemetry.speed import StepTimer
 from windlass.training.guard import is_spike
@@ -60,7 +60,7 @@ def batch(step: int = 1, parts: int = 1) -> Batch:
 def make(deferred: bool = False, dropout: float = 0.0, **settings):
     tree = {"train": {"grad_clip": 0.0, **settings}, "optim": {"lr": 0.01, "weight_decay": 0.0}}
     recipe, model = Recipe.model_validate(tree), Line(dropout)
-    ranks = Ranks(World(), torch.device("cpu"), "single")
+    ranks = Ranks(DistEnv(), torch.device("cpu"), "single")
     return model, Step(
         model, build_optimizer(model, recipe.optim, "cpu"), ranks, recipe, StepTimer(), deferred=deferred
     )

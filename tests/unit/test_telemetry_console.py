@@ -26,7 +26,7 @@ def show(console):
     console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})
     console.event("saved checkpoints/step-00000100 in 0.50 s", 100)
     console.sample("To be\nor not \x1b[31mto be", 100)
-    console.trouble("mlflow: no way")
+    console.warning("mlflow: no way")
     console.close()
     console.close()
 

@@ -8,7 +8,7 @@ import pytest
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry import to_wandb
-from windlass.telemetry.feeder import Feeder
+from windlass.telemetry.exporter import Exporter
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.to_wandb import WandB
 
@@ -87,9 +87,9 @@ def write(run, attempt, first, last, event=None):
 
 def test_a_resume_goes_on_in_the_same_run_from_what_the_server_has(server, run):
     write(run, 0, 0, 8)
-    Feeder(run, WandB, live=True, attempt=0).finish()
+    Exporter(run, WandB, live=True, attempt=0).finish()
     write(run, 1, 5, 10, "finished")
-    Feeder(run, WandB, live=True, attempt=1).finish()
+    Exporter(run, WandB, live=True, attempt=1).finish()
     first, second = server.starts
     assert first["id"] == second["id"] and second["resume"] == "allow" and second["mode"] == "online"
     assert KEY not in str(server.starts)
@@ -105,7 +105,7 @@ def test_a_resume_goes_on_in_the_same_run_from_what_the_server_has(server, run):
 def test_a_replay_sends_nothing_again(server, run):
     write(run, 0, 0, 8, "finished")
     for _ in range(2):
-        Feeder(run, WandB, live=False).finish()
+        Exporter(run, WandB, live=False).finish()
     assert len([row for _, row in server.rows if "train/loss" in row]) == 8
     assert len([row for _, row in server.rows if "figures/loss" in row]) == 1
 
@@ -113,7 +113,7 @@ def test_a_replay_sends_nothing_again(server, run):
 def test_where_the_server_does_not_let_us_in_it_goes_offline_and_says_why(server, run):
     server.refuses = True
     write(run, 0, 0, 3)
-    feeder = Feeder(run, WandB, live=True, attempt=0)
+    feeder = Exporter(run, WandB, live=True, attempt=0)
     feeder.pump()
     assert [start["mode"] for start in server.starts] == ["online", "offline"]
     assert feeder.hint.startswith("wandb sync ") and "permission denied" in feeder.hint
@@ -123,5 +123,5 @@ def test_a_user_who_wants_no_wandb_gets_none(server, run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     write(run, 0, 0, 3)
     with pytest.raises(RuntimeError, match="WANDB_MODE=disabled"):
-        Feeder(run, WandB, live=True, attempt=0).pump()
+        Exporter(run, WandB, live=True, attempt=0).pump()
     assert not server.starts

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint import manifest as format_
-from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MARKER, Damaged, Manifest
 from windlass.checkpoint.retention import LOSS, Kept, Policy, best, retain
+from windlass.fileio import Files
 
 INDEX, INDEX_VERSION = "index.json", 1
 STEP_DIR = re.compile(r"^step-(\d{8,})$")

@@ -22,10 +22,10 @@ from typing import Any
 
 from windlass.checkpoint import catalog, space
 from windlass.checkpoint import manifest as format_
-from windlass.checkpoint.files import PAGE, Files
-from windlass.checkpoint.fork import read_fork
+from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.manifest import Chunk, FileInfo, Manifest, TensorInfo
 from windlass.errors import UserError
+from windlass.fileio import PAGE, Files
 
 REASON = "reason"
 SLOWEST_POLL_SECONDS = 0.25
@@ -171,7 +171,7 @@ class Commit:
     def _line(self) -> int:
         """The number after which the run's present line begins: commits that were deleted by hand keep theirs."""
         with contextlib.suppress(UserError):
-            fork = read_fork(self.directory.parent)
+            fork = read_lineage(self.directory.parent)
             return fork.serial if fork is not None else 0
         return 0
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint import manifest as format_
-from windlass.checkpoint.files import Files
-from windlass.checkpoint.fork import Fork, on_line
+from windlass.checkpoint.lineage import Lineage, on_lineage
 from windlass.checkpoint.manifest import Damaged, Manifest, TensorInfo
 from windlass.checkpoint.retention import LOSS, best
 from windlass.errors import UserError
+from windlass.fileio import Files
 from windlass.run import Run
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def choose(run_dir: str | Path, resume: str = "latest") -> Choice | None:
 
     `latest` and `best` pass over damaged checkpoints, and say so; a step or a path that is damaged is refused. Nothing is
     changed. One rank asks, and tells the others, so that all go on from the same one. `latest` is the newest commit, as
-    readers want it; a training goes on from `latest_on_line`.
+    readers want it; a training goes on from `latest_on_lineage`.
 
     Raises:
         UserError: the checkpoint that was asked for is not there or damaged, all are damaged, or there is one and
@@ -221,18 +221,18 @@ def _first_good(run_dir: str | Path, order: list[catalog.Entry]) -> Choice | Non
     return None
 
 
-def latest_on_line(run_dir: Path, fork: Fork | None, up_to: int | None = None) -> Choice | None:
+def latest_on_lineage(run_dir: Path, fork: Lineage | None, up_to: int | None = None) -> Choice | None:
     """The newest good checkpoint of the run's present line, else the one that the line began at; None: begin at step 0.
 
     Args:
         run_dir: the run.
-        fork: where its present line began, see `fork.read_fork`.
+        fork: where its present line began, see `fork.read_lineage`.
         up_to: only checkpoints up to this step.
 
     Raises:
         UserError: there is nothing of the line that can be used.
     """
-    found = [e for e in on_line(catalog.entries(run_dir / "checkpoints"), fork) if up_to is None or e.step <= up_to]
+    found = [e for e in on_lineage(catalog.entries(run_dir / "checkpoints"), fork) if up_to is None or e.step <= up_to]
     origin = fork.path(run_dir) if fork is not None else None
     if fork is None or origin is None:
         return _first_good(run_dir, found)

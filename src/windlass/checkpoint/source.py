@@ -20,9 +20,9 @@ from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenize
 from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.model.init import initialise
-from windlass.parallel.env import World
-from windlass.parallel.mesh import Ranks
-from windlass.parallel.wrap import unwrap, wrap
+from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
+from windlass.parallel.parallelize import unwrap, wrap
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -51,7 +51,7 @@ class Source:
 
 def alone(device: str | torch.device | None = None) -> Ranks:
     """A group of this process only, on CUDA where there is one."""
-    return Ranks(World(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
+    return Ranks(DistEnv(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
 
 
 def find_source(name: str, overrides: Sequence[str] = ()) -> Source:

@@ -20,12 +20,12 @@ from typing import Any
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.commit import Commit, Request, explain
-from windlass.checkpoint.files import PIECE_BYTES, Files, to_json
-from windlass.checkpoint.fork import Fork
+from windlass.checkpoint.lineage import Lineage
 from windlass.checkpoint.priority import NICE, lower_this_thread, set_nice
 from windlass.checkpoint.retention import LOSS, PERIODIC, Policy
 from windlass.checkpoint.slices import Slice, State
 from windlass.checkpoint.stage import Stage, Staged
+from windlass.fileio import PIECE_BYTES, Files, to_json
 
 POLL_SECONDS = 0.1
 HEADER_BYTES = 2**20
@@ -109,7 +109,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def keep_start(self, fork: Fork | None) -> None:
+    def keep_start(self, fork: Lineage | None) -> None:
         """Keep the checkpoint that the run's present line goes on from, where it is one of the run's own."""
         self.policy = replace(self.policy, start=fork.own_step() if fork is not None else None)
 

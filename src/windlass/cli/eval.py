@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from windlass.checkpoint.source import Source
-    from windlass.parallel.mesh import Ranks
+    from windlass.parallel.dist import Ranks
     from windlass.recipe import Recipe
 
 SHOWN = {
@@ -54,7 +54,7 @@ def evaluate(
     in the official format.
     """
     from windlass.errors import UserError
-    from windlass.parallel import mesh
+    from windlass.parallel.dist import start
     from windlass.parallel.env import detect
 
     here = detect(os.environ)
@@ -74,7 +74,7 @@ def evaluate(
         raise UserError(
             "the loss of a model without a run needs a corpus: add data.source=FILE (and data.val_fraction=0.1)"
         )
-    with mesh.start(here, spread(source.recipe, here.world)) as ranks:
+    with start(here, spread(source.recipe, here.world)) as ranks:
         if ranks.main and not as_json:
             typer.echo(f"{source.title}, {ranks.world} rank{'s' if ranks.world > 1 else ''}")
         keep: dict[str, Any] = {}
@@ -121,9 +121,9 @@ def measure(
     import dataclasses
 
     from windlass.checkpoint import source as sources
-    from windlass.evaluate.record import measured_on
-    from windlass.evaluate.suites import run_suite
-    from windlass.parallel.wrap import autocast
+    from windlass.evaluation.record import measured_on
+    from windlass.evaluation.suites import run_suite
+    from windlass.parallel.parallelize import autocast
 
     recipe = spread(source.recipe, ranks.world)
     model = sources.open_model(dataclasses.replace(source, recipe=recipe), ranks)
@@ -147,7 +147,7 @@ def loss(source: Source, model: Any, ranks: Ranks, context: Any, keep: dict[str,
     """The loss on the recipe's validation data, read with the model's own tokenizer; `keep` gets the data's `fingerprint`."""
     from windlass.data.dataset import open_data
     from windlass.errors import UserError
-    from windlass.evaluate.loss import evaluate_loss
+    from windlass.evaluation.loss import evaluate_loss
     from windlass.recipe.batch import TOKENS_PER_MICRO_BATCH
 
     recipe = source.recipe
@@ -178,7 +178,7 @@ def table(suite: str, found: dict[str, Any]) -> list[str]:
 def write(source: Source, record: dict[str, Any], keep: dict[str, Any], out: Path | None) -> None:
     """Results and predictions as files, by the step that they belong to; nowhere for a model without a run, unless asked."""
     from windlass.errors import UserError
-    from windlass.evaluate.record import merged
+    from windlass.evaluation.record import merged
 
     folder = out or (source.run.path / "eval" if source.run else None)
     if folder is None:
@@ -192,7 +192,7 @@ def write(source: Source, record: dict[str, Any], keep: dict[str, Any], out: Pat
         raise UserError(f"{path} is no record of results: move it away, or give another folder with --out") from None
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if "predictions" in keep:
-        from windlass.evaluate.squad import predictions_name, write_predictions
+        from windlass.evaluation.squad import predictions_name, write_predictions
 
         predictions = folder / predictions_name(source.step)
         write_predictions(predictions, keep["predictions"])

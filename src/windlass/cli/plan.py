@@ -67,7 +67,7 @@ def plan(
     else:
         from rich.console import Console
 
-        from windlass.report.plan import show
+        from windlass.reports.plan import show
 
         show(shown, Console(highlight=False))
 
@@ -324,11 +324,11 @@ def _plan(
     from windlass.estimate.partial import known_horizon, partial_plan, vocabulary_known
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.predict import predicted_beside_measured
-    from windlass.report.plan import sections
+    from windlass.reports.plan import sections
 
     sized = setting.recipe.model.kind == "hf" or vocabulary_known(setting)
     if horizon is None and not (sized and known_horizon(setting)):
-        from windlass.report.partial_plan import partial_sections
+        from windlass.reports.partial_plan import partial_sections
 
         made = partial_plan(setting, speeds)
         out |= made
@@ -346,7 +346,7 @@ def _compute(flops: float, out: dict[str, Any], shown: list[Any]) -> None:
     from dataclasses import asdict
 
     from windlass.estimate.optimum import for_compute
-    from windlass.report.plan import optimum_section
+    from windlass.reports.plan import optimum_section
 
     found = for_compute(flops)
     out["compute"] = {"flops": flops, "optima": [asdict(o) for o in found]}
@@ -360,7 +360,7 @@ def _fit(study: str, setting: Setting | None, out: dict[str, Any], shown: list[A
     from windlass.errors import UserError
     from windlass.estimate.plan import horizon_of
     from windlass.estimate.scaling import back_test, fit_scaling, points_of
-    from windlass.report.plan import scaling_section
+    from windlass.reports.plan import scaling_section
 
     points, left_out = points_of(_runs_in(study))
     fit = fit_scaling(points)
@@ -388,7 +388,7 @@ def _fit(study: str, setting: Setting | None, out: dict[str, Any], shown: list[A
 def _draw(setting: Setting, horizon: Horizon | None, file: str) -> None:
     from windlass.errors import UserError
     from windlass.estimate.plan import horizon_of
-    from windlass.report.plots import schedule_plot
+    from windlass.reports.plots import schedule_plot
 
     try:
         drawn = schedule_plot(setting.recipe, Path(file), horizon or horizon_of(setting))

@@ -35,8 +35,8 @@ def report(
     """
     from pathlib import Path
 
-    from windlass.report.study import is_study, read_study
-    from windlass.report.write import write_report, write_study_report
+    from windlass.reports.study import is_study, read_study
+    from windlass.reports.write import write_report, write_study_report
 
     chosen = None if skip < 0 else skip
     if len(paths) == 1 and is_study(paths[0]):
@@ -57,7 +57,7 @@ def _runs(path: str) -> list[Run]:
 
     from windlass.errors import UserError
     from windlass.recipe import Recipe, presets
-    from windlass.report.study import is_study
+    from windlass.reports.study import is_study
     from windlass.run import Run
 
     if is_study(path):
@@ -81,10 +81,10 @@ def _place(runs: list[Run]) -> Path:
 
 def _show(runs: list[Run], *, results: bool, sample: bool) -> None:
     """Curve, table and sample in the terminal, for who has no browser at hand."""
-    from windlass.report.tables import results_shown
-    from windlass.report.terminal import curve
-    from windlass.report.text import printable
-    from windlass.report.view import views
+    from windlass.reports.tables import results_shown
+    from windlass.reports.terminal import curve
+    from windlass.reports.text import printable
+    from windlass.reports.view import views
 
     seen = views(runs)
     for view in seen:

@@ -42,7 +42,7 @@ def sample(
 
     from windlass.checkpoint import source as sources
     from windlass.data.tokenizer import prompt_of
-    from windlass.evaluate.sampling import Sampling
+    from windlass.evaluation.sampling import Sampling
 
     source = sources.find_source(run)
     ranks = sources.alone(device or None)
@@ -64,8 +64,8 @@ def sample(
 
 
 def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[list[int]], text: str) -> None:
-    from windlass.evaluate.generate import generate
-    from windlass.evaluate.stream import InOrder
+    from windlass.evaluation.generate import generate
+    from windlass.evaluation.stream import InOrder
 
     def begin(number: int) -> None:
         if number:
@@ -90,8 +90,8 @@ def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[l
 def _talk(source: Source, model: Any, ranks: Any, sampling: Any) -> None:
     """A conversation: each turn reads all before it, in the layout of the tokenizer's chat template."""
     from windlass.data.chat import prompt_tokens
-    from windlass.evaluate.generate import generate
-    from windlass.evaluate.stream import InOrder, text_after
+    from windlass.evaluation.generate import generate
+    from windlass.evaluation.stream import InOrder, text_after
 
     messages: list[dict[str, str]] = []
     while True:
@@ -121,7 +121,7 @@ def _talk(source: Source, model: Any, ranks: Any, sampling: Any) -> None:
 def _arithmetic(source: Source, ranks: Any) -> Any:
     from functools import partial
 
-    from windlass.parallel.wrap import autocast
+    from windlass.parallel.parallelize import autocast
 
     return partial(autocast, source.recipe, ranks.device)
 

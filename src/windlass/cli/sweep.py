@@ -171,7 +171,7 @@ def table(study: Study, width: int = WIDE) -> Table:
 
 def _say_end(study: Study, code: int, world: int, screen: _Screen) -> None:
     from windlass.errors import STOPPED
-    from windlass.report.study import named, read_study, winner, winner_command
+    from windlass.reports.study import named, read_study, winner, winner_command
     from windlass.study.table import by_seed
 
     if not screen.live:

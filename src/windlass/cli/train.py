@@ -102,9 +102,9 @@ def show_end(run: Run) -> None:
     if os.environ.get("WINDLASS_QUIET_END"):
         return
     from windlass.errors import UserError
-    from windlass.report import write_report
-    from windlass.report.terminal import loss_curve
-    from windlass.report.text import printable
+    from windlass.reports import write_report
+    from windlass.reports.terminal import loss_curve
+    from windlass.reports.text import printable
 
     typer.echo(loss_curve(run))
     samples = run.lines("sample")

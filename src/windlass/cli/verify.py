@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from windlass.check.verify import Result
+    from windlass.verification import Result
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +35,7 @@ def verify(
     import tempfile
     from pathlib import Path
 
-    from windlass.check import verify as proofs
+    from windlass import verification as proofs
 
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
         folder = Path(keep or temporary)

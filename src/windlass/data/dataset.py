@@ -21,9 +21,7 @@ from windlass.data.shards import Index, Stream
 from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenizer, tokenizer_files
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-
-IGNORED = -100
-"""The label of a token that does not count."""
+from windlass.recipe.settings import IGNORE_INDEX
 
 
 @runtime_checkable
@@ -84,7 +82,7 @@ class PackedSamples:
         for at, count in enumerate(short):
             if count < self.context:
                 tokens[at, count:] = 0
-                labels[at, count:] = IGNORED
+                labels[at, count:] = IGNORE_INDEX
         return tokens, labels
 
 
@@ -119,7 +117,7 @@ class DocumentSamples:
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and labels of documents, both int64 [n, context]; the last label of a whole document ends the text."""
         tokens = np.zeros((len(indices), self.context), dtype=np.int64)
-        labels = np.full((len(indices), self.context), IGNORED, dtype=np.int64)
+        labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
             count, whole = self.length(i), int(self._sizes[i])
             found = np.full(count + 1, self._eot, dtype=np.int64)

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.data.dataset import IGNORED, Samples
+from windlass.data.dataset import Samples
 from windlass.data.order import Order, sample_order, step_samples
 from windlass.recipe import BatchPlan
+from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2
 """How long the end of a loader waits for its thread, which may be in a slow source; then it is left behind."""
@@ -206,7 +207,7 @@ class _Reader:
             if stop.is_set():
                 return None
             tokens, labels = self.plan.samples.read(indices[k * size : (k + 1) * size])
-            valid += int((labels != IGNORED).sum())
+            valid += int((labels != IGNORE_INDEX).sum())
             micro.append(MicroBatch(k, self._host(tokens), self._host(labels)))
         return StepBatch(step, int(self.plan.numbers(step)[0]), micro, valid)
 
@@ -259,7 +260,7 @@ def eval_batches(
         wanted = np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
         surplus = wanted >= count
         tokens, labels = samples.read(np.where(surplus, 0, wanted))
-        labels = np.where(surplus[:, None], IGNORED, labels)
+        labels = np.where(surplus[:, None], IGNORE_INDEX, labels)
         yield MicroBatch(
             k, *(torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device) for a in (tokens, labels))
         )

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = -100
-"""The label of a token that does not count."""
+from windlass.recipe.settings import IGNORE_INDEX
 
 
 class Rows:
@@ -75,12 +74,12 @@ class Rows:
         """Tokens and labels [n, T] of the given rows, T being the longest of them."""
         width = max((self.length(int(i)) for i in indices), default=1)
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
-        labels = np.full((len(indices), width), IGNORED, dtype=np.int64)
+        labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
         for place, index in enumerate(indices):
             start, end = self._ends[index], self._ends[index + 1]
             row, marks = self._tokens[start:end], self._marks[start:end]
             tokens[place, : len(row) - 1] = row[:-1]
-            labels[place, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORED)
+            labels[place, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
         return tokens, labels
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.errors import RunFailed, UserError
+from windlass.errors import RunFailed, UserError, first_line
 from windlass.model import hf_origin
 from windlass.model.hf_cache import Memory, new_memory
 from windlass.model.loss import cross_entropy_sum
@@ -106,7 +106,7 @@ class HfModel(nn.Module):
                 raise
             raise RunFailed(
                 f"model.name: {self.settings.name}: the code that comes with it fails ({type(error).__name__}: "
-                f"{hub.first_line(error)})"
+                f"{first_line(error)})"
             ) from error
 
     def _pass(self, tokens: Tensor, labels: Tensor | None, cache: Memory | None) -> Tensor:
@@ -204,7 +204,7 @@ def _told(settings: ModelSettings) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} {hub.missing_package(error)}") from None
     except Exception as error:
-        first = hub.first_line(error)
+        first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{what} comes with code of its own: look through it, and set model.trust_remote_code=true to run it"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from windlass import hub
-from windlass.errors import UserError
+from windlass.errors import UserError, first_line
 from windlass.hub import INDEX, SINGLE
 from windlass.model import hf_origin
 from windlass.model.hf import HfModel, find_blocks, from_directory, is_adapter
@@ -139,7 +138,7 @@ def _fill_through_transformers(
             directory, dtype="auto", trust_remote_code=remote, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:  # other shapes, damaged files, code that came with the model
-        raise UserError(f"{directory}: transformers cannot read the weights: {hub.first_line(error)}") from None
+        raise UserError(f"{directory}: transformers cannot read the weights: {first_line(error)}") from None
     if lacking := sorted(set(report["missing_keys"]) & set(parameters)):
         raise UserError(f"{directory} lacks {len(lacking)} weights of its model, {lacking[0]} among them")
     values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
-"""The label of a token that does not count."""
+from windlass.recipe.settings import IGNORE_INDEX
 
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits that are held at a time, in fp32. Fewer tokens than fit into it take the plain path."""
@@ -55,7 +54,7 @@ def cross_entropy_sum(
     logits = head_logits(x, weight, bias, cap)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _chunk(tokens: int, vocab: int, device: str) -> int:
@@ -95,7 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(labels), chunk):
                 part = slice(start, start + chunk)
-                counts = (labels[part] != IGNORED).unsqueeze(1)
+                counts = (labels[part] != IGNORE_INDEX).unsqueeze(1)
                 rows = x[part].to(dtype).masked_fill(~counts, 0.0)  # so that nothing comes of those that do not count
                 logits = F.linear(rows, head, shift).to(total)
                 slope = _squash_(logits, cap) if cap else None

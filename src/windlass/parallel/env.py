@@ -19,7 +19,7 @@ FIRST_PORT, PORTS = 15_000, 15_000
 
 
 @dataclass(frozen=True)
-class World:
+class DistEnv:
     """One process's place among all: global and per host, and where all of them meet.
 
     `launcher` is `none` (a plain process), `windlass`, `torchrun`, `environment` (RANK and WORLD_SIZE set by hand),
@@ -40,7 +40,7 @@ class World:
 
 def detect(
     environ: Environment = os.environ, read: Callable[[str], str] = lambda path: Path(path).read_text()
-) -> World:
+) -> DistEnv:
     """This process's place, a pure function of the variables (and of the host file that PBS names, through `read`).
 
     Variables of the innermost launcher win: our own, torchrun (or RANK and WORLD_SIZE by hand), Open MPI, MPICH and its kin
@@ -63,7 +63,7 @@ def detect(
             return _checked(place(environ, read))
     if slurm_task(environ):
         return _checked(_slurm(environ, read))
-    return World()
+    return DistEnv()
 
 
 def slurm_task(environ: Environment) -> bool:
@@ -80,16 +80,16 @@ def slurm_task(environ: Environment) -> bool:
     return _number(environ, "SLURM_PROCID") > 0
 
 
-def _ours(environ: Environment, _: Callable[[str], str]) -> World:
+def _ours(environ: Environment, _: Callable[[str], str]) -> DistEnv:
     return _from_torch_names(environ, "windlass", "WINDLASS_ATTEMPT")
 
 
-def _torchrun(environ: Environment, _: Callable[[str], str]) -> World:
+def _torchrun(environ: Environment, _: Callable[[str], str]) -> DistEnv:
     elastic = "TORCHELASTIC_RUN_ID" in environ
     return _from_torch_names(environ, "torchrun" if elastic else "environment", "TORCHELASTIC_RESTART_COUNT")
 
 
-def _from_torch_names(environ: Environment, launcher: str, attempt: str) -> World:
+def _from_torch_names(environ: Environment, launcher: str, attempt: str) -> DistEnv:
     needed = ["RANK", "WORLD_SIZE", *(["MASTER_ADDR", "MASTER_PORT"] if environ.get("WORLD_SIZE") != "1" else [])]
     missing = [name for name in needed if not environ.get(name)]
     if missing:
@@ -100,7 +100,7 @@ def _from_torch_names(environ: Environment, launcher: str, attempt: str) -> Worl
         )
     rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_world = _number(environ, "LOCAL_WORLD_SIZE", default=world)
-    return World(
+    return DistEnv(
         rank=rank,
         world=world,
         local_rank=_number(environ, "LOCAL_RANK", default=rank % max(1, local_world)),
@@ -114,7 +114,7 @@ def _from_torch_names(environ: Environment, launcher: str, attempt: str) -> Worl
     )
 
 
-def _slurm(environ: Environment, _: Callable[[str], str]) -> World:
+def _slurm(environ: Environment, _: Callable[[str], str]) -> DistEnv:
     rank, world = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     node = _number(environ, "SLURM_NODEID", default=0)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
@@ -123,7 +123,7 @@ def _slurm(environ: Environment, _: Callable[[str], str]) -> World:
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     )
     fallback = world if nodes == 1 else -(-world // nodes)
-    return World(
+    return DistEnv(
         rank=rank,
         world=world,
         local_rank=_number(environ, "SLURM_LOCALID", default=rank % fallback),
@@ -137,7 +137,7 @@ def _slurm(environ: Environment, _: Callable[[str], str]) -> World:
     )
 
 
-def _openmpi(environ: Environment, read: Callable[[str], str]) -> World:
+def _openmpi(environ: Environment, read: Callable[[str], str]) -> DistEnv:
     _complete(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     rank, world = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_SIZE")
     local_world = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", default=world)
@@ -146,7 +146,7 @@ def _openmpi(environ: Environment, read: Callable[[str], str]) -> World:
     return _mpi_world(environ, read, "openmpi", (rank, world, local_rank, local_world), job)
 
 
-def _mpi(environ: Environment, read: Callable[[str], str]) -> World:
+def _mpi(environ: Environment, read: Callable[[str], str]) -> DistEnv:
     rank_name = "PMI_RANK" if "PMI_RANK" in environ else "PALS_RANKID"
     _complete(environ, rank_name, "PMI_SIZE")
     rank, world = _number(environ, rank_name), _number(environ, "PMI_SIZE")
@@ -158,14 +158,14 @@ def _mpi(environ: Environment, read: Callable[[str], str]) -> World:
 
 def _mpi_world(
     environ: Environment, read: Callable[[str], str], launcher: str, place: tuple[int, int, int, int], job: str
-) -> World:
+) -> DistEnv:
     rank, world, local_rank, local_world = place
     nodes = -(-world // max(1, local_world))
     addr = environ.get("MASTER_ADDR", "")
     if not addr:
         addr = LOOPBACK if nodes == 1 else _mpi_first_host(environ, read, nodes)
     job = job or environ.get("PBS_JOBID") or environ.get("SLURM_JOB_ID") or environ.get("PALS_APID") or ""
-    return World(
+    return DistEnv(
         rank=rank,
         world=world,
         local_rank=local_rank,
@@ -261,7 +261,7 @@ def _number(environ: Environment, *names: str, default: int | None = None) -> in
     return default
 
 
-def _checked(found: World) -> World:
+def _checked(found: DistEnv) -> DistEnv:
     """The world if it is consistent; a launcher's only process is a plain one, but keeps its attempt."""
     for part, whole, what in (
         (found.rank, found.world, "rank"),
@@ -275,7 +275,7 @@ def _checked(found: World) -> World:
             f"the environment ({found.launcher}) says {found.local_world} ranks on this host, of {found.world} in all"
         )
     if found.world == 1 and found.launcher in ("slurm", "openmpi", "mpi"):
-        return World(attempt=found.attempt)
+        return DistEnv(attempt=found.attempt)
     if found.world > 1 and not 0 < found.port < 65536:
         raise UserError(f"MASTER_PORT={found.port} is no port; use one between 1024 and 65535")
     return found

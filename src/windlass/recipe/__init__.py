@@ -2,11 +2,11 @@
 
 from windlass.recipe.batch import BatchPlan, plan_batch
 from windlass.recipe.durations import Duration, Horizon
-from windlass.recipe.load import IMMATERIAL, Recipe, RecipeError, load, parse_override, presets, settings, typed
+from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, load, parse_override, presets, settings, typed
 from windlass.recipe.settings import DataSettings, ModelSettings, OptimSettings, ScheduleSettings
 
 __all__ = [
-    "IMMATERIAL",
+    "NON_SEMANTIC",
     "BatchPlan",
     "DataSettings",
     "Duration",

@@ -29,7 +29,7 @@ from windlass.recipe.settings import (
     TrainSettings,
 )
 
-IMMATERIAL = (
+NON_SEMANTIC = (
     "run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch", "train.micro_batch",
     "train.threads", "train.startup_checks", "train.replica_check_every", "train.compile", "train.deterministic",
     "parallel.", "checkpoint.", "eval.", "telemetry.",
@@ -84,8 +84,8 @@ class Recipe(BaseModel):
         return flatten(self.model_dump(mode="json"))
 
     def material(self) -> dict[str, Any]:
-        """The settings that determine the numbers of a run (see IMMATERIAL)."""
-        return {k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(IMMATERIAL)}
+        """The settings that determine the numbers of a run (see NON_SEMANTIC)."""
+        return {k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(NON_SEMANTIC)}
 
     @property
     def digest(self) -> str:

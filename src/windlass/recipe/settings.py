@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from windlass.recipe.durations import Duration, is_epochs
 
+IGNORE_INDEX = -100
+"""The label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`."""
+
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 
 BestMeasure = Literal["loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm"]

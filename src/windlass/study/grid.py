@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.recipe import IMMATERIAL, Recipe, parse_override, typed
+from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, typed
 
 WORLD = "parallel.world"
 """An axis that is no setting: how many ranks train a cell."""
@@ -97,7 +97,7 @@ def slug(cell: Cell) -> str:
 
 def _key(assignment: Assignment, recipe: Recipe) -> str:
     """The recipe's digest; with what the digest leaves out, where the cell sets any of that."""
-    beside = {name: value for name, value in sorted(assignment.items()) if name.startswith((WORLD, *IMMATERIAL))}
+    beside = {name: value for name, value in sorted(assignment.items()) if name.startswith((WORLD, *NON_SEMANTIC))}
     if not beside:
         return recipe.digest
     return hashlib.sha256(json.dumps([recipe.digest, beside]).encode()).hexdigest()[:12]

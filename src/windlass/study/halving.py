@@ -14,8 +14,8 @@ from windlass.study.study import Study
 class Halving:
     """Says which cells are left behind: at each rung (the 1st, 2nd, 4th, ... evaluation) the better half goes on.
 
-    Asynchronous: a cell is judged against those that came to the rung before it, and nobody waits for the others; the first
-    to come to a rung goes on. What cells of earlier starts reached is read from their ledgers and judged in the order in
+    Asynchronous: a cell is cell_state against those that came to the rung before it, and nobody waits for the others; the first
+    to come to a rung goes on. What cells of earlier starts reached is read from their ledgers and cell_state in the order in
     which it happened, so that a sweep that was killed judges as before.
     """
 

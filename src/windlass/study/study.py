@@ -23,7 +23,7 @@ from typing import Any
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.run import Run, judged
+from windlass.run import Run, cell_state
 from windlass.study.grid import Assignment, Cell, cell_of, expand, parse_axis
 from windlass.study.progress import ledger_of
 
@@ -127,7 +127,7 @@ class Study:
         """`waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`, and the reason, where one is known."""
         run = self.run_of(cell)
         ledger = ledger_of(run)
-        return judged(run.state_by(ledger.seams), ledger.lines, self.verdicts().get(cell.key))
+        return cell_state(run.state_by(ledger.seams), ledger.lines, self.verdicts().get(cell.key))
 
 
 def default_name(recipe: Recipe, axes: list[str]) -> str:

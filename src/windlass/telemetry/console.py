@@ -159,7 +159,7 @@ class Console:
         for line in text.splitlines() or [""]:
             self._say(f"  | {line}", style="italic")
 
-    def trouble(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """A warning; the only thing that ranks other than 0 say."""
         if self.enabled:
             self._say(f"warning: {text}", style="yellow")

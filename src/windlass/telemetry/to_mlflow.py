@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.telemetry.environment import scrub
-from windlass.telemetry.feeder import Source
+from windlass.telemetry.exporter import Source
 from windlass.telemetry.points import Marks, Point, scalars_of, texts_of
 
 _DEFAULTS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from windlass.telemetry.feeder import Source
+from windlass.telemetry.exporter import Source
 from windlass.telemetry.points import Marks, Point, scalars_of, texts_of
 
 _DEFAULT_URL = "https://api.wandb.ai"

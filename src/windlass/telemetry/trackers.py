@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.telemetry.sidecar import remedy
+from windlass.telemetry.exporter_process import remedy
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
@@ -202,7 +202,16 @@ def replay(run: Run, name: str, timeout: float | None = None) -> Iterator[Note]:
 def _spawn(run: Path, name: str, attempt: int, flush_seconds: float) -> _Sidecar:
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    command = [sys.executable, "-m", "windlass.telemetry.sidecar", str(run), "--to", name, "--attempt", str(attempt)]
+    command = [
+        sys.executable,
+        "-m",
+        "windlass.telemetry.exporter_process",
+        str(run),
+        "--to",
+        name,
+        "--attempt",
+        str(attempt),
+    ]
     command += ["--flush-seconds", str(flush_seconds), "--messages", str(writing)]
     command += ["--nice", str(NICE if attempt >= 0 else 0)]
     log = _log(run, name)

@@ -11,7 +11,7 @@ from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, LOSS, PERIODIC
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.optim.schedule import factor
-from windlass.parallel import reduce
+from windlass.parallel import collectives
 from windlass.telemetry.speed import mfu
 from windlass.telemetry.trackers import Note
 from windlass.training.batches import Batches
@@ -61,7 +61,7 @@ class Actions:
         self.restore_best()
         s.console.header(s.header())
         for note in s.resume_notes:
-            s.console.trouble(note)
+            s.console.warning(note)
         name = "branched" if s.claim.branch_from else "resumed" if s.claim.resuming and self.state.step else "started"
         self.event(
             name, steps=self.horizon.steps, world=s.ranks.world, strategy=s.ranks.strategy, precision=s.precision,
@@ -91,7 +91,7 @@ class Actions:
 
     def _stop_if_asked(self) -> None:
         """Before the first step: act on a signal that came since the start."""
-        if any(self.s.ranks.gather("asked", self.s.signals.asked)):
+        if any(self.s.ranks.all_gather_object("asked", self.s.signals.asked)):
             self.stop()
 
     def restore_best(self) -> None:
@@ -167,7 +167,7 @@ class Actions:
         s, state = self.s, self.state
         if s.step.deferred:
             self.judge.examine(result, self.batch_end)
-        loss = float(reduce.sum_over_ranks(result.loss, s.ranks))
+        loss = float(collectives.sum_over_ranks(result.loss, s.ranks))
         speed = s.timer.read()
         seconds = speed.get("step_ms", 0.0) / 1e3
         steps = max(1, (state.samples - self.logged_samples) // s.batch.global_batch)
@@ -213,7 +213,7 @@ class Actions:
                 self._show_notes(s.trackers.poll())
         for source in (s.ledger, s.sampler):
             if source is not None and source.trouble:
-                s.console.trouble(source.trouble)
+                s.console.warning(source.trouble)
                 source.trouble = None
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Actions:
         """See to it that the present step is committed: what is being written is awaited, what failed is tried once more."""
         if self.saves.step == self.state.step:
             self.saves.wait()
-        if any(self.s.ranks.gather("unsaved", self.saves.step != self.state.step)):
+        if any(self.s.ranks.all_gather_object("unsaved", self.saves.step != self.state.step)):
             self.save(reason)
         return self.saves.wait() and self.saves.step == self.state.step
 
@@ -284,7 +284,7 @@ class Actions:
 
     def due_sample(self) -> bool:
         """Whether a text is generated after this step."""
-        return self.s.speaks and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+        return self.s.can_generate and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
 
     def sample(self) -> bool:
         """Generate text from the recipe's prompt, into the ledger, a file and the terminal; False as in `evaluate`."""
@@ -306,7 +306,7 @@ class Actions:
     def stop(self) -> None:
         """Save where the grace allows it, and raise Stopped: all ranks come here after the same step."""
         s, state = self.s, self.state
-        told = s.ranks.gather("signalled", (s.signals.asked, s.signals.seconds_since()))
+        told = s.ranks.all_gather_object("signalled", (s.signals.asked, s.signals.seconds_since()))
         early, since = not any(asked for asked, _ in told), max(seconds for _, seconds in told)
         reason = f"--stop-at {state.step}" if early else s.signals.name
         nothing = state.step == 0  # before step 1 there is nothing to save
@@ -352,7 +352,7 @@ class Actions:
 
     def _show_notes(self, notes: list[Note]) -> None:
         for note in notes:
-            (self.s.console.trouble if note.trouble else self.s.console.event)(note)
+            (self.s.console.warning if note.trouble else self.s.console.event)(note)
 
     def _stop_profile(self) -> None:
         if self.profile is not None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.files import Files
-from windlass.checkpoint.fork import Fork, fork_at, read_fork, write_fork
+from windlass.checkpoint.lineage import Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.load import Checkpoint, Choice
 from windlass.errors import UserError
+from windlass.fileio import Files
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 from windlass.training.claim import Claim, differences, job
@@ -50,18 +50,18 @@ def of_old(claim: Claim, horizon: Horizon) -> Choice | None:
     if claim.extends_from and recipe.optim.schedule.kind == "wsd":
         return _before_decay(claim, horizon)
     if wanted == "latest":
-        return checkpoints.latest_on_line(path, read_fork(path))
+        return checkpoints.latest_on_lineage(path, read_lineage(path))
     if wanted in ("best", "never") or wanted.isdigit():
         return checkpoints.choose(path, wanted)
     return _from_path(claim, wanted)
 
 
 def _before_decay(claim: Claim, horizon: Horizon) -> Choice | None:
-    path, fork = claim.run.path, read_fork(claim.run.path)
+    path, fork = claim.run.path, read_lineage(claim.run.path)
     old = Horizon(claim.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
     plateau_ends = old.steps - old.steps_in(claim.recipe.optim.schedule.decay)
     there = sorted(e.step for e in catalog.entries(path / "checkpoints"))
-    choice = checkpoints.latest_on_line(path, fork, up_to=plateau_ends)
+    choice = checkpoints.latest_on_lineage(path, fork, up_to=plateau_ends)
     if choice is None and (there or (fork is not None and fork.checkpoint)):
         raise UserError(
             f"the decay of {path} began at step {plateau_ends}, and no checkpoint from before it is kept (there "
@@ -82,7 +82,7 @@ def _from_path(claim: Claim, wanted: str) -> Choice | None:
 
 def _refuse_other_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     saved = checkpoint.meta
-    if line_digest(recipe) == saved.get("line") or recipe.digest == saved.get("recipe"):
+    if lineage_hash(recipe) == saved.get("line") or recipe.digest == saved.get("recipe"):
         return
     origin = Run(checkpoint.path.resolve().parent.parent)
     changed = []
@@ -96,7 +96,7 @@ def _refuse_other_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     raise UserError("\n".join(lines))
 
 
-def line_digest(recipe: Recipe) -> str:
+def lineage_hash(recipe: Recipe) -> str:
     """The recipe's digest with the steps left out: equal for runs of which one is the other, longer or shorter."""
     settings = {key: value for key, value in recipe.material().items() if key != "train.steps"}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
@@ -120,19 +120,19 @@ def moments_of(checkpoint: Checkpoint, recipe: Recipe) -> tuple[bool, list[str]]
     ]
 
 
-def write_new(claim: Claim, choice: Choice | None, files: Files | None = None) -> Fork:
+def write_new(claim: Claim, choice: Choice | None, files: Files | None = None) -> Lineage:
     """Make a new run durable: its directory and those above it, where it begins, its recipe; in this order."""
     files, path = files or Files(), claim.run.path
     files.make_dirs(path)
     return write_line(claim, choice, files, recipe=True)
 
 
-def write_line(claim: Claim, choice: Choice | None, files: Files | None = None, recipe: bool = False) -> Fork:
+def write_line(claim: Claim, choice: Choice | None, files: Files | None = None, recipe: bool = False) -> Lineage:
     """Write down where a new line begins, and then, where it is new or longer, the recipe."""
     files, run = files or Files(), claim.run
     at = choice.path if choice is not None else None
-    fork = fork_at(run.path, at, choice.step if choice is not None else 0, job())
-    write_fork(run.path, fork, files)
+    fork = lineage_at(run.path, at, choice.step if choice is not None else 0, job())
+    write_lineage(run.path, fork, files)
     if recipe or claim.extends_from:
         files.replace(run.recipe_path, claim.recipe.toml().encode())
     return fork

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunFailed
-from windlass.parallel import reduce
-from windlass.parallel.wrap import clean, named_parameters, unwrap
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import clean, named_parameters, unwrap
 
 if TYPE_CHECKING:
-    from windlass.parallel.mesh import Ranks
+    from windlass.parallel.dist import Ranks
     from windlass.training.session import Session
 
 
@@ -28,7 +28,7 @@ def startup_checks(session: Session) -> None:
         *norm_probe(model, ranks),
         *replicas(model, ranks),
     ]
-    everyone = [text for texts in ranks.gather("startup checks", found) for text in texts]
+    everyone = [text for texts in ranks.all_gather_object("startup checks", found) for text in texts]
     if everyone:
         raise RunFailed("\n".join(["the start-up checks failed (train.startup_checks):", *dict.fromkeys(everyone)]))
 
@@ -67,7 +67,7 @@ def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
             value = 1.0 / (1 + number % 7)
             parameter.grad = torch.full_like(parameter, value)
             expected += value * value * parameter.numel()
-        norm = float(reduce.global_grad_norm([p for p, _ in kept], ranks))
+        norm = float(collectives.global_grad_norm([p for p, _ in kept], ranks))
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
@@ -84,7 +84,7 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
     names = [name for name, _ in named_parameters(model)]
     mine = {"group": _shard_index(ranks), "hash": [fingerprint(local(p)) for _, p in named_parameters(model)]}
     groups: dict[int, list[tuple[int, list[int]]]] = {}
-    for rank, theirs in enumerate(ranks.gather("replicas", mine)):
+    for rank, theirs in enumerate(ranks.all_gather_object("replicas", mine)):
         groups.setdefault(theirs["group"], []).append((rank, theirs["hash"]))
     found = []
     for members in groups.values():

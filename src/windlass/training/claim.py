@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.checkpoint.fork import BEGINNING, read_fork
+from windlass.checkpoint.lineage import BEGINNING, read_lineage
 from windlass.errors import UserError
 from windlass.parallel.env import detect
 from windlass.recipe import Recipe
 from windlass.run import LOCK, Run, lock_held, read_lines
-from windlass.training.occupancy import WAIT_SECONDS, occupy
+from windlass.training.occupancy import WAIT_SECONDS, acquire_run_lock
 
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 """What a branch may do otherwise than the run it comes from; model, data, seed and batch stay."""
@@ -139,7 +139,7 @@ def started_again(run: Run, environ: Mapping[str, str]) -> bool:
     requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     if not (place.attempt or requeued):
         return False
-    fork, here = read_fork(run.path), job(environ)
+    fork, here = read_lineage(run.path), job(environ)
     if fork is None:
         return False
     if requeued and here["slurm"] and fork.job.get("slurm") == here["slurm"]:
@@ -149,7 +149,7 @@ def started_again(run: Run, environ: Mapping[str, str]) -> bool:
 
 def _refuse_other_origin(run: Run, branch_from: str) -> None:
     """A branch goes on from where it was; another origin would be another run."""
-    fork = read_fork(run.path)
+    fork = read_lineage(run.path)
     if fork is None or not Path(fork.checkpoint).is_absolute():
         return
     place, _, step = branch_from.rpartition("@")
@@ -226,7 +226,7 @@ def set_aside(path: Path, seconds: float = WAIT_SECONDS) -> Path | None:
             f"{path} has a fresh heartbeat: a process on another host may train in it, and is not to lose its directory; "
             "stop it, or try again in a minute"
         )
-    lock = occupy(path, seconds)
+    lock = acquire_run_lock(path, seconds)
     try:
         number = 1
         while (aside := path.with_name(f"{path.name}.old-{number}")).exists():

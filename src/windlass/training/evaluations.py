@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from windlass.checkpoint.retention import better
 from windlass.data.chat import stop_tokens
 from windlass.data.tokenizer import prompt_of
-from windlass.evaluate.generate import generate
-from windlass.evaluate.loss import evaluate_loss
-from windlass.evaluate.sampling import Sampling
-from windlass.evaluate.stream import text_after
-from windlass.parallel.wrap import autocast
+from windlass.evaluation.generate import generate
+from windlass.evaluation.loss import evaluate_loss
+from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.stream import text_after
+from windlass.parallel.parallelize import autocast
 from windlass.recipe.settings import BestMeasure
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ def evaluate_suites(session: Session, poll: Poll) -> list[dict[str, Any]] | None
 
 def _write_predictions(session: Session, predictions: dict[str, str]) -> None:
     """A disk that does not take them costs a warning and no more: the scores are in the ledger."""
-    from windlass.evaluate.squad import predictions_name, write_predictions
+    from windlass.evaluation.squad import predictions_name, write_predictions
 
     path = session.run.path / "eval" / predictions_name(session.state.step)
     try:
         write_predictions(path, predictions)
     except OSError as error:
-        session.console.trouble(f"the predictions {path} were not written: {error.strerror or error}")
+        session.console.warning(f"the predictions {path} were not written: {error.strerror or error}")
 
 
 def scores_by_step(run: Run, last: int) -> dict[int, dict[str, float]]:
@@ -94,7 +94,7 @@ def _suite(session: Session, suite: str, poll: Poll, keep: dict[str, Any]) -> di
             session.model, session.data.val, ranks, session.batch.micro_batch, limit, autocast=context, poll=poll,
             token_bytes=sizes() if sizes else None,
         )  # fmt: skip
-    from windlass.evaluate.suites import run_suite
+    from windlass.evaluation.suites import run_suite
 
     return run_suite(
         suite, session.model, session.data.tokenizer, recipe, ranks, autocast=context, poll=poll, keep=keep

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from windlass.errors import Stopped, before_training
 
 if TYPE_CHECKING:
-    from windlass.parallel.mesh import Ranks
+    from windlass.parallel.dist import Ranks
 
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -180,7 +180,7 @@ class Together:
 
     def agree(self, name: str) -> None:
         """Wait for all ranks; where one of them was signalled, all raise Stopped."""
-        number = max(self.ranks.gather(f"signal-{name}", self.signals.number))
+        number = max(self.ranks.all_gather_object(f"signal-{name}", self.signals.number))
         if number:
             raise Stopped(before_training(signal.Signals(number).name))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.parallel.wrap import clean, unwrap
+from windlass.parallel.parallelize import clean, unwrap
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -26,7 +26,7 @@ class IdWatch:
         self.handles: list[RemovableHandle] = []
         self.on_cpu = session.ranks.device.type == "cpu"
         model = unwrap(session.model)
-        if session.theirs and not hasattr(model, "vocab") and not session.recipe.train.compile:
+        if session.custom_model and not hasattr(model, "vocab") and not session.recipe.train.compile:
             for name, module in model.named_modules():
                 if isinstance(module, nn.Embedding):
                     self.handles.append(module.register_forward_pre_hook(_look(clean(name))))

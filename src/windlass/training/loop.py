@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.optim.schedule import factor
-from windlass.parallel.reduce import Agreement
+from windlass.parallel.collectives import Agreement
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.actions import Actions

@@ -17,7 +17,7 @@ WAIT_SECONDS = 10.0
 """A run that was just killed may still be ending."""
 
 
-def occupy(run: Path, seconds: float = WAIT_SECONDS) -> IO[str] | None:
+def acquire_run_lock(run: Path, seconds: float = WAIT_SECONDS) -> IO[str] | None:
     """Hold the run's lock until the returned file is closed or this process ends, however it ends.
 
     None where the file system knows no locks. Raises UserError, naming the holder, where another process still trains in

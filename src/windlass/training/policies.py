@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from windlass.errors import RunFailed
-from windlass.parallel import reduce
+from windlass.parallel import collectives
 from windlass.training.guard import SPIKE_WINDOW, is_spike
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Judge:
         if not bad:
             state.skips_in_a_row = 0
             return
-        ranks = self.s.ranks.gather("non-finite", loss_bad)
+        ranks = self.s.ranks.all_gather_object("non-finite", loss_bad)
         where = [str(rank) for rank, flag in enumerate(ranks) if flag]
         first = state.step - bad + 1 if self.s.step.latch else state.step
         what = (
@@ -81,7 +81,7 @@ class Judge:
     def spiked(self, result: StepResult, batch_end: int) -> None:
         """The policy for a loss spike; every rank saw the same loss. The update was not made."""
         policy, step = self.recipe.train.on_spike, self.state.step
-        loss = float(reduce.sum_over_ranks(result.loss.clone(), self.s.ranks))
+        loss = float(collectives.sum_over_ranks(result.loss.clone(), self.s.ranks))
         reason = (
             f"step {step}: the loss {loss:.4f} is a spike of more than {self.recipe.train.spike_sigmas:g} deviations"
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.fork import read_fork
+from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.slices import restore
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed
@@ -27,11 +27,11 @@ def rewind(actions: Actions, back: Rewind) -> None:
     actions.saves.wait()
 
     def choose() -> str:
-        choice = checkpoints.latest_on_line(s.run.path, read_fork(s.run.path))
+        choice = checkpoints.latest_on_lineage(s.run.path, read_lineage(s.run.path))
         if choice is None:
             raise RunFailed(f"{back.reason}; there is no checkpoint yet to go back to")
         for note in choice.notes:
-            s.console.trouble(note)
+            s.console.warning(note)
         checkpoints.set_aside(choice)
         return str(choice.path)
 
@@ -56,7 +56,7 @@ def rewind(actions: Actions, back: Rewind) -> None:
         s.sampler.attempt = s.attempt
     actions.event("rewound", reason=back.reason, left_out=[begin, back.stop_sample])
     actions.restore_best()
-    s.console.trouble(f"{back.reason}: back to step {state.step}, samples {begin} to {back.stop_sample} left out")
+    s.console.warning(f"{back.reason}: back to step {state.step}, samples {begin} to {back.stop_sample} left out")
     s.timer.read()
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from windlass.checkpoint import catalog
-from windlass.checkpoint.fork import on_line, read_fork
+from windlass.checkpoint.lineage import on_lineage, read_lineage
 from windlass.checkpoint.slices import gather_state
-from windlass.training.beginning import line_digest
+from windlass.training.beginning import lineage_hash
 
 if TYPE_CHECKING:
     from windlass.checkpoint.store import Outcome
@@ -32,7 +32,7 @@ class Saves:
             meta = {
                 "reason": reason, "loss": loss, "recipe": s.recipe.digest, "data": s.data.fingerprint,
                 "strategy": s.ranks.strategy, "train_loss": train_loss, "samples": state.samples,
-                "tokens": state.tokens, "parameters": s.parameters, "line": line_digest(s.recipe),
+                "tokens": state.tokens, "parameters": s.parameters, "line": lineage_hash(s.recipe),
                 "optimizer": s.recipe.optim.kind,
             }  # fmt: skip
             s.saver.save(
@@ -48,7 +48,7 @@ class Saves:
             if outcome.error:
                 self.step = -1 if outcome.step == self.step else self.step
                 self.event("save_failed", step=outcome.step, reason=outcome.error)
-                s.console.trouble(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
+                s.console.warning(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
             elif s.ranks.main:
                 s.ledger.sync()
                 self.event(
@@ -57,7 +57,7 @@ class Saves:
                 )  # fmt: skip
                 s.console.event(f"saved {outcome.path} in {outcome.write_s:.2f} s", outcome.step)
                 if outcome.warning:
-                    s.console.trouble(outcome.warning)
+                    s.console.warning(outcome.warning)
         return not any(outcome.error for outcome in outcomes)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -74,6 +74,8 @@ class Saves:
 
     def newest(self) -> int:
         """The newest committed step that a restart would go on from; -1 where there is none."""
-        fork = read_fork(self.s.run.path)
-        steps = [e.step for e in on_line(catalog.entries(self.s.run.checkpoints_dir), fork) if e.manifest is not None]
+        fork = read_lineage(self.s.run.path)
+        steps = [
+            e.step for e in on_lineage(catalog.entries(self.s.run.checkpoints_dir), fork) if e.manifest is not None
+        ]
         return max(steps, default=fork.step if fork is not None and fork.checkpoint else -1)

@@ -15,9 +15,7 @@ from torch import nn
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint import space
-from windlass.checkpoint.files import Files
-from windlass.checkpoint.fork import read_fork
-from windlass.checkpoint.initial import load_initial
+from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.slices import expected_bytes, gather_state, restore
 from windlass.checkpoint.store import Saver
@@ -25,6 +23,8 @@ from windlass.data.dataset import Data, open_data
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.estimate.disk import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
+from windlass.fileio import Files
+from windlass.interop.init_from import load_initial
 from windlass.model import hf_origin
 from windlass.model.build import build_model
 from windlass.model.hf import HfModel
@@ -32,10 +32,9 @@ from windlass.model.hf_size import read_sizes, sizes_of
 from windlass.model.init import initialise
 from windlass.model.size import HfSizes, flops_per_token
 from windlass.optim.build import build_optimizer
-from windlass.parallel import mesh
+from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect
-from windlass.parallel.mesh import Ranks
-from windlass.parallel.wrap import precision_on, unwrap, wrap
+from windlass.parallel.parallelize import precision_on, unwrap, wrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.console import Console, Header
@@ -49,7 +48,7 @@ from windlass.training import beginning
 from windlass.training.checks import tie_groups
 from windlass.training.claim import Claim, set_aside
 from windlass.training.guard import Signals, Together
-from windlass.training.occupancy import occupy
+from windlass.training.occupancy import acquire_run_lock
 from windlass.training.state import TrainState
 from windlass.training.step import Step
 
@@ -118,14 +117,14 @@ class Session:
 
     def open(self, model: nn.Module | None, data: Data | None) -> Session:
         """Put it all together; on an error everything that was begun is ended."""
-        self.theirs = model is not None
+        self.custom_model = model is not None
         try:
             place = detect()
-            self.ranks = self._stack.enter_context(mesh.meet(place, self.recipe))
+            self.ranks = self._stack.enter_context(init_store(place, self.recipe))
             self.together = self._stack.enter_context(Together(self.signals, self.ranks))
             with self.together.stage("data"), self.signals.at_once():
                 self.data = data if data is not None else open_data(self.recipe)
-            mesh.join(self.ranks, self.recipe)
+            init_process_group(self.ranks, self.recipe)
             self._numbers()
             self._open_directory()
             self._build(model)
@@ -175,7 +174,7 @@ class Session:
             )
         steps = self.recipe.train.steps
         foreign = None
-        if steps == "compute-optimal" and self.theirs:
+        if steps == "compute-optimal" and self.custom_model:
             raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
         if steps == "compute-optimal" and self.recipe.model.kind == "hf":
             foreign = read_sizes(self.recipe, flops=False).total
@@ -192,7 +191,7 @@ class Session:
             if self.claim.fresh:
                 set_aside(self.run.path)
             Files().make_dirs(self.run.path)
-            self._lock = occupy(self.run.path)
+            self._lock = acquire_run_lock(self.run.path)
             if not self.claim.resuming and self.run.recipe_path.exists():
                 raise UserError(f"another process has just begun a run in {self.run.path}; give another run.dir")
             self.run.heartbeat_path.touch()
@@ -218,7 +217,7 @@ class Session:
                 answer = {"stopped": str(error)}
             except OSError as error:
                 answer = {"error": f"{error.filename or self.run.path}: {error.strerror}; give another run.dir"}
-        answer = self.ranks.share(name, answer)
+        answer = self.ranks.broadcast_object(name, answer)
         if "error" in answer:
             raise UserError(answer["error"])
         if "failure" in answer:
@@ -240,7 +239,7 @@ class Session:
                 "to 0 or to at least that"
             )
         self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.hf = sizes_of(model) if isinstance(model, HfModel) and not self.theirs else None
+        self.hf = sizes_of(model) if isinstance(model, HfModel) and not self.custom_model else None
         self.precision = precision_on(recipe.train.precision, ranks.device)
         if self.precision == "fp64":
             model = model.double()
@@ -248,7 +247,7 @@ class Session:
         self.model = wrap(model, ranks, recipe)
         if self._foreign:  # its values come when it is known that no checkpoint has them
             self.agreed("origin", lambda: hf_origin.keep(unwrap(self.model), self.run.path))
-        elif not self.theirs:
+        elif not self.custom_model:
             initialise(unwrap(self.model), recipe.run.seed)
         replicas = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
         self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type, replicas)
@@ -258,7 +257,7 @@ class Session:
     @property
     def _foreign(self) -> bool:
         """Whether the model is one of `transformers`, named by the recipe."""
-        return self.recipe.model.kind == "hf" and not self.theirs
+        return self.recipe.model.kind == "hf" and not self.custom_model
 
     def _resume(self) -> None:
         """The newest good checkpoint, if there is one, into model, optimizer and counters."""
@@ -269,7 +268,7 @@ class Session:
         self._stack.callback(self.saver.close)
 
         def choose() -> tuple[str, list[str]]:
-            fork = read_fork(self.run.path)
+            fork = read_lineage(self.run.path)
             self.saver.keep_start(fork)
             notes = self.saver.recover()
             choice = self._outside
@@ -287,7 +286,7 @@ class Session:
         self.state = TrainState()
         if path:
             self._load(Path(path))
-        elif self.recipe.model.init_from and not self.theirs:
+        elif self.recipe.model.init_from and not self.custom_model:
             load_initial(unwrap(self.model), self.recipe)
         elif self._foreign:
             initialise(unwrap(self.model), self.recipe.run.seed)
@@ -334,7 +333,7 @@ class Session:
         self.peak = peak_flops(self.device_name, self.precision) if cuda else None
         if not cuda and recipe.telemetry.cpu_peak:
             self.peak = measure_cpu_peak()
-        everywhere = ranks.gather("environment", describe_rank(ranks.rank, ranks.device))
+        everywhere = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
         if ranks.main:
             origin = {"model": hf_origin.describe(unwrap(self.model))} if self._foreign else {}
             write_environment(run.path, {**describe(everywhere), **origin})
@@ -359,17 +358,17 @@ class Session:
         size += 0 if self.state.step else 8 * self.parameters  # moments that are not there before the first step
         short = space.shortage(self.run.path, space.needed_bytes(size, count - 1), "the run") if count else ""
         if short:
-            self.console.trouble(short)
+            self.console.warning(short)
 
     @property
     def flops_per_token(self) -> float | None:
         """Model FLOPs of a token, forward and backward, by the 6N convention plus attention; None where not known."""
-        if self.recipe.model.kind == "gpt" and not self.theirs:
+        if self.recipe.model.kind == "gpt" and not self.custom_model:
             return flops_per_token(self.recipe.model, self.data.vocab)
         return self.hf.flops_per_token() if self.hf else None
 
     @property
-    def speaks(self) -> bool:
+    def can_generate(self) -> bool:
         """Whether texts can be generated: a model or a tokenizer of the user's own may not know how."""
         return hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.optim.build import set_lr
-from windlass.parallel import reduce
-from windlass.parallel.wrap import autocast, precision_on, sync_gradients
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import autocast, precision_on, sync_gradients
 
 if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
-    from windlass.parallel.mesh import Ranks
+    from windlass.parallel.dist import Ranks
     from windlass.recipe import Recipe
     from windlass.telemetry.speed import StepTimer
     from windlass.training.state import TrainState
@@ -92,7 +92,7 @@ class Step:
         """
         mark = self.ranks.mark
         positions = sum(micro.tokens.numel() for micro in batch.micro)
-        counts = reduce.sum_async(
+        counts = collectives.sum_async(
             [batch.valid_tokens, positions], self.ranks
         )  # on its way during the first forward pass
         loss = torch.zeros((), dtype=self.loss_kind, device=self.device)
@@ -116,10 +116,10 @@ class Step:
         return StepResult(loss, grad_norm, int(valid), int(padded))
 
     def _update(self, loss: Tensor, lr_factor: float) -> Tensor:
-        scaled = reduce.global_grad_norm(self.parameters, self.ranks)
+        scaled = collectives.global_grad_norm(self.parameters, self.ranks)
         grad_norm = scaled / self.scale if self.fp16 else scaled
         self.spiked = self.is_spike is not None and self.is_spike(
-            float(reduce.sum_over_ranks(loss.clone(), self.ranks))
+            float(collectives.sum_over_ranks(loss.clone(), self.ranks))
         )
         if self._judge(grad_norm, loss) and not self.spiked:
             self._rescale_and_clip(grad_norm)
@@ -136,7 +136,7 @@ class Step:
         self.loss_bad = torch.maximum(self.loss_bad, loss_bad)
         # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its gradient is finite.
         now = torch.maximum(
-            (~torch.isfinite(grad_norm)).float(), reduce.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
+            (~torch.isfinite(grad_norm)).float(), collectives.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
         )
         self.bad = torch.maximum(self.bad, now) if self.latch else now
         self.bad_steps += self.bad
@@ -154,7 +154,7 @@ class Step:
             factor = factor / self.scale
         if self.device.type == "cpu" and float(factor) == 1.0:
             return
-        reduce.scale_gradients(self.parameters, factor)
+        collectives.scale_gradients(self.parameters, factor)
 
     def _adjust_scale(self) -> None:
         """Halve after an overflow, double after 2,000 steps without one; without looking at the values."""

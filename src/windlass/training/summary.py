@@ -18,7 +18,7 @@ def write_summary(session: Session, last_loss: float | None) -> None:
     s, state = session, session.state
     if s.sampler is not None:
         s.sampler.stop()
-    s.ranks.gather("summary", s.ranks.rank)  # every rank's samples are written
+    s.ranks.all_gather_object("summary", s.ranks.rank)  # every rank's samples are written
     if not s.ranks.main:
         return
     s.ledger.write("event", state.step, event="measured")  # a last stamp of the wall time

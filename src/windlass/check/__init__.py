@@ -1,1 +1,0 @@
-"""Proofs and doctors: the machine, the bandwidth, the training itself."""

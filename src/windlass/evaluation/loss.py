@@ -1,0 +1,99 @@
+"""Validation loss: every sample once, weighted by tokens over all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from windlass.data.loader import eval_batches
+from windlass.errors import UserError
+from windlass.evaluation.lockstep import StopAgreement, evaluating
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import unwrap
+from windlass.recipe.settings import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from windlass.data.dataset import Samples
+    from windlass.parallel.dist import Ranks
+
+
+def evaluate_loss(
+    model: nn.Module,
+    samples: Samples,
+    ranks: Ranks,
+    batch: int,
+    limit: int = 0,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    poll: Callable[[], bool] | None = None,
+    token_bytes: np.ndarray | None = None,
+) -> dict[str, float] | None:
+    """Mean cross-entropy over the valid tokens of a validation set.
+
+    The sum of the loss and the number of tokens are added over ranks before the one division, so that neither the number
+    of ranks nor the padding weighs in. Every rank calls it and makes the same number of forward passes: where the samples
+    do not divide evenly, the surplus rows are masked.
+
+    Args:
+        model: Called as `model(tokens, labels)`, both [B, T]; gives the sum of the loss over the labels that are not -100.
+        samples: The validation set.
+        ranks: The process group.
+        batch: Sequences in one forward pass of one rank.
+        limit: Use the first so many samples; 0: all.
+        autocast: Makes the context of the forward pass's arithmetic.
+        poll: Asked between batches whether to stop; when it says so on any rank, all ranks stop after the same batch.
+        token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
+
+    Returns:
+        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
+        `bits_per_byte` where it can be said; None where `poll` cut it short.
+
+    Raises:
+        UserError: The validation set has no token that counts.
+    """
+    started = time.perf_counter()
+    count = min(limit, len(samples)) if limit else len(samples)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    tokens = text_bytes = 0
+    agreement = StopAgreement(ranks, poll)
+    model = unwrap(model)
+    with evaluating(model), torch.no_grad():
+        for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=count):
+            valid = micro.labels[micro.labels != IGNORE_INDEX]
+            tokens += valid.numel()
+            if token_bytes is not None:
+                text_bytes += int(token_bytes[valid.cpu().numpy()].sum())
+            with autocast():
+                total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
+            if agreement.stop():
+                return None
+    agreement.finish()
+    loss_sum, all_tokens, all_bytes = collectives.sum_async(
+        [float(total), float(tokens), float(text_bytes)], ranks
+    ).wait()
+    if not all_tokens:
+        raise UserError("the validation set has no token that counts: every label is masked; look at data.eval_source")
+    return summarise(loss_sum, int(all_tokens), int(all_bytes), count, time.perf_counter() - started)
+
+
+def summarise(loss_sum: float, tokens: int, text_bytes: int, samples: int, runtime_s: float) -> dict[str, float]:
+    """The fields of an `eval` line from sums over all ranks; `bits_per_byte` only where bytes were counted."""
+    loss = loss_sum / tokens
+    result = {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "tokens": tokens,
+        "samples": samples,
+        "runtime_s": runtime_s,
+        "samples_per_s": samples / runtime_s,
+    }
+    if text_bytes:
+        result["bits_per_byte"] = loss_sum / (math.log(2) * text_bytes)
+    return result
