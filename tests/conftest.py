@@ -13,6 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from helpers import write_corpus
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -53,3 +55,9 @@ def no_watchdog_outlives_its_test() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
     if failing := sys.modules.get("windlass.parallel.failing"):
         atexit.unregister(failing.end_here)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text file that every checkout can make."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.txt")

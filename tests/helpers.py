@@ -1,0 +1,112 @@
+"""What many tests need: the command line in a process of its own, a small corpus, a run's numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass import Recipe
+from windlass.run import Run
+
+TINY = {
+    "model.layers": 2, "model.heads": 2, "model.width": 32, "model.context": 32, "train.steps": 12, "train.global_batch": 8,
+    "optim.lr": 1e-2, "eval.every": 0, "eval.sample_every": 0, "telemetry.every": 1, "telemetry.sample_seconds": 60,
+    "telemetry.trackers": [],
+}  # fmt: skip
+"""Settings of a run that takes a second or two on one core."""
+
+
+def windlass(
+    *arguments: str | Path,
+    code: int | None = 0,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run `windlass ARGUMENTS` in a process of its own; fails where it exits with another code (None: any will do)."""
+    done = subprocess.run(
+        command(*arguments), cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout, capture_output=True, text=True
+    )
+    assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def start(
+    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start `windlass ARGUMENTS` in the background; stdout and stderr come through one pipe."""
+    return subprocess.Popen(
+        command(*arguments), cwd=cwd, env={**os.environ, **(env or {})}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The words of a `windlass` command that runs this checkout's code."""
+    return [sys.executable, "-m", "windlass", *map(str, arguments)]
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as they are typed on the command line."""
+    from windlass.recipe import typed
+
+    return [f"{key}={typed(value)}" for key, value in settings.items()]
+
+
+def tiny_recipe(corpus: Path, run: Path, **settings: Any) -> Recipe:
+    """A recipe that trains in a second or two; settings as `optim__lr=1e-3`."""
+    more = {key.replace("__", "."): value for key, value in settings.items()}
+    paths = {"data.source": str(corpus), "data.dir": str(run.parent / "data"), "run.dir": str(run)}
+    return Recipe.load("quickstart", overrides({**TINY, **paths, **more}))
+
+
+def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
+    """A text of common words in random order, the same for the same seed: learnable, and nobody's."""
+    rng = random.Random(seed)
+    lexicon = [
+        "the",
+        "of",
+        "and",
+        "a",
+        "to",
+        "in",
+        "is",
+        "was",
+        "he",
+        "for",
+        "it",
+        "with",
+        "as",
+        "his",
+        "on",
+        "be",
+        "at",
+        "by",
+        "had",
+        "not",
+        "are",
+        "but",
+        "from",
+        "or",
+        "have",
+        "an",
+        "they",
+        "which",
+        "one",
+        "you",
+    ]
+    lines = [" ".join(rng.choice(lexicon) for _ in range(rng.randint(4, 12))) + "." for _ in range(words // 8)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
+    """Step and fields (loss, gradient norm and learning rate by default) of each `train` line of the effective ledger."""
+    run = run if isinstance(run, Run) else Run(run)
+    return [tuple(line[f] for f in ("step", *(fields or ("loss", "grad_norm", "lr")))) for line in run.lines("train")]
