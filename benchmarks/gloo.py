@@ -20,7 +20,7 @@ from harness import Join, recipe, run_ranks
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel import gloo
-from windlass.parallel.parallelize import wrap
+from windlass.parallel.parallelize import parallelize
 
 ELEMENTS, ROUNDS = 16 * 2**20, 5
 
@@ -68,7 +68,7 @@ def steps(join: Join) -> dict[str, float]:
             ranks.strategy = strategy
             model = build_model(settings, 65, device="cpu")
             initialise(model, 0)
-            wrapped = wrap(model, ranks, settings)
+            wrapped = parallelize(model, ranks, settings)
             if not own:
                 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 WHO = [
     sys.executable,
     "-c",
-    "from dataclasses import asdict; from windlass.parallel.env import detect; print(asdict(detect()))",
+    "from dataclasses import asdict; from windlass.parallel.env import detect_env; print(asdict(detect_env()))",
 ]
 LONG = DDP | {"train.steps": 400, "telemetry.every": 20, "checkpoint.every": 5000, "eval.every": 5000}
 """Long enough to be stopped on the way, with no checkpoint on its own before the end."""

@@ -18,7 +18,7 @@ import torch._dynamo  # DDP imports it: once here, before the forks, instead of 
 import torch.distributed as dist
 
 from windlass.parallel.env import DistEnv
-from windlass.parallel.dist import Ranks, start
+from windlass.parallel.dist import Ranks, init_ranks
 from windlass.recipe import Recipe
 
 FORK = multiprocessing.get_context("fork")
@@ -32,7 +32,7 @@ class Join:
 
     def __call__(self, recipe: Recipe) -> Ranks:
         """Join the others as `train` would; call `.stop()` on the result, or use it in a `with`."""
-        ranks = start(self.place, recipe, self.store)
+        ranks = init_ranks(self.place, recipe, self.store)
         self.place = dataclasses.replace(self.place, attempt=self.place.attempt + 1)
         return ranks
 

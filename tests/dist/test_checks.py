@@ -11,7 +11,7 @@ from toy import Toy
 from windlass.parallel import collectives
 from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import wrap
+from windlass.parallel.parallelize import parallelize
 from windlass.training import checks
 
 ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
@@ -67,7 +67,7 @@ def test_the_hash_of_a_tensor_sees_every_bit_and_place(dtype):
 
 def found(join, strategy: str, spoil: bool):
     with join(recipe(parallel__strategy=strategy)) as ranks:
-        model = wrap(Toy(), ranks, recipe(parallel__strategy=strategy))
+        model = parallelize(Toy(), ranks, recipe(parallel__strategy=strategy))
         if spoil and ranks.rank == ranks.world - 1:
             with torch.no_grad():
                 checks.local(next(model.parameters())).view(-1)[0] += 1.0

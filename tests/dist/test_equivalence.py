@@ -21,7 +21,7 @@ from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import named_parameters, unwrap, wrap
+from windlass.parallel.parallelize import named_parameters, unwrap, parallelize
 from windlass.recipe import Horizon
 from windlass.telemetry.speed import StepTimer
 from windlass.training.step import Step
@@ -84,7 +84,7 @@ def trained(join, recipe, divisor: float = 1.0):
         model = build_model(recipe, VOCAB, device="meta")
         if recipe.train.precision == "fp64":
             model = model.double()
-        model = wrap(model, ranks, recipe)
+        model = parallelize(model, ranks, recipe)
         initialise(unwrap(model), recipe.run.seed)
         step = Step(model, build_optimizer(model, recipe.optim, "cpu"), ranks, recipe, StepTimer())
         batch, data = recipe.batch(ranks.world), rows()

@@ -16,7 +16,7 @@ from windlass.model.hf_size import read_sizes
 from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, sync_gradients, wrap
+from windlass.parallel.parallelize import autocast, sync_gradients, parallelize
 
 SHAPES = {
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
@@ -46,7 +46,7 @@ def one_step(model, ranks, r, optimizer, tokens, accumulation):
 def measured(join, r, vocab, micro, accumulation):
     """Bytes at rest after two steps, and at the peak of the third."""
     with join(r) as ranks, MemoryMeter() as meter:
-        model = wrap(build_model(r, vocab), ranks, r)
+        model = parallelize(build_model(r, vocab), ranks, r)
         initialise(model, 0)
         optimizer = build_optimizer(model, r.optim, "cpu")
         tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)

@@ -24,7 +24,7 @@ from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import unwrap, wrap
+from windlass.parallel.parallelize import unwrap, parallelize
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +57,7 @@ SAMPLING = Sampling(max_tokens=24, seed=3, stop=frozenset(range(40)))  # stops s
 def measure(join: Join, strategy: str) -> dict[str, Any]:
     settings = recipe(**SHAPE, parallel__strategy=strategy)
     ranks = join(settings)
-    model = wrap(build_model(settings, 257), ranks, settings)
+    model = parallelize(build_model(settings, 257), ranks, settings)
     initialise(unwrap(model), 1)
     found = measured(model, ranks)
     ranks.stop()
@@ -130,7 +130,7 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
 def stopped(join: Join, poll_on: int, after: int) -> list[Any]:
     settings = recipe(**SHAPE, parallel__strategy="full_shard")
     ranks = join(settings)
-    model = wrap(build_model(settings, 257), ranks, settings)
+    model = parallelize(build_model(settings, 257), ranks, settings)
     initialise(unwrap(model), 1)
 
     def poll_of() -> Any:

@@ -20,7 +20,7 @@ from harness import FORK, recipe
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.parallel.env import DistEnv
-from windlass.parallel.dist import Ranks, start
+from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.collectives import sum_async
 
 pytestmark = pytest.mark.dist
@@ -48,7 +48,7 @@ def end(fn: Callable[[Ranks], None], world: int, folder: Path, limit: float = 30
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
         code = 0
         try:
-            with start(
+            with init_ranks(
                 DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), recipe(**settings), store
             ) as ranks:
                 fn(ranks)
@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time
 
     def fn(ranks: Ranks) -> None:
         collective(ranks)
-        ranks.steady()
+        ranks.set_timeout(1.0)
         ranks.mark(9, "evaluation" if ranks.rank == 1 else "step")
         time.sleep(0.3)
         if ranks.rank == 1:
@@ -196,15 +196,15 @@ WORKER = """
 import os, sys
 import torch.distributed as dist, torch
 from windlass.errors import RunFailed
-from windlass.parallel.env import detect
-from windlass.parallel.dist import start
+from windlass.parallel.env import detect_env
+from windlass.parallel.dist import init_ranks
 from windlass.recipe import Recipe
-place = detect()
+place = detect_env()
 recipe = Recipe.model_validate({"parallel": {"device": "cpu", "strategy": "full_shard"}})
-with start(place, recipe) as ranks:
+with init_ranks(place, recipe) as ranks:
     dist.all_reduce(torch.ones(2))
     ranks.mark(5, "forward")
-    ranks.steady()
+    ranks.set_timeout(60.0)
     if ranks.rank == 1 and place.attempt == 0:
         raise ValueError("a shape is wrong")
     if place.attempt == 0:

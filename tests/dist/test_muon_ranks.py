@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import named_parameters, wrap
+from windlass.parallel.parallelize import named_parameters, parallelize
 
 MODEL = {
     "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,
@@ -23,7 +23,7 @@ VOCAB = 7
 def updated(join, r, shared, steps=3):
     """The blocks' matrices after a few updates with the same gradients on every rank."""
     with join(r) as ranks:
-        model = wrap(build_model(r, VOCAB), ranks, r)
+        model = parallelize(build_model(r, VOCAB), ranks, r)
         initialise(model, 0)
         group = torch.distributed.group.WORLD if shared and ranks.world > 1 else None
         optimizer = build_optimizer(model, r.optim, "cpu", group)

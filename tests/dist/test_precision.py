@@ -18,7 +18,7 @@ from windlass.evaluation.sampling import Sampling
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, sync_gradients, unwrap, wrap
+from windlass.parallel.parallelize import autocast, sync_gradients, unwrap, parallelize
 
 
 def loss_and_norm(model, made, ranks) -> tuple[float, float]:
@@ -39,7 +39,7 @@ def first_step(join, strategy: str, norm: str, precision: str):
         train__precision=precision, parallel__strategy=strategy,
     )  # fmt: skip
     with join(made) as ranks:
-        model = wrap(build_model(made, 64), ranks, made)
+        model = parallelize(build_model(made, 64), ranks, made)
         initialise(unwrap(model), 7)
         return loss_and_norm(model, made, ranks)
 
@@ -65,7 +65,7 @@ def hf_step(join, strategy: str, directory: Path, **train):
         parallel__activation_checkpointing="selective", **train,
     )  # fmt: skip
     with join(made) as ranks:
-        model = wrap(build_model(made, 64), ranks, made)
+        model = parallelize(build_model(made, 64), ranks, made)
         initialise(unwrap(model), 7)
         kinds: set[torch.dtype] = set()
         for module in model.modules():

@@ -11,7 +11,7 @@ from harness import Join, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
 from windlass.parallel.env import DistEnv
-from windlass.parallel.dist import choose_device, shard_size, shared_device, start
+from windlass.parallel.dist import choose_device, shard_size, shared_device, init_ranks
 from windlass.parallel.collectives import Agreement, global_grad_norm, sum_async, sum_over_ranks
 
 pytestmark = pytest.mark.dist
@@ -59,7 +59,7 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
     for parameter, grad in zip(parameters, (big, small), strict=True):
         parameter.grad = grad
     frozen, tied = torch.nn.Parameter(torch.zeros(3)), parameters[0]
-    with start(DistEnv(), recipe()) as ranks:
+    with init_ranks(DistEnv(), recipe()) as ranks:
         norm = global_grad_norm([*parameters, frozen, tied], ranks)
     exact = (big.double().square().sum() + small.double().square().sum()).sqrt()
     assert norm.dtype == torch.float32
@@ -67,11 +67,11 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
 
 
 def test_a_single_process_needs_no_process_group():
-    with start(DistEnv(), recipe()) as ranks:
+    with init_ranks(DistEnv(), recipe()) as ranks:
         assert not torch.distributed.is_initialized()
         assert (ranks.rank, ranks.world, ranks.main, ranks.strategy, ranks.mesh) == (0, 1, True, "single", None)
         assert ranks.all_gather_object("x", 1) == [1]
-        ranks.steady()
+        ranks.set_timeout(1.0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard", "hybrid_shard"])
@@ -86,13 +86,13 @@ def test_a_world_of_one_can_be_wrapped_like_many(strategy: str):
 
 def test_single_on_many_ranks_is_refused():
     with pytest.raises(UserError, match="is for one rank, and there are 2"):
-        start(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
+        init_ranks(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none_is_refused():
     with pytest.raises(UserError, match="finds no CUDA device"):
-        start(DistEnv(), recipe(parallel__device="cuda"))
+        init_ranks(DistEnv(), recipe(parallel__device="cuda"))
     assert choose_device("auto", DistEnv()) == torch.device("cpu")
 
 
@@ -130,7 +130,7 @@ def test_a_meeting_that_nobody_comes_to_ends_in_time():
             join.place, rank=1, world=2, local_world=2, local_rank=1, port=9, launcher="environment"
         )
         with pytest.raises(RunFailed) as failed:
-            start(place, recipe(parallel__startup_timeout_seconds=1))
+            init_ranks(place, recipe(parallel__startup_timeout_seconds=1))
         return str(failed.value)
 
     (text,) = run_ranks(alone, 1)

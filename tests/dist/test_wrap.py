@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from toy import Toy, fill, micro_batch, toy
 
 from windlass.parallel.env import DistEnv
-from windlass.parallel.dist import start
+from windlass.parallel.dist import init_ranks
 from windlass.parallel.recompute import keep
 from windlass.parallel.collectives import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
-from windlass.parallel.parallelize import autocast, named_buffers, named_parameters, sync_gradients, unwrap, wrap
+from windlass.parallel.parallelize import autocast, named_buffers, named_parameters, sync_gradients, unwrap, parallelize
 
 pytestmark = pytest.mark.dist
 
@@ -88,7 +88,7 @@ def every_case(join: Join, accumulation: int) -> dict[str, Any]:
         with join(settings) as ranks:
             with torch.device("meta"):
                 bare = Toy().double()
-            model = wrap(bare, ranks, settings)
+            model = parallelize(bare, ranks, settings)
             fill(model, toy())
             tied = bare.head.weight is bare.embedding.weight
             for _ in range(2):  # the second step finds what the first left behind
@@ -129,7 +129,7 @@ def wrong_ways(join: Join) -> dict[str, tuple[float, float]]:
     settings, found = recipe(train__precision="fp64", parallel__strategy="full_shard"), {}
     for wrong in ("own divisor", "mean over ranks", "nothing"):
         with join(settings) as ranks:
-            model = wrap(toy(), ranks, settings)
+            model = parallelize(toy(), ranks, settings)
             mine = sum(int((labels != -100).sum()) for _, labels in batches(join.world, 1, join.rank))
             everyone = sum_async([mine], ranks).wait()[0]
             if wrong == "mean over ranks":
@@ -157,7 +157,7 @@ def exchanges(join: Join) -> dict[str, tuple[int, int]]:
     for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard"):
         settings, counts = recipe(train__precision="fp64", parallel__strategy=strategy), []
         with join(settings) as ranks:
-            model = wrap(toy(), ranks, settings)
+            model = parallelize(toy(), ranks, settings)
             step(model, join, ranks, settings, 1)
             for accumulation in (1, 4):
                 before = recorded()
@@ -197,7 +197,7 @@ def differing(join: Join) -> dict[str, bool]:
         with join(settings) as ranks:
             mine = toy(seed=join.rank, dtype=torch.float32)
             mine.shift += join.rank
-            model = wrap(mine, ranks, settings)
+            model = parallelize(mine, ranks, settings)
             wanted = dict(toy(seed=0, dtype=torch.float32).named_parameters())
             found = {name: whole(p) for name, p in named_parameters(model)}
             same[strategy] = (
@@ -220,7 +220,7 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
         for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard") if join.world > 1 else ("single",):
             settings = recipe(train__precision=precision, parallel__strategy=strategy)
             with join(settings) as ranks:
-                model = wrap(toy(dtype=torch.float32), ranks, settings)
+                model = parallelize(toy(dtype=torch.float32), ranks, settings)
                 loss = torch.zeros(())
                 numbers = range(join.rank, 4, join.world)
                 for k in numbers:
@@ -260,7 +260,7 @@ def compiled(join: Join) -> dict[str, Any]:
             train__compile=True, parallel__strategy=strategy, parallel__activation_checkpointing=how, train__precision="fp32"
         )  # fmt: skip
         with join(settings) as ranks:
-            model = wrap(toy(dtype=torch.float32), ranks, settings)
+            model = parallelize(toy(dtype=torch.float32), ranks, settings)
             loss = sum_over_ranks(step(model, join, ranks, settings, 2), ranks)
             names = [name for name, _ in named_parameters(model)]
             grads = torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
@@ -285,8 +285,8 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
     grads = {}
     for way in ("none", how):
         settings = recipe(parallel__strategy="single", parallel__activation_checkpointing=way)
-        with start(DistEnv(), settings) as ranks:
-            model = wrap(toy(dtype=torch.float32, dropout=dropout), ranks, settings)
+        with init_ranks(DistEnv(), settings) as ranks:
+            model = parallelize(toy(dtype=torch.float32, dropout=dropout), ranks, settings)
             torch.manual_seed(7)
             model(*micro_batch(2)).backward()
             model(*micro_batch(3)).backward()
@@ -299,8 +299,8 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
 def saved_bytes(how: str) -> int:
     """What autograd keeps from the forward pass, in bytes."""
     settings, kept = recipe(parallel__strategy="single", parallel__activation_checkpointing=how), []
-    with start(DistEnv(), settings) as ranks:
-        model = wrap(toy(dtype=torch.float32), ranks, settings)
+    with init_ranks(DistEnv(), settings) as ranks:
+        model = parallelize(toy(dtype=torch.float32), ranks, settings)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -329,8 +329,8 @@ def products_in_backward(how: str) -> dict[str, int]:
             seen[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
-    with start(DistEnv(), settings) as ranks:
-        loss = wrap(toy(dtype=torch.float32), ranks, settings)(*micro_batch(2))
+    with init_ranks(DistEnv(), settings) as ranks:
+        loss = parallelize(toy(dtype=torch.float32), ranks, settings)(*micro_batch(2))
         with Count():
             loss.backward()
     forward = ("aten.addmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.gelu.default")

@@ -49,11 +49,11 @@ def untied(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("broken", ["master weights", "ties", "norm"])
 def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monkeypatch, broken):
-    wrap, norm = SESSION.wrap, collectives.global_grad_norm
+    parallelize, norm = SESSION.parallelize, collectives.global_grad_norm
     if broken == "master weights":
-        monkeypatch.setattr(SESSION, "wrap", lambda model, *a: wrap(model, *a).bfloat16())
+        monkeypatch.setattr(SESSION, "parallelize", lambda model, *a: parallelize(model, *a).bfloat16())
     elif broken == "ties":
-        monkeypatch.setattr(SESSION, "wrap", lambda model, *a: untied(wrap(model, *a)))
+        monkeypatch.setattr(SESSION, "parallelize", lambda model, *a: untied(parallelize(model, *a)))
     else:
         monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001)
     said = {"master weights": "not torch.float32", "ties": "were tied in the model", "norm": "gradient norm of a probe"}

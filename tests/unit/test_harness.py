@@ -27,7 +27,7 @@ from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import wrap
+from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Recipe
 
 ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
@@ -92,7 +92,7 @@ def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
 
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
     ranks = join(recipe(**{f"model__{key}": value for key, value in SHAPE.items()}, parallel__strategy="full_shard"))
-    made = wrap(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
+    made = parallelize(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
     initialise(made, 1)
     os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
     found = run_harness("parity", made, BYTES, ranks, task_manager=parity(folder / str(ranks.rank)))

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from windlass.errors import UserError
-from windlass.parallel.env import DistEnv, detect, expand_hosts, tasks_per_node
+from windlass.parallel.env import DistEnv, detect_env, expand_hosts, tasks_per_node
 
 
 def unread(path: str) -> str:
@@ -11,8 +11,8 @@ def unread(path: str) -> str:
 
 
 def test_nothing_set_is_a_plain_process():
-    assert detect({}, unread) == DistEnv()
-    assert detect({"MASTER_PORT": "29500", "PATH": "/bin"}, unread) == DistEnv()
+    assert detect_env({}, unread) == DistEnv()
+    assert detect_env({"MASTER_PORT": "29500", "PATH": "/bin"}, unread) == DistEnv()
 
 
 def test_importing_it_loads_no_torch():
@@ -31,12 +31,12 @@ TORCHRUN = {
 
 
 def test_torchrun_counts_attempts_and_nodes():
-    assert detect(TORCHRUN, unread) == DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
+    assert detect_env(TORCHRUN, unread) == DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
 
 
 def test_torchrun_inside_an_srun_step_wins_over_slurm():
     inside = TORCHRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
-    assert detect(inside, unread).launcher == "torchrun"
+    assert detect_env(inside, unread).launcher == "torchrun"
 
 
 def test_our_own_workers_count_restarts():
@@ -44,11 +44,11 @@ def test_our_own_workers_count_restarts():
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711", "WINDLASS_LAUNCHED": "1", "WINDLASS_ATTEMPT": "3", "SLURM_PROCID": "0", "PMI_RANK": "0",
     }  # fmt: skip
-    assert detect(ours, unread) == DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)
+    assert detect_env(ours, unread) == DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)
 
 
 def test_variables_set_by_hand():
-    found = detect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, unread)
+    found = detect_env({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, unread)
     assert (found.launcher, found.local_rank, found.local_world, found.nodes) == ("environment", 1, 2, 1)
 
 
@@ -71,7 +71,7 @@ def test_variables_set_by_hand():
 )
 def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
     with pytest.raises(UserError, match=says):
-        detect(environ, unread)
+        detect_env(environ, unread)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
@@ -86,7 +86,7 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
 
 
 def test_srun_with_unequal_hosts():
-    found = [detect(slurm(rank), unread) for rank in range(5)]
+    found = [detect_env(slurm(rank), unread) for rank in range(5)]
     assert [(w.rank, w.local_rank, w.local_world, w.node) for w in found] == [
         (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 2, 1), (3, 1, 2, 1), (4, 0, 1, 2),
     ]  # fmt: skip
@@ -96,11 +96,11 @@ def test_srun_with_unequal_hosts():
 
 
 def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
-    ports = {detect(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step), unread).port for job in "123" for step in "01"}
+    ports = {detect_env(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step), unread).port for job in "123" for step in "01"}
     assert len(ports) == 6
-    chosen = detect(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login"), unread)
+    chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login"), unread)
     assert (chosen.addr, chosen.port) == ("login", 31000)
-    assert detect(slurm(0, SLURM_RESTART_COUNT="2"), unread).attempt == 2
+    assert detect_env(slurm(0, SLURM_RESTART_COUNT="2"), unread).attempt == 2
 
 
 @pytest.mark.parametrize(
@@ -130,44 +130,44 @@ def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
     ],
 )
 def test_a_process_that_srun_did_not_start_as_one_of_many_is_no_rank(shell: dict[str, str]):
-    assert detect(shell, unread) == DistEnv()
+    assert detect_env(shell, unread) == DistEnv()
 
 
 def test_open_mpi_on_one_host_and_on_many_under_pbs():
     place = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     local = place | {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "ns-1"}
-    found = detect(local, unread)
+    found = detect_env(local, unread)
     assert (found.launcher, found.rank, found.local_rank, found.nodes, found.addr) == ("openmpi", 3, 3, 1, "127.0.0.1")
-    assert found.port != detect(local | {"PMIX_NAMESPACE": "ns-2"}, unread).port
+    assert found.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}, unread).port
     many = place | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PBS_JOBID": "77.pbs"}
-    found = detect(many | {"PBS_NODEFILE": "/nodes"}, {"/nodes": "x1003\nx1003\nx1004\nx1004\n"}.__getitem__)
+    found = detect_env(many | {"PBS_NODEFILE": "/nodes"}, {"/nodes": "x1003\nx1003\nx1004\nx1004\n"}.__getitem__)
     assert (found.addr, found.node, found.nodes, found.local_world) == ("x1003", 1, 2, 2)
 
 
 def test_mpich_and_pals():
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    found = detect(hydra, unread)
+    found = detect_env(hydra, unread)
     assert (found.launcher, found.rank, found.world, found.local_rank, found.addr) == ("mpi", 1, 2, 1, "127.0.0.1")
     pals = {
         "PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_NODEID": "1",
         "PALS_APID": "aa-1", "PBS_NODEFILE": "/n",
     }  # fmt: skip
-    found = detect(pals, lambda path: "polaris-1\npolaris-2\n")
+    found = detect_env(pals, lambda path: "polaris-1\npolaris-2\n")
     assert (found.rank, found.node, found.nodes, found.local_world, found.addr) == (5, 1, 2, 4, "polaris-1")
 
 
 def test_a_host_file_that_is_gone_is_the_users_to_mend():
     environ = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1", "PBS_NODEFILE": "/no/such/file"}
     with pytest.raises(UserError, match="MASTER_ADDR"):
-        detect(environ)
+        detect_env(environ)
 
 
 def test_the_only_task_of_mpiexec_is_a_plain_process():
-    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}, unread) == DistEnv()
+    assert detect_env({"PMI_RANK": "0", "PMI_SIZE": "1"}, unread) == DistEnv()
 
 
 def test_sruns_own_pmi_is_slurm():
-    assert detect(slurm(3, PMI_RANK="3", PMI_SIZE="5"), unread).launcher == "slurm"
+    assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5"), unread).launcher == "slurm"
 
 
 @pytest.mark.parametrize(

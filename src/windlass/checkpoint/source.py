@@ -22,7 +22,7 @@ from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import unwrap, wrap
+from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -104,7 +104,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
     if recipe.train.precision == "fp64":
         model = model.double()
-    wrapped = wrap(model, ranks, recipe)
+    wrapped = parallelize(model, ranks, recipe)
     if source.checkpoint is None:
         initialise(unwrap(wrapped), recipe.run.seed)
     else:

@@ -54,10 +54,10 @@ def evaluate(
     in the official format.
     """
     from windlass.errors import UserError
-    from windlass.parallel.dist import start
-    from windlass.parallel.env import detect
+    from windlass.parallel.dist import init_ranks
+    from windlass.parallel.env import detect_env
 
-    here = detect(os.environ)
+    here = detect_env(os.environ)
     if here.launcher == "none" and world not in ("", "1"):
         from windlass.launch.local import launch, parse_worlds, worker_command
 
@@ -74,7 +74,7 @@ def evaluate(
         raise UserError(
             "the loss of a model without a run needs a corpus: add data.source=FILE (and data.val_fraction=0.1)"
         )
-    with start(here, spread(source.recipe, here.world)) as ranks:
+    with init_ranks(here, spread(source.recipe, here.world)) as ranks:
         if ranks.main and not as_json:
             typer.echo(f"{source.title}, {ranks.world} rank{'s' if ranks.world > 1 else ''}")
         keep: dict[str, Any] = {}

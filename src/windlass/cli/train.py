@@ -41,7 +41,7 @@ def train(
 
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
-    from windlass.parallel.env import detect
+    from windlass.parallel.env import detect_env
     from windlass.processes import die_with_parent
     from windlass.recipe import Recipe
     from windlass.training.claim import claim
@@ -49,7 +49,7 @@ def train(
     if parent := os.environ.pop("WINDLASS_PARENT", ""):  # a cell of a sweep never outlives it
         die_with_parent(int(parent))
     loaded = Recipe.load(recipe, overrides or [])
-    here = detect(os.environ)
+    here = detect_env(os.environ)
     if here.launcher == "none":
         claimed = claim(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if claimed.finished:

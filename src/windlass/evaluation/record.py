@@ -12,7 +12,7 @@ from windlass.data.squad import HUB_NAME as SQUAD_HUB
 from windlass.data.squad import asked_source
 from windlass.evaluation.hellaswag import HUB_NAME as HELLASWAG_HUB
 from windlass.evaluation.suites import HARNESS
-from windlass.parallel.parallelize import precision_on
+from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: s
     settings = {
         key: getattr(getattr(recipe, section), name) for key in keys for section, _, name in [key.partition(".")]
     }
-    found: dict[str, Any] = {"settings": {"train.precision": precision_on(recipe.train.precision, device), **settings}}
+    found: dict[str, Any] = {
+        "settings": {"train.precision": resolve_precision(recipe.train.precision, device), **settings}
+    }
     if suite == LOSS_SUITE:
         return {**found, "data": fingerprint}
     if suite.startswith(HARNESS):

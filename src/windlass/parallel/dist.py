@@ -41,7 +41,7 @@ class Ranks:
     """This rank among all, from `start` (or `init_store`) to `stop`. A context manager: leaving it by an exception waits for nobody.
 
     Attributes:
-        place: rank, world, host and launcher.
+        env: rank, world, host and launcher.
         device: this rank's device; before `init_process_group` the CPU.
         strategy: `single`, `ddp`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
         mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
@@ -51,32 +51,32 @@ class Ranks:
         position: where this rank is (`mark`).
     """
 
-    def __init__(self, place: DistEnv, device: torch.device, strategy: str):
-        self.place, self.device, self.strategy = place, device, strategy
+    def __init__(self, env: DistEnv, device: torch.device, strategy: str):
+        self.env, self.device, self.strategy = env, device, strategy
         self.mesh: DeviceMesh | None = None
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
         self.hosts: list[str] = [socket.gethostname()]
-        self.position = processes.Place(place.rank, os.environ.get(processes.WATCH_DIR))
+        self.position = processes.Place(env.rank, os.environ.get(processes.WATCH_DIR))
         self._watch: Watch | None = None
         self._failed = False
-        self._limit_seconds = self._steady_seconds = 0.0
+        self._limit_seconds = 0.0
         self._counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
     @property
     def rank(self) -> int:
         """This process's number."""
-        return self.place.rank
+        return self.env.rank
 
     @property
     def world(self) -> int:
         """How many there are."""
-        return self.place.world
+        return self.env.world
 
     @property
     def main(self) -> bool:
         """Whether this is rank 0, which speaks and writes for all."""
-        return self.place.rank == 0
+        return self.env.rank == 0
 
     def mark(self, step: int, phase: str) -> None:
         """Note where this rank is, for messages about it; costs microseconds and waits for nothing.
@@ -85,17 +85,23 @@ class Ranks:
         """
         self.position.mark(step, phase)
 
-    def limit(self, seconds: float) -> None:
+    @property
+    def step(self) -> int:
+        """The step of the last `mark`."""
+        return self.position.step
+
+    @property
+    def phase(self) -> str:
+        """The phase of the last `mark`."""
+        return self.position.phase
+
+    def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
         self._limit_seconds = seconds
         if self.store is not None:
             self.store.set_timeout(timedelta(seconds=seconds))
         for group in self._groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-    def steady(self) -> None:
-        """Step 1 is done: from now on `parallel.timeout_seconds` holds instead of the limit for the start."""
-        self.limit(self._steady_seconds)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
         """Every rank's value (anything that JSON holds), in order of the ranks; waits for all. Not for the hot path."""
@@ -204,48 +210,45 @@ class Ranks:
         self.store = self.control = self.mesh = None
 
 
-def start(place: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
+def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
     """Join the other ranks: device, process group (NCCL on CUDA, gloo on CPU), meshes, control group, heartbeat.
 
     A process of its own with the strategy `single` gets no process group at all. `store`: one that the ranks share already,
-    instead of one on the place's address.
+    instead of one on the env's address.
 
     Raises:
         UserError: strategy, device and world do not go together.
         RunFailed: the other ranks could not be reached in `parallel.startup_timeout_seconds`.
     """
-    ranks = init_store(place, recipe, store)
+    ranks = init_store(env, recipe, store)
     init_process_group(ranks, recipe)
     return ranks
 
 
-def init_store(place: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
+def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
     """The first half of `start`: the store alone, over which ranks can agree while each opens its data; raises the same."""
-    strategy = recipe.strategy(place.world)
-    if strategy == "single" and place.world > 1:
-        raise UserError(
-            f'parallel.strategy = "single" is for one rank, and there are {place.world}; use "ddp" or "auto"'
-        )
-    if place.launcher not in ("none", "environment"):
+    strategy = recipe.strategy(env.world)
+    if strategy == "single" and env.world > 1:
+        raise UserError(f'parallel.strategy = "single" is for one rank, and there are {env.world}; use "ddp" or "auto"')
+    if env.launcher not in ("none", "environment"):
         processes.die_with_parent(os.getppid())
-        processes.dump_stacks_on_request(place.rank, os.environ.get(processes.WATCH_DIR))
-    ranks = Ranks(place, torch.device("cpu"), strategy)
-    ranks._steady_seconds = recipe.parallel.timeout_seconds
+        processes.dump_stacks_on_request(env.rank, os.environ.get(processes.WATCH_DIR))
+    ranks = Ranks(env, torch.device("cpu"), strategy)
     if strategy != "single":
         with _meeting(ranks):
             limit = recipe.parallel.startup_timeout_seconds
             if store is None:
-                store = dist.HashStore() if place.world == 1 else _tcp_store(place, timedelta(seconds=limit))
-            ranks.store = dist.PrefixStore(f"attempt{place.attempt}", store)
-            ranks.limit(limit)
+                store = dist.HashStore() if env.world == 1 else _tcp_store(env, timedelta(seconds=limit))
+            ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)
+            ranks.set_timeout(limit)
     return ranks
 
 
 def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     """The second half of `start`: device, process group, meshes, control group, heartbeat; raises the same."""
-    place = ranks.place
-    ranks.device = device = choose_device(recipe.parallel.device, place)
-    _set_threads(recipe.train.threads, place, device)
+    env = ranks.env
+    ranks.device = device = choose_device(recipe.parallel.device, env)
+    _set_threads(recipe.train.threads, env, device)
     if device.type == "cpu":
         processes.keep_freed_memory()
     if ranks.strategy != "single":
@@ -262,51 +265,51 @@ def _meeting(ranks: Ranks) -> Iterator[None]:
         if isinstance(error, UserError):
             raise
         ranks.fail(error)
-        place = ranks.place
+        env = ranks.env
         raise RunFailed(
-            f"rank {place.rank} of {place.world} could not meet the others at {place.addr}:{place.port}: {error}"
+            f"rank {env.rank} of {env.world} could not meet the others at {env.addr}:{env.port}: {error}"
         ) from error
 
 
 def _join(ranks: Ranks, recipe: Recipe) -> None:
-    place, device, settings = ranks.place, ranks.device, recipe.parallel
+    env, device, settings = ranks.env, ranks.device, recipe.parallel
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # the flight recorder names the last collective
-    if place.nodes == 1 and (loopback := _loopback()):
+    if env.nodes == 1 and (loopback := _loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may lead nowhere
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=dist.PrefixStore("group", ranks.store),
-        rank=place.rank,
-        world_size=place.world,
+        rank=env.rank,
+        world_size=env.world,
         timeout=timeout,
     )
-    if place.world > 1:
+    if env.world > 1:
         ranks.control = dist.new_group(backend="gloo", timeout=timeout)
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         homes = ranks.all_gather_object("home", [socket.gethostname(), uuid])
         ranks.hosts = [host for host, _ in homes]
         if wrong := shared_device(homes):
             raise UserError(wrong)
-        ranks._watch = Watch(ranks.position, place, ranks.hosts, ranks.store, settings.heartbeat_seconds)
+        ranks._watch = Watch(ranks.position, env, ranks.hosts, ranks.store, settings.heartbeat_seconds)
         ranks._watch.start()
     if ranks.strategy == "hybrid_shard":
-        size = shard_size(settings.shard_size, place)
-        shape, names = (place.world // size, size), ("replicate", "shard")
+        size = shard_size(settings.shard_size, env)
+        shape, names = (env.world // size, size), ("replicate", "shard")
         ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     elif ranks.strategy in SHARDED:
-        ranks.mesh = init_device_mesh(device.type, (place.world,), mesh_dim_names=("shard",))
-    ranks.limit(settings.startup_timeout_seconds)
+        ranks.mesh = init_device_mesh(device.type, (env.world,), mesh_dim_names=("shard",))
+    ranks.set_timeout(settings.startup_timeout_seconds)
 
 
-def _tcp_store(place: DistEnv, timeout: timedelta) -> dist.Store:
+def _tcp_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds a store already
-    hosts_it = place.rank == 0 and not agent
-    listening = os.environ.get(processes.STORE_FD) if place.launcher == "windlass" else None
+    hosts_it = env.rank == 0 and not agent
+    listening = os.environ.get(processes.STORE_FD) if env.launcher == "windlass" else None
     return dist.TCPStore(
-        place.addr,
-        place.port,
-        place.world,
+        env.addr,
+        env.port,
+        env.world,
         is_master=hosts_it,
         timeout=timeout,
         wait_for_workers=False,
@@ -314,25 +317,25 @@ def _tcp_store(place: DistEnv, timeout: timedelta) -> dist.Store:
     )
 
 
-def shard_size(wanted: int, place: DistEnv) -> int:
+def shard_size(wanted: int, env: DistEnv) -> int:
     """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest share up to a half.
 
     Raises:
         UserError: the wanted size does not divide the world.
     """
     if wanted:
-        if place.world % wanted:
-            near = min((d for d in range(1, place.world + 1) if place.world % d == 0), key=lambda d: abs(d - wanted))
+        if env.world % wanted:
+            near = min((d for d in range(1, env.world + 1) if env.world % d == 0), key=lambda d: abs(d - wanted))
             raise UserError(
-                f"parallel.shard_size = {wanted} does not divide the {place.world} ranks; the nearest that does is {near}"
+                f"parallel.shard_size = {wanted} does not divide the {env.world} ranks; the nearest that does is {near}"
             )
         return wanted
-    if place.nodes > 1 and place.world % place.local_world == 0:
-        return place.local_world
-    return max(d for d in range(1, max(1, place.world // 2) + 1) if place.world % d == 0)
+    if env.nodes > 1 and env.world % env.local_world == 0:
+        return env.local_world
+    return max(d for d in range(1, max(1, env.world // 2) + 1) if env.world % d == 0)
 
 
-def choose_device(wanted: str, place: DistEnv) -> torch.device:
+def choose_device(wanted: str, env: DistEnv) -> torch.device:
     """This rank's device: its own GPU where there are GPUs (or `cuda` is asked for), else the CPU.
 
     Raises:
@@ -343,12 +346,12 @@ def choose_device(wanted: str, place: DistEnv) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
     visible = torch.cuda.device_count()
-    if place.local_world > visible > 1:  # one visible device may be this rank's own: `_join` sees to that
+    if env.local_world > visible > 1:  # one visible device may be this rank's own: `_join` sees to that
         raise UserError(
-            f"{place.local_world} ranks on this host and {visible} CUDA device(s): start as many ranks as devices, "
+            f"{env.local_world} ranks on this host and {visible} CUDA device(s): start as many ranks as devices, "
             'or set parallel.device = "cpu"'
         )
-    index = place.local_rank if visible > 1 else 0
+    index = env.local_rank if visible > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -363,12 +366,12 @@ def shared_device(homes: list[list[str]]) -> str | None:
     return None
 
 
-def _set_threads(wanted: int, place: DistEnv, device: torch.device) -> None:
+def _set_threads(wanted: int, env: DistEnv, device: torch.device) -> None:
     if wanted:
         torch.set_num_threads(wanted)
-    elif place.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // place.local_world))
+        torch.set_num_threads(max(1, cores // env.local_world))
 
 
 def _loopback() -> str | None:

@@ -38,7 +38,7 @@ class DistEnv:
     attempt: int = 0
 
 
-def detect(
+def detect_env(
     environ: Environment = os.environ, read: Callable[[str], str] = lambda path: Path(path).read_text()
 ) -> DistEnv:
     """This process's place, a pure function of the variables (and of the host file that PBS names, through `read`).

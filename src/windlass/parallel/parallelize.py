@@ -38,7 +38,7 @@ if NO_BUFFERS not in inspect.signature(DistributedDataParallel.__init__).paramet
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
-def precision_on(precision: str, device: torch.device) -> str:
+def resolve_precision(precision: str, device: torch.device) -> str:
     """`auto` resolved: bf16 on a GPU that has it, else fp16 on a GPU, fp32 on a CPU."""
     if precision != "auto":
         return precision
@@ -47,7 +47,7 @@ def precision_on(precision: str, device: torch.device) -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def wrap(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
+def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     """Make `model` ready to train on `ranks` as `recipe.parallel` and `recipe.train` say.
 
     The model's parameters are on the meta device (they come out on the ranks' device, *uninitialised*: fill them in place
@@ -122,7 +122,7 @@ _add.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Futu
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
     """FSDP2 over each block, then over the rest as one unit."""
-    settings, low = recipe.parallel, LOW.get(precision_on(recipe.train.precision, ranks.device))
+    settings, low = recipe.parallel, LOW.get(resolve_precision(recipe.train.precision, ranks.device))
     reduced = torch.float32 if low else None
     in_blocks = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, cast_forward_inputs=False)
     in_root = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
@@ -218,7 +218,7 @@ def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
 
 def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The context for a forward pass (training and evaluation): low precision for the operations that bear it."""
-    low = LOW.get(precision_on(recipe.train.precision, device))
+    low = LOW.get(resolve_precision(recipe.train.precision, device))
     return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
 
 
@@ -246,7 +246,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     """A parameter's or module's name without what wrappers put into it."""
     for prefix in WRAPPERS[1:]:
         name = name.replace(prefix, "")
@@ -256,10 +256,10 @@ def clean(name: str) -> str:
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter once (a tied one under its first name), under its name in the bare model."""
     for name, parameter in unwrap(model).named_parameters():
-        yield clean(name), parameter
+        yield clean_name(name), parameter
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Likewise the buffers."""
     for name, buffer in unwrap(model).named_buffers():
-        yield clean(name), buffer
+        yield clean_name(name), buffer

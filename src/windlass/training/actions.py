@@ -147,7 +147,7 @@ class Actions:
         self.padded_since_log += result.padded_tokens
         self.result, self.batch_end = result, batch.first_sample + self.s.batch.global_batch
         if state.step == 1 or state.step == self.saves.step + 1:
-            self.s.ranks.steady()
+            self.s.ranks.set_timeout(self.s.recipe.parallel.timeout_seconds)
             self.ids.first_step_done()
         self.s.console.tick(state.step)
         if not self.s.step.deferred:
@@ -368,7 +368,7 @@ class Actions:
         """Write down that the run failed; joins nothing, waits for nothing."""
         text = (str(error) or type(error).__name__).splitlines()[0]
         with contextlib.suppress(Exception):
-            self.event("failed", reason=text[:500], phase=self.s.ranks.position.phase)
+            self.event("failed", reason=text[:500], phase=self.s.ranks.phase)
 
     def event(self, name: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line of the ledger."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import clean, named_parameters, unwrap
+from windlass.parallel.parallelize import clean_name, named_parameters, unwrap
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -48,7 +48,7 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
     """Names under which one and the same parameter is found, for those with several: tied weights."""
     names: dict[int, list[str]] = {}
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(clean(name))
+        names.setdefault(id(parameter), []).append(clean_name(name))
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 

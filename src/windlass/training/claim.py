@@ -13,7 +13,7 @@ from pathlib import Path
 
 from windlass.checkpoint.lineage import BEGINNING, read_lineage
 from windlass.errors import UserError
-from windlass.parallel.env import detect
+from windlass.parallel.env import detect_env
 from windlass.recipe import Recipe
 from windlass.run import LOCK, Run, lock_held, read_lines
 from windlass.training.occupancy import WAIT_SECONDS, acquire_run_lock
@@ -125,7 +125,7 @@ def job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     `launch`: our launcher's process or torchrun's run id; `slurm`: the number of the SLURM job. Empty where there is none.
     """
-    launcher = detect(environ).launcher
+    launcher = detect_env(environ).launcher
     ours = f"{socket.gethostname()}/{os.getppid()}" if launcher == "windlass" else ""
     return {
         "launch": ours or environ.get("TORCHELASTIC_RUN_ID", ""),
@@ -135,7 +135,7 @@ def job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def started_again(run: Run, environ: Mapping[str, str]) -> bool:
     """Whether this process belongs to a restart of the very job that began the present line of the run."""
-    place = detect(environ)
+    place = detect_env(environ)
     requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     if not (place.attempt or requeued):
         return False

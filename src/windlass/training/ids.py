@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.parallel.parallelize import clean, unwrap
+from windlass.parallel.parallelize import clean_name, unwrap
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -29,7 +29,7 @@ class IdWatch:
         if session.custom_model and not hasattr(model, "vocab") and not session.recipe.train.compile:
             for name, module in model.named_modules():
                 if isinstance(module, nn.Embedding):
-                    self.handles.append(module.register_forward_pre_hook(_look(clean(name))))
+                    self.handles.append(module.register_forward_pre_hook(_look(clean_name(name))))
 
     def first_step_done(self) -> None:
         """Stop looking where that costs something."""

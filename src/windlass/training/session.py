@@ -33,8 +33,8 @@ from windlass.model.init import initialise
 from windlass.model.size import HfSizes, flops_per_token
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
-from windlass.parallel.env import detect
-from windlass.parallel.parallelize import precision_on, unwrap, wrap
+from windlass.parallel.env import detect_env
+from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.console import Console, Header
@@ -119,7 +119,7 @@ class Session:
         """Put it all together; on an error everything that was begun is ended."""
         self.custom_model = model is not None
         try:
-            place = detect()
+            place = detect_env()
             self.ranks = self._stack.enter_context(init_store(place, self.recipe))
             self.together = self._stack.enter_context(Together(self.signals, self.ranks))
             with self.together.stage("data"), self.signals.at_once():
@@ -240,11 +240,11 @@ class Session:
             )
         self.parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.hf = sizes_of(model) if isinstance(model, HfModel) and not self.custom_model else None
-        self.precision = precision_on(recipe.train.precision, ranks.device)
+        self.precision = resolve_precision(recipe.train.precision, ranks.device)
         if self.precision == "fp64":
             model = model.double()
         self.ties = tie_groups(model)
-        self.model = wrap(model, ranks, recipe)
+        self.model = parallelize(model, ranks, recipe)
         if self._foreign:  # its values come when it is known that no checkpoint has them
             self.agreed("origin", lambda: hf_origin.keep(unwrap(self.model), self.run.path))
         elif not self.custom_model:

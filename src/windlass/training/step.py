@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from windlass.optim.build import set_lr
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, precision_on, sync_gradients
+from windlass.parallel.parallelize import autocast, resolve_precision, sync_gradients
 
 if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
@@ -72,7 +72,7 @@ class Step:
         self.device = ranks.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.reseeds = any(drops(module) for module in model.modules())
-        self.fp16 = precision_on(recipe.train.precision, self.device) == "fp16"
+        self.fp16 = resolve_precision(recipe.train.precision, self.device) == "fp16"
         conditional = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.deferred = (self.device.type == "cuda" and conditional) if deferred is None else deferred
         self.latch = recipe.train.on_nonfinite == "stop" and not self.fp16
