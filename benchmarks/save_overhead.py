@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.slices import gather_state
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.reshard import gather_state
+from windlass.checkpoint.save import Saver
 from windlass.model.build import build_model
 from windlass.model.init import initialise
 from windlass.optim.build import build_optimizer

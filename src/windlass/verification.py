@@ -162,7 +162,7 @@ def difference(run: Run, reference: Run) -> float:
     if [row[0] for row in mine] != [row[0] for row in theirs]:
         return float("inf")
     scalars = max(abs(a[i] - b[i]) / max(abs(b[i]), 1e-12) for a, b in zip(mine, theirs, strict=True) for i in (1, 2))
-    from windlass.checkpoint.slices import MODEL
+    from windlass.checkpoint.reshard import MODEL
 
     weights, others = state(run), state(reference)
     names = [name for name in others if name.startswith(MODEL)]
@@ -316,7 +316,7 @@ def export_equal(bench: Bench) -> Result:
     import torch
 
     from windlass.checkpoint.source import alone, find_source, open_model
-    from windlass.interop.export import export_hf
+    from windlass.interop.export import export
 
     given = bench.model.kind != "gpt" or bool(bench.model.init_from)
     settings = {} if given else {
@@ -327,7 +327,7 @@ def export_equal(bench: Bench) -> Result:
     transformers.utils.logging.disable_progress_bar()
     with _quiet():
         try:
-            export_hf(str(run.path), bench.folder / "hf")
+            export(str(run.path), bench.folder / "hf")
         except UserError as refusal:
             return Result("export", claim, None, f"this model has no counterpart there: {str(refusal).splitlines()[0]}")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf").eval()

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from windlass.checkpoint.load import choose, open_checkpoint
-from windlass.checkpoint.slices import gather_state, named_state, restore
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.reshard import gather_state, named_state, restore
+from windlass.checkpoint.save import Saver
 from windlass.optim.muon import Muon
 
 STRATEGIES = ("ddp", "full_shard", "hybrid_shard")

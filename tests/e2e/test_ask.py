@@ -143,7 +143,7 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
     from windlass.checkpoint.source import alone, find_source, open_model
     from windlass.evaluation.generate import generate
     from windlass.evaluation.sampling import Sampling
-    from windlass.interop.export import export_hf
+    from windlass.interop.export import export
     from windlass.run import Run
 
     tree: dict[str, Any] = {
@@ -165,7 +165,7 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
     train(Recipe.model_validate(tree))
     losses = [line["loss"] for line in Run(tmp_path / "run").lines("eval")]
     assert losses[-1] < 0.75 * losses[0]
-    directory = export_hf(str(tmp_path / "run"), tmp_path / "out")
+    directory = export(str(tmp_path / "run"), tmp_path / "out")
     source = find_source(str(tmp_path / "run"))
     prompt = "It is a truth"
     ids = source.tokenizer.encode(prompt).tolist()

@@ -18,7 +18,7 @@ from windlass.cli.eval import measure
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.evaluation.generate import generate
 from windlass.evaluation.sampling import Sampling
-from windlass.interop.export import export_hf
+from windlass.interop.export import export
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_and_is_used_where_its_base_is_gone(lora: int, base: Path)
     (moved / "eval").mkdir(exist_ok=True)
     results = {"lm-eval:words": {"words/acc": 0.25, "runtime_s": 1.5}, "hellaswag": {"acc": 0.5, "items": 3}}
     (moved / "eval" / "step-00000004.json").write_text(json.dumps({"step": 4, "results": results}))
-    out = export_hf(str(moved), base.parent / "out")
+    out = export(str(moved), base.parent / "out")
     theirs = AutoModelForCausalLM.from_pretrained(out).eval()
     tokens = torch.tensor([ids])
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
         assert (model(tokens) - 2 * plain(tokens).logits).abs().max() < 1e-5
     made = recipe(base, "run", trust_remote_code=True).with_overrides("train.steps=1")
     train(made)
-    out = export_hf(str(made.run_dir), base.parent / "out")
+    out = export(str(made.run_dir), base.parent / "out")
     assert (out / "odd.py").read_bytes() == (base / "odd.py").read_bytes()
     theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
     with torch.no_grad():

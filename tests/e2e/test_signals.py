@@ -15,7 +15,7 @@ import pytest
 from test_resume import corpus, curve, settings
 
 from windlass.checkpoint import space
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.save import Saver
 from windlass.errors import RunFailed, Stopped
 from windlass.recipe import Recipe
 from windlass.run import Run

@@ -42,7 +42,7 @@ def test_a_resume_that_is_not_exact_fails_the_proof(tmp_path, monkeypatch):
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
     export = importlib.import_module("windlass.interop.export")
-    original = export.export_hf
+    original = export.export
 
     def off_by_little(run: str, folder: Path) -> object:
         done = original(run, folder)
@@ -53,7 +53,7 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
 
     bench = prepare_bench("", tmp_path, kills=1, worlds=(1,))
     assert export_equal(bench).passed
-    monkeypatch.setattr(export, "export_hf", off_by_little)
+    monkeypatch.setattr(export, "export", off_by_little)
     bench.folder = tmp_path / "again"
     bench.folder.mkdir()
     assert export_equal(bench).passed is False

@@ -16,9 +16,9 @@ import torch
 
 from windlass.checkpoint import load
 from windlass.checkpoint.load import Choice, open_checkpoint
+from windlass.checkpoint.reshard import Slice, State, share
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.slices import Slice, State, share
-from windlass.checkpoint.store import Outcome, Saver
+from windlass.checkpoint.save import Outcome, Saver
 from windlass.fileio import Files, Output
 
 SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}

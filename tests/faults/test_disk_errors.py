@@ -10,7 +10,7 @@ from saving import Failer, Recorder, check, count_of_two, ended, forked, hidden,
 
 from windlass.checkpoint import catalog, space
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.save import Saver
 from windlass.fileio import Files
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}

@@ -14,7 +14,7 @@ from saving import KILLED, Killer, Recorder, count_of_two, ended, forked, hidden
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.save import Saver
 from windlass.fileio import Files
 
 SCENES = {

@@ -19,7 +19,7 @@ from windlass.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import generate
 from windlass.evaluation.sampling import Sampling
-from windlass.interop.export import export_hf, merge_adapters, save_weights
+from windlass.interop.export import export, merge_adapters, save_weights
 from windlass.interop.export_tokenizer import as_json, save_tokenizer
 from windlass.interop.init_from import load_initial
 from windlass.model import convert
@@ -239,7 +239,7 @@ def run(folder: Path, steps: int = 3, **changes: Any) -> Path:
 def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_text(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = export_hf(str(run(tmp_path, steps=20)), tmp_path / "out")
+    directory = export(str(run(tmp_path, steps=20)), tmp_path / "out")
     source = find_source(str(tmp_path / "run"))
     ours = open_model(source, alone("cpu"))
     ids = source.tokenizer.encode("the cat").tolist()
@@ -256,18 +256,18 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
         batch = torch.tensor([ids])
         assert (open_model(hf, alone("cpu"))(batch) - ours(batch)).abs().max() < 1e-5
     with pytest.raises(UserError, match="not empty"):
-        export_hf(str(tmp_path / "run"), directory)
+        export(str(tmp_path / "run"), directory)
     with pytest.raises(UserError, match=r"README\.md is a file: name a new directory"):
-        export_hf(str(tmp_path / "run"), directory / "README.md")
+        export(str(tmp_path / "run"), directory / "README.md")
     with pytest.raises(UserError, match="already"):
-        export_hf(str(directory), tmp_path / "again")
+        export(str(directory), tmp_path / "again")
     assert not list(tmp_path.glob(".*partial"))
 
 
 def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = export_hf(str(run(tmp_path, steps=1, model__vocab=300)), tmp_path / "out")
+    directory = export(str(run(tmp_path, steps=1, model__vocab=300)), tmp_path / "out")
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
     assert theirs.config.vocab_size == 300 and len(tokenizer) == 280
     said = json.loads((directory / "generation_config.json").read_text())
@@ -296,7 +296,7 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
         from windlass import train
 
         train(Recipe.model_validate({"train": {"steps": 1, "global_batch": 2}, "checkpoint": {"every": 0}, **changes}))
-        out = export_hf(str(tmp_path / f"run-{name}"), tmp_path / f"out-{name}")
+        out = export(str(tmp_path / f"run-{name}"), tmp_path / f"out-{name}")
         theirs, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
         assert theirs("Who are you? é")["input_ids"] == wanted("Who are you? é")["input_ids"]
         assert (theirs.bos_token, theirs.eos_token) == (wanted.bos_token, wanted.eos_token)
@@ -306,7 +306,7 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
 def test_a_run_that_matches_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     made = run(tmp_path, steps=1, model__final_norm=False)
     with pytest.raises(UserError, match=r"GPT-2, the nearest, it differs in model\.final_norm = false"):
-        export_hf(str(made), tmp_path / "out")
+        export(str(made), tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data", "run"}
 
 
@@ -315,7 +315,7 @@ def test_a_run_begins_from_another_run_and_from_an_export(tmp_path: Path) -> Non
 
     first = run(tmp_path, steps=10)
     final = Run(first).lines("eval")[-1]["loss"]
-    for name in (str(first), str(export_hf(str(first), tmp_path / "out"))):
+    for name in (str(first), str(export(str(first), tmp_path / "out"))):
         second = run(tmp_path, steps=1, model__init_from=name, run__dir=str(tmp_path / f"from-{Path(name).name}"))
         del second
         begun = Run(tmp_path / f"from-{Path(name).name}").lines("eval")[0]

@@ -9,7 +9,7 @@ from types import FrameType, SimpleNamespace
 
 import pytest
 
-from windlass.checkpoint import manifest
+from windlass.checkpoint import format as manifest
 from windlass.checkpoint.load import PIECE_BYTES, Checkpoint
 from windlass.errors import Stopped, UserError
 from windlass.recipe import Recipe

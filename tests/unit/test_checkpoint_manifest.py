@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from windlass.checkpoint import format as format_
 from windlass.checkpoint import load
-from windlass.checkpoint import manifest as format_
+from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.manifest import Damaged
-from windlass.checkpoint.slices import Slice
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.reshard import Slice
+from windlass.checkpoint.save import Saver
 from windlass.errors import UserError
 
 

@@ -22,10 +22,10 @@ from torch import nn
 from windlass.checkpoint import catalog, load, space
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.priority import NICE
+from windlass.checkpoint.reshard import Slice, expected_bytes, gather_state, restore, share, slices
 from windlass.checkpoint.retention import EMERGENCY, Policy
-from windlass.checkpoint.slices import Slice, expected_bytes, gather_state, restore, share, slices
+from windlass.checkpoint.save import Saver
 from windlass.checkpoint.stage import DTYPES, Stage
-from windlass.checkpoint.store import Saver
 from windlass.errors import UserError
 from windlass.fileio import DIRECT, Files, Output
 from windlass.recipe import Recipe

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from windlass.checkpoint.load import load_model
-from windlass.checkpoint.slices import gather_state
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.reshard import gather_state
+from windlass.checkpoint.save import Saver
 from windlass.cli import _register, app
 from windlass.errors import UserError
 from windlass.model.build import build_model

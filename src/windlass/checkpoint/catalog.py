@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint import manifest as format_
-from windlass.checkpoint.manifest import MARKER, Damaged, Manifest
+from windlass.checkpoint import format as format_
+from windlass.checkpoint.format import MARKER, Damaged, Manifest
 from windlass.checkpoint.retention import LOSS, Kept, Policy, best, retain
 from windlass.fileio import Files
 

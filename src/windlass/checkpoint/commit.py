@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint import catalog, space
-from windlass.checkpoint import manifest as format_
+from windlass.checkpoint import format as format_
+from windlass.checkpoint.format import Chunk, FileInfo, Manifest, TensorInfo
 from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.manifest import Chunk, FileInfo, Manifest, TensorInfo
 from windlass.errors import UserError
 from windlass.fileio import PAGE, Files
 

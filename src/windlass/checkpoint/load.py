@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import catalog
-from windlass.checkpoint import manifest as format_
+from windlass.checkpoint import format as format_
+from windlass.checkpoint.format import Damaged, Manifest, TensorInfo
 from windlass.checkpoint.lineage import Lineage, on_lineage
-from windlass.checkpoint.manifest import Damaged, Manifest, TensorInfo
 from windlass.checkpoint.retention import LOSS, best
 from windlass.errors import UserError
 from windlass.fileio import Files
@@ -307,7 +307,7 @@ def load_model(source: str | Path, device: str | torch.device = "cpu") -> tuple[
     Raises:
         UserError: there is no such run or checkpoint, or it is damaged or of another model than the run's recipe says.
     """
-    from windlass.checkpoint.slices import MODEL, restore
+    from windlass.checkpoint.reshard import MODEL, restore
     from windlass.model.build import build_model
 
     choice = find(source)

@@ -12,7 +12,7 @@ from torch import nn
 
 from windlass import hub
 from windlass.checkpoint import load
-from windlass.checkpoint.slices import restore
+from windlass.checkpoint.reshard import restore
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.prepare import data_dir

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.manifest import ITEM_BYTES
-from windlass.checkpoint.slices import Slice
+from windlass.checkpoint.format import ITEM_BYTES
+from windlass.checkpoint.reshard import Slice
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

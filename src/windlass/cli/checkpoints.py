@@ -62,7 +62,7 @@ def table_rows(run: Path, verify: bool) -> list[dict[str, Any]]:
 
 def _uncommitted(run: Path) -> list[str]:
     """Directories with a checkpoint's name and without its commit marker: they count for nothing."""
-    from windlass.checkpoint.manifest import committed
+    from windlass.checkpoint.format import committed
 
     return sorted(p.name for p in (run / "checkpoints").glob("step-*") if p.is_dir() and not committed(p))
 

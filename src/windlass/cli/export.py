@@ -28,6 +28,6 @@ def export(
 
     if to != "hf":
         raise UserError(f"--to {to!r}: the one format is hf")
-    from windlass.interop.export import export_hf
+    from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {export_hf(run, directory)}")
+    typer.echo(f"exported: {export_run(run, directory)}")

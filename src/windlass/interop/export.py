@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import load
-from windlass.checkpoint.slices import MODEL
+from windlass.checkpoint.reshard import MODEL
 from windlass.checkpoint.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.data.chat import Template, stop_tokens
 from windlass.errors import UserError
@@ -28,7 +28,7 @@ FILE_BYTES = 4 * 10**9
 """Weights in one file, at most."""
 
 
-def export_hf(name: str, directory: Path) -> Path:
+def export(name: str, directory: Path) -> Path:
     """Write the weights of `name` as `transformers` reads them; adapters are merged into what they adapt.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.checkpoint import load
-from windlass.checkpoint.slices import restore
+from windlass.checkpoint.reshard import restore
 from windlass.errors import UserError
 from windlass.model import convert
 from windlass.model.gpt import GPT

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.slices import restore
+from windlass.checkpoint.reshard import restore
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed
 from windlass.training.state import TrainState

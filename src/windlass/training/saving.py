@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from windlass.checkpoint import catalog
 from windlass.checkpoint.lineage import on_lineage, read_lineage
-from windlass.checkpoint.slices import gather_state
+from windlass.checkpoint.reshard import gather_state
 from windlass.training.beginning import lineage_hash
 
 if TYPE_CHECKING:
-    from windlass.checkpoint.store import Outcome
+    from windlass.checkpoint.save import Outcome
     from windlass.training.session import Heartbeat, Session
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint import space
 from windlass.checkpoint.lineage import read_lineage
+from windlass.checkpoint.reshard import expected_bytes, gather_state, restore
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.slices import expected_bytes, gather_state, restore
-from windlass.checkpoint.store import Saver
+from windlass.checkpoint.save import Saver
 from windlass.data.dataset import Data, open_data
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.estimate.disk import checkpoints_to_come

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.manifest import Damaged
+from windlass.checkpoint.format import Damaged
 from windlass.errors import UserError
 
 if TYPE_CHECKING:

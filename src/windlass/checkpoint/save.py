@@ -22,8 +22,8 @@ from windlass.checkpoint import catalog
 from windlass.checkpoint.commit import Commit, Request, explain
 from windlass.checkpoint.lineage import Lineage
 from windlass.checkpoint.priority import NICE, lower_this_thread, set_nice
+from windlass.checkpoint.reshard import Slice, State
 from windlass.checkpoint.retention import LOSS, PERIODIC, Policy
-from windlass.checkpoint.slices import Slice, State
 from windlass.checkpoint.stage import Stage, Staged
 from windlass.fileio import PIECE_BYTES, Files, to_json
 
@@ -136,7 +136,7 @@ class Saver:
         """Make the host's buffer in the background, so that the first save need not wait for its memory.
 
         Args:
-            size: bytes of this rank's share, see `slices.expected_bytes`; a save that needs more gets more.
+            size: bytes of this rank's share, see `reshard.expected_bytes`; a save that needs more gets more.
             pinned: the state lies on a CUDA device.
         """
         if self.background:
@@ -158,7 +158,7 @@ class Saver:
 
         Args:
             step: optimizer steps done.
-            state: this rank's share (see `slices.gather_state`).
+            state: this rank's share (see `reshard.gather_state`).
             counters: JSON; what a resume needs beside tensors. Rank 0's are written.
             meta: JSON; `loss` (validation loss at this step), `reason` (see retention), digests, anything else to list.
             while_waiting: called ten times a second while an earlier save is still being written.
