@@ -23,7 +23,7 @@ from windlass.optim.schedule import factor
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import named_parameters, unwrap, parallelize
 from windlass.recipe import Horizon
-from windlass.telemetry.speed import StepTimer
+from windlass.telemetry.timing import StepTimer
 from windlass.training.step import Step
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37

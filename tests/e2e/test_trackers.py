@@ -17,10 +17,10 @@ import tracker_readers as readers
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.telemetry import points, trackers
+from windlass.telemetry import trackers
 from windlass.telemetry.devices import DeviceSampler
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import start_trackers
+from windlass.telemetry.trackers import points, start_trackers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -114,7 +114,7 @@ def as_float32(curves: readers.Curves) -> readers.Curves:
 
 def test_where_to_look_is_said_once_and_nothing_went_wrong(finished):
     _, _, notes = finished
-    assert not [note for note in notes if note.trouble]
+    assert not [note for note in notes if note.warning]
     text = "\n".join(dict.fromkeys(notes))
     assert "tensorboard --logdir runs/the-run/tensorboard" in text
     assert "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db" in text
@@ -221,8 +221,8 @@ def replaying(run: Path, name: str, **environ: str) -> subprocess.Popen[str]:
 
 
 def test_a_replay_into_an_empty_tracker_gives_the_effective_ledger(finished, tmp_path):
-    from windlass.telemetry.exporter import Exporter
-    from windlass.telemetry.to_tensorboard import TensorBoard
+    from windlass.telemetry.trackers.exporter import Exporter
+    from windlass.telemetry.trackers.tensorboard import TensorBoard
 
     _, run, _ = finished
     copy = tmp_path / "copy"
@@ -247,4 +247,4 @@ def test_no_secret_is_in_any_file(finished):
 def test_what_is_not_installed_is_said_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     (note,) = start_trackers(tmp_path / "run", recipe_of(tmp_path / "run", trackers=["wandb"])).poll()
-    assert note.trouble and "windlass[wandb]" in note and "windlass track" in note
+    assert note.warning and "windlass[wandb]" in note and "windlass track" in note

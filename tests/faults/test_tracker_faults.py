@@ -20,9 +20,10 @@ import pytest
 
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
-from windlass.telemetry import exporter_process, to_wandb, trackers
+from windlass.telemetry import trackers
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import start_trackers
+from windlass.telemetry.trackers import exporter_process, start_trackers
+from windlass.telemetry.trackers import wandb as to_wandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 20
@@ -100,7 +101,7 @@ def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_
     notes += handle.finish(0.5)
     assert unharmed(run)
     assert [note.partition(":")[0] for note in notes] == ["tensorboard", "mlflow", "wandb"]
-    assert all(note.trouble and f"windlass track {run} --to" in note for note in notes)
+    assert all(note.warning and f"windlass track {run} --to" in note for note in notes)
     assert all(gone(pid) for pid in started)
     assert handle.finish(0.5) == [], "said once"
 
@@ -110,7 +111,7 @@ def test_a_tracker_that_does_not_come_up_is_reported_while_the_run_goes_on(tmp_p
     run = tmp_path / "run"
     handle = start_trackers(run, prepare(run, "mlflow"))
     (note,) = train(run, [handle])
-    assert "not there after" in note and note.trouble
+    assert "not there after" in note and note.warning
     assert handle.finish(0.1) == []
 
 
@@ -216,7 +217,7 @@ def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
         notes += handle.finish(3.0)
     assert unharmed(refusing) and unharmed(filled)
     assert sorted(note.partition(":")[0] for note in notes) == ["mlflow", "tensorboard"]
-    assert all(note.trouble and "windlass track" in note for note in notes)
+    assert all(note.warning and "windlass track" in note for note in notes)
     assert any("File too large" in note for note in notes)
     assert not any(KEY in note for note in notes)
     assert all(gone(pid) for pid in started)
@@ -260,9 +261,9 @@ def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
         notes = train(run, [handle]) + handle.finish(60.0)
     assert unharmed(run) and all(gone(pid) for pid in started)
     if name == "mlflow":
-        assert len(notes) == 1 and notes[0].trouble
+        assert len(notes) == 1 and notes[0].warning
     else:  # all of it is in an offline directory, to be synced
-        assert "wandb sync" in notes[-1] and not notes[-1].trouble
+        assert "wandb sync" in notes[-1] and not notes[-1].warning
         assert list(run.glob("wandb/offline-run-*/run-*.wandb"))
     assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
 
@@ -277,7 +278,7 @@ def test_a_full_disk_under_the_other_trackers(tmp_path, monkeypatch, name):
         handle = start_trackers(run, recipe)
     notes = train(run, [handle]) + handle.finish(30.0)
     assert unharmed(run)
-    assert len([note for note in notes if note.trouble]) == 1
+    assert len([note for note in notes if note.warning]) == 1
 
 
 PARENT = """
@@ -318,7 +319,7 @@ def test_a_sidecar_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request
 
 HOLDS_THE_INTERPRETER = """
 import re, sys
-from windlass.telemetry import exporter_process
+from windlass.telemetry.trackers import exporter_process
 exporter_process.WATCH_SECONDS = 0.1
 exporter_process._sink = lambda name: re.match("(a+)+$", "a" * 60 + "b")
 exporter_process.main([sys.argv[1], "--to", "mlflow", "--attempt", "0", "--flush-seconds", "0.2"])
@@ -360,8 +361,8 @@ def test_a_kill_between_writing_and_noting_gives_no_duplicate(tmp_path, monkeypa
     """TensorBoard's events are written before the mark: what may be there twice is forgotten by the next file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from windlass.telemetry.exporter import Exporter
-    from windlass.telemetry.to_tensorboard import TensorBoard
+    from windlass.telemetry.trackers.exporter import Exporter
+    from windlass.telemetry.trackers.tensorboard import TensorBoard
 
     run = tmp_path / "run"
     prepare(run, "tensorboard")

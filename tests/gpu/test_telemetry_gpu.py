@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 from windlass.telemetry.devices import CudaProbe, DeviceSampler  # noqa: E402
-from windlass.telemetry.speed import StepTimer  # noqa: E402
+from windlass.telemetry.timing import StepTimer  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -71,7 +71,7 @@ def test_the_sampler_sees_a_busy_device(tmp_path):
         torch.cuda.synchronize()
     sampler.stop()
     lines = [json.loads(line) for line in sampler.path.read_text().splitlines()]
-    assert sampler.trouble is None and lines[0]["memory_mb"] > 1000
+    assert sampler.warning is None and lines[0]["memory_mb"] > 1000
     utils = [line["util_pct"] for line in lines if "util_pct" in line]
     if utils:
         assert max(utils) > 50

@@ -178,7 +178,7 @@ def build_study(path: Path, rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4), seeds
         assignment = {"optim.lr": lr, "optim.schedule.kind": kind, "run.seed": seed}
         name = f"runs/cell-{number}"
         last = (lr, kind, seed) == (rates[-1], "wsd", seeds[-1])
-        digest = recipe.with_overrides(**assignment).digest
+        digest = recipe.with_overrides(**assignment).config_hash
         cells.append({"assignment": assignment, "run": name, "digest": digest})
         if last:
             continue  # still waits

@@ -70,7 +70,7 @@ def test_a_device_without_bf16_takes_fp16(capsys):
     [
         ((), "name a recipe or a run"),
         (("c4-30m", "--device", "A100"), "there are several: A100-80GB"),
-        (("c4-30m", "--world", "3"), "cannot be dealt evenly to 3 ranks"),
+        (("c4-30m", "--world", "3"), "not divisible by world size 3"),
         (("quickstart", "parallel.strategy=single", "--world", "2"), "single"),
         (("quickstart", "--from", "nowhere"), "neither a run nor"),
         (("--compute", "nan"), "number of FLOPs"),

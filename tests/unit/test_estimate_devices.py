@@ -6,7 +6,7 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.estimate.devices import GIB, device_names, find_device
-from windlass.telemetry.peaks import peak_flops
+from windlass.telemetry.timing import peak_flops
 
 
 @pytest.mark.parametrize(

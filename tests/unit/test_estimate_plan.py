@@ -107,7 +107,7 @@ def test_devices():
 
 
 def test_the_table_of_peaks_knows_the_devices():
-    from windlass.telemetry.peaks import peak_flops
+    from windlass.telemetry.timing import peak_flops
 
     for name in device_names():
         assert peak_flops(find_device(name).name, "fp16"), name

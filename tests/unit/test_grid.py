@@ -42,7 +42,7 @@ def test_axes_are_crossed_and_the_last_changes_fastest():
     assert [c.label for c in cells] == ["lr=0.01 seed=1", "lr=0.01 seed=2", "lr=0.001 seed=1", "lr=0.001 seed=2"]
     assert cells[2].recipe.optim.lr == 1e-3
     assert cells[2].recipe == Recipe.load("quickstart", cells[2].overrides)
-    assert len({c.recipe.digest for c in cells}) == 4
+    assert len({c.recipe.config_hash for c in cells}) == 4
 
 
 def test_bad_grids_name_every_cell():
@@ -62,7 +62,7 @@ def test_settings_that_change_nothing_of_the_maths_tell_cells_apart():
     base = Recipe.load("quickstart")
     axes = ["parallel.strategy=single,ddp", "train.micro_batch=2,4", "parallel.world=1,2"]
     cells = expand(base, [parse_axis(text) for text in axes])
-    assert len({c.recipe.digest for c in cells}) == 1
+    assert len({c.recipe.config_hash for c in cells}) == 1
     assert len({c.key for c in cells}) == len({c.place for c in cells}) == 8
     assert [(c.recipe.parallel.strategy, c.recipe.train.micro_batch, c.world) for c in cells[:3]] == [
         ("single", 2, 1), ("single", 2, 2), ("single", 4, 1)
@@ -74,7 +74,7 @@ def test_settings_that_change_nothing_of_the_maths_tell_cells_apart():
 
 def test_a_cell_of_what_the_digest_knows_keeps_its_old_name():
     cell = expand(Recipe.load("quickstart"), [parse_axis("optim.lr=1e-2")])[0]
-    assert (cell.key, cell.place, cell.world) == (cell.recipe.digest, f"runs/lr=0.01-{cell.recipe.digest[:8]}", None)
+    assert (cell.key, cell.place, cell.world) == (cell.recipe.config_hash, f"runs/lr=0.01-{cell.recipe.config_hash[:8]}", None)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from windlass.cli.recipe import _first_sentence
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
-from windlass.recipe.durations import epochs_in
 from windlass.recipe.load import parse_override, settings
+from windlass.recipe.units import epochs_in
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -124,9 +124,9 @@ def test_the_digest_is_of_what_matters():
     same = ["run.dir=x", "run.notes=y", "checkpoint.every=3", "telemetry.every=1", "parallel.strategy=full_shard",
             "train.micro_batch=2", "data.workers=3"]  # fmt: skip
     other = ["optim.lr=1", "run.seed=2", "train.steps=9", "model.dropout=0.5", "data.order=sequential"]
-    assert {base.with_overrides(o).digest for o in same} == {base.digest}
-    assert len({base.digest, *(base.with_overrides(o).digest for o in other)}) == 1 + len(other)
-    assert base.name == f"quickstart-{base.digest[:8]}"
+    assert {base.with_overrides(o).config_hash for o in same} == {base.config_hash}
+    assert len({base.config_hash, *(base.with_overrides(o).config_hash for o in other)}) == 1 + len(other)
+    assert base.name == f"quickstart-{base.config_hash[:8]}"
     assert str(base.run_dir) == f"runs/{base.name}"
 
 

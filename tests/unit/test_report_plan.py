@@ -94,7 +94,7 @@ def test_where_no_plan_can_be_made_a_note_says_so(tmp_path):
     lines = run.metrics_path.read_text(encoding="utf-8").splitlines()
     broken = json.loads(lines[0]) | {"world": 3}  # the batch cannot be dealt to three
     run.metrics_path.write_text("\n".join([json.dumps(broken), *lines[1:]]) + "\n", encoding="utf-8")
-    assert "cannot be dealt evenly to 3 ranks" in page([view(run)])
+    assert "not divisible by world size 3" in page([view(run)])
     odd = json.loads(lines[0]) | {"steps": "many"}
     run.metrics_path.write_text("\n".join([json.dumps(odd), *lines[1:]]) + "\n", encoding="utf-8")
     assert "The plan could not be made" in plan_html([view(run)])

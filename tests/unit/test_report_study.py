@@ -178,7 +178,7 @@ def test_cells_from_pairs_of_assignment_and_run(folder):
 
 def test_verdicts_from_outside_are_told(folder):
     run = build_run(folder / "cell_state", steps=50, finished=False)
-    verdict = {run.recipe.digest: {"state": "diverged", "reason": "loss nan at step 30"}}
+    verdict = {run.recipe.config_hash: {"state": "diverged", "reason": "loss nan at step 30"}}
     assert [(c.state, c.reason) for c in cells_of([({}, run)], verdict)] == [("diverged", "loss nan at step 30")]
     assert cells_of([({}, run)])[0].state == "interrupted"
 

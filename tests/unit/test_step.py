@@ -13,7 +13,7 @@ from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
-from windlass.telemetry.speed import StepTimer
+from windlass.telemetry.timing import StepTimer
 from windlass.training.guard import is_spike
 from windlass.training.state import TrainState
 from windlass.training.step import Step, step_seed

@@ -9,7 +9,7 @@ import pytest
 from windlass.telemetry.console import Console, Header, duration, printable, short
 
 HEADER = Header(
-    run="runs/x", recipe="quickstart", digest="0123abcd", device="cpu", world=2, strategy="ddp", precision="fp32",
+    run="runs/x", recipe="quickstart", config_hash="0123abcd", device="cpu", world=2, strategy="ddp", precision="fp32",
     parameters=10_745_088, steps=200, tokens_per_step=4096, first_step=50, seconds=95,
 )  # fmt: skip
 TRAIN = {

@@ -5,9 +5,9 @@ import pytest
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.telemetry import exporter, points
-from windlass.telemetry.exporter import DeviceFiles, Exporter
 from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.trackers import exporter, points
+from windlass.telemetry.trackers.exporter import DeviceFiles, Exporter
 
 TIME = "2026-01-01T00:00:00.000Z"
 

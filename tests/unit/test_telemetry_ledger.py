@@ -73,7 +73,7 @@ def test_a_full_disk_costs_nothing_but_time(tmp_path, monkeypatch):
     monkeypatch.setattr(module.os, "write", full)
     ledger.write("train", 2)
     ledger.write("train", 3)
-    assert "No space left" in ledger.trouble
+    assert "No space left" in ledger.warning
     assert [line["step"] for line in read_lines(ledger.path)] == [1]
     monkeypatch.setattr(module.os, "write", real)
     ledger.write("train", 4)

@@ -7,10 +7,10 @@ import pytest
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.telemetry import to_wandb
-from windlass.telemetry.exporter import Exporter
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.to_wandb import WandB
+from windlass.telemetry.trackers import wandb as to_wandb
+from windlass.telemetry.trackers.exporter import Exporter
+from windlass.telemetry.trackers.wandb import WandB
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

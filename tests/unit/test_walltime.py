@@ -1,6 +1,6 @@
 import pytest
 
-from windlass.telemetry.walltime import device_hours, wall_time
+from windlass.telemetry.timing import device_hours, wall_time
 
 
 def line(attempt, step, event=None, world=None, **seconds):

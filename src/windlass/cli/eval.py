@@ -148,7 +148,7 @@ def loss(source: Source, model: Any, ranks: Ranks, context: Any, keep: dict[str,
     from windlass.data.dataset import open_data
     from windlass.errors import UserError
     from windlass.evaluation.loss import evaluate_loss
-    from windlass.recipe.batch import TOKENS_PER_MICRO_BATCH
+    from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 
     recipe = source.recipe
     data = open_data(recipe)

@@ -33,7 +33,7 @@ def show(
             typer.echo(f"{name:<{width}}  {_first_sentence(path.read_text(encoding='utf-8'))}")
     elif recipe:
         loaded = Recipe.load(recipe, overrides or [])
-        typer.echo(f"# run directory: {loaded.run_dir}\n# digest of what matters: {loaded.digest}\n")
+        typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n")
         typer.echo(loaded.toml())
     else:
         raise UserError("name a recipe, for example `windlass recipe quickstart`, or use --list or --schema")

@@ -32,4 +32,4 @@ def track(
     if find_spec(to) is None:
         raise UserError(f"{to} is not installed: pip install 'windlass[{to}]'")
     for note in replay(opened, to, timeout or None):
-        typer.echo(note, err=note.trouble)
+        typer.echo(note, err=note.warning)

@@ -1,6 +1,6 @@
 """Batches for the loop: read ahead in the background, dealt to ranks as the batch plan says.
 
-Which samples a step has, and in which micro-batch, is decided by arithmetic alone (`data/order.py`, `recipe/batch.py`); the
+Which samples a step has, and in which micro-batch, is decided by arithmetic alone (`data/order.py`, `recipe/units.py`); the
 thread here only reads them earlier than they are needed.
 """
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from windlass.errors import UserError
-from windlass.telemetry.peak_table import peak_flops
+from windlass.telemetry.timing import peak_flops
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ from windlass.estimate.milestones import milestones
 from windlass.estimate.time import speed_of_lines, time_left
 from windlass.recipe import Horizon
 from windlass.run import effective, read_lines
-from windlass.telemetry.walltime import wall_time
+from windlass.telemetry.timing import wall_time
 
 if TYPE_CHECKING:
     from windlass.run import Line, Run

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from windlass.optim.schedule import phases
-from windlass.recipe.durations import Duration, Horizon, epochs_in
+from windlass.recipe.units import Duration, Horizon, epochs_in
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
-from windlass.recipe.durations import Horizon
+from windlass.recipe.units import Horizon
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe

@@ -53,7 +53,7 @@ def partial_plan(setting: Setting, speeds: Sequence[Speed]) -> dict[str, Any]:
     recipe, horizon = setting.recipe, known_horizon(setting)
     sized = setting.network is not None and vocabulary_known(setting)
     made: dict[str, Any] = {
-        "recipe": recipe.preset, "digest": recipe.digest, "run_dir": str(recipe.run_dir), "world": setting.world,
+        "recipe": recipe.preset, "digest": recipe.config_hash, "run_dir": str(recipe.run_dir), "world": setting.world,
         "device": asdict(setting.device) | {"usable_bytes": setting.device.usable_bytes},
         "precision": setting.precision, "length": _length(setting, horizon), "model": None, "unknown": [],
     }  # fmt: skip

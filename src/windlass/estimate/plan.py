@@ -128,7 +128,7 @@ def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = No
         }
     return known | {
         "recipe": setting.recipe.preset,
-        "digest": setting.recipe.digest,
+        "digest": setting.recipe.config_hash,
         "run_dir": str(setting.recipe.run_dir),
         "world": setting.world,
         "device": asdict(setting.device) | {"usable_bytes": setting.device.usable_bytes},

@@ -9,7 +9,7 @@ from itertools import product
 from windlass.estimate.devices import USABLE, device_names, find_device
 from windlass.estimate.memory import Layout, Memory, Network, memory, shard_size
 from windlass.model.size import HfSizes
-from windlass.recipe.batch import TOKENS_PER_MICRO_BATCH
+from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 
 BUSY_TOKENS = 2048
 """A micro-batch of fewer tokens than this leaves most devices waiting for memory rather than computing."""

@@ -14,7 +14,7 @@ from windlass.estimate.predict import sizes_in
 from windlass.estimate.time import SCALED, Speed, assumed_speed, measured_speed
 from windlass.model.size import flops_per_token
 from windlass.run import Run
-from windlass.telemetry.peak_table import peak_flops
+from windlass.telemetry.timing import peak_flops
 
 if TYPE_CHECKING:
     from windlass.estimate.plan import Setting

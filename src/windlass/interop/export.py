@@ -162,7 +162,7 @@ def card(source: Source) -> str:
     base, origin = _base(source)
     return (
         f"---\nlibrary_name: transformers\n{base}tags:\n- windlass\n- text-generation\n---\n\n# {recipe.preset}\n\n"
-        f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.digest}), {source.step:,} steps.\n\n"
+        f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.config_hash}), {source.step:,} steps.\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("DIR")\ntokenizer = AutoTokenizer.from_pretrained("DIR")\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{recipe.toml()}```\n"

@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from windlass.recipe.durations import Horizon
 from windlass.recipe.settings import ScheduleSettings
+from windlass.recipe.units import Horizon
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Recipes: one TOML file that defines a run, every setting typed, documented and checked."""
 
-from windlass.recipe.batch import BatchPlan, plan_batch
-from windlass.recipe.durations import Duration, Horizon
 from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, load, parse_override, presets, settings, typed
 from windlass.recipe.settings import DataSettings, ModelSettings, OptimSettings, ScheduleSettings
+from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch
 
 __all__ = [
     "NON_SEMANTIC",

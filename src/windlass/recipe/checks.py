@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from windlass.recipe.batch import plan_batch
+from windlass.recipe.units import plan_batch
 
 if TYPE_CHECKING:
     from windlass.recipe.load import Recipe

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.errors import UserError
-from windlass.recipe.batch import BatchPlan, plan_batch
 from windlass.recipe.checks import check
 from windlass.recipe.settings import (
     CheckpointSettings,
@@ -28,6 +27,7 @@ from windlass.recipe.settings import (
     TelemetrySettings,
     TrainSettings,
 )
+from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
     "run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch", "train.micro_batch",
@@ -83,19 +83,19 @@ class Recipe(BaseModel):
         """Every setting under its dotted key, in the order of declaration."""
         return flatten(self.model_dump(mode="json"))
 
-    def material(self) -> dict[str, Any]:
+    def semantic_settings(self) -> dict[str, Any]:
         """The settings that determine the numbers of a run (see NON_SEMANTIC)."""
         return {k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(NON_SEMANTIC)}
 
     @property
-    def digest(self) -> str:
+    def config_hash(self) -> str:
         """Twelve hexadecimal digits over what matters: equal for recipes that train the same model the same way."""
-        return hashlib.sha256(json.dumps(self.material(), sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.semantic_settings(), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def name(self) -> str:
         """The run's name: `run.name`, or `<preset>-<digest>`."""
-        return self.run.name or f"{self.preset}-{self.digest[:8]}"
+        return self.run.name or f"{self.preset}-{self.config_hash[:8]}"
 
     @property
     def run_dir(self) -> Path:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from windlass.recipe.durations import Duration, is_epochs
+from windlass.recipe.units import Duration, is_epochs
 
 IGNORE_INDEX = -100
 """The label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`."""

@@ -100,7 +100,7 @@ def cells_of(
     found = []
     for place, (assignment, run) in enumerate(pairs):
         begun = run.recipe_path.is_file()
-        key = keys[place] if keys else run.recipe.digest if begun else ""
+        key = keys[place] if keys else run.recipe.config_hash if begun else ""
         verdict = (verdicts or {}).get(key)
         seen = view(run, named(assignment)) if begun else None
         state, reason = cell_state(seen.state if seen else "new", seen.events if seen else [], verdict)

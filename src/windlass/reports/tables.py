@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.recipe import Recipe, settings
-from windlass.recipe.durations import epochs_in
+from windlass.recipe.units import epochs_in
 from windlass.reports.measures import MEASURES, Value, label, measures
 from windlass.reports.text import csv_text, markdown_table, show
 from windlass.reports.view import RunView, Track

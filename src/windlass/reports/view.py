@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from windlass.errors import UserError
 from windlass.reports.devices import RankTrack, read_ranks
 from windlass.run import Line, Run, effective, read_lines
-from windlass.telemetry.walltime import device_hours, wall_time
+from windlass.telemetry.timing import device_hours, wall_time
 
 Numbers = NDArray[np.float64]
 

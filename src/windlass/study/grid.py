@@ -99,8 +99,8 @@ def _key(assignment: Assignment, recipe: Recipe) -> str:
     """The recipe's digest; with what the digest leaves out, where the cell sets any of that."""
     beside = {name: value for name, value in sorted(assignment.items()) if name.startswith((WORLD, *NON_SEMANTIC))}
     if not beside:
-        return recipe.digest
-    return hashlib.sha256(json.dumps([recipe.digest, beside]).encode()).hexdigest()[:12]
+        return recipe.config_hash
+    return hashlib.sha256(json.dumps([recipe.config_hash, beside]).encode()).hexdigest()[:12]
 
 
 def parse_axis(text: str) -> Axis:

@@ -50,16 +50,16 @@ class Study:
         path = path or Path("studies") / default_name(base, axes)
         if (path / "study.json").is_file():
             there = Study.open(path)
-            if there.axes != axes or there.recipe.digest != base.digest:
+            if there.axes != axes or there.recipe.config_hash != base.config_hash:
                 raise UserError(
-                    f"{path} holds another study ({' '.join(there.axes)} of a recipe with digest {there.recipe.digest}); "
+                    f"{path} holds another study ({' '.join(there.axes)} of a recipe with digest {there.recipe.config_hash}); "
                     "give another --dir"
                 )
             return there
         study = Study(path, base, list(axes), cells)
         path.mkdir(parents=True, exist_ok=True)
         _write(path / "recipe.toml", base.toml())
-        listed = [{"assignment": c.assignment, "run": c.place, "digest": c.recipe.digest, "key": c.key} for c in cells]
+        listed = [{"assignment": c.assignment, "run": c.place, "digest": c.recipe.config_hash, "key": c.key} for c in cells]
         _write(
             path / "study.json",
             json.dumps({"version": VERSION, "kind": "sweep", "axes": axes, "cells": listed}, indent=1),
@@ -81,7 +81,7 @@ class Study:
             known = json.loads((path / "study.json").read_text(encoding="utf-8"))
             axes, listed = list(known["axes"]), [(dict(x["assignment"]), x) for x in known["cells"]]
             cells = [cell_of(recipe, sets, x.get("key") or x["digest"], x["run"]) for sets, x in listed]
-            changed = [c for c, (_, x) in zip(cells, listed, strict=True) if c.recipe.digest != x["digest"]]
+            changed = [c for c, (_, x) in zip(cells, listed, strict=True) if c.recipe.config_hash != x["digest"]]
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path / 'study.json'} is damaged ({error!r}); give another --dir, or mend it") from None
         if changed:
@@ -132,7 +132,7 @@ class Study:
 
 def default_name(recipe: Recipe, axes: list[str]) -> str:
     """`<preset>-<digest of recipe and axes>`."""
-    text = json.dumps([recipe.digest, axes])
+    text = json.dumps([recipe.config_hash, axes])
     return f"{recipe.preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

@@ -36,8 +36,8 @@ class Header:
     """Directory of the run."""
     recipe: str
     """Name of the recipe."""
-    digest: str
-    """Digest of what matters in it."""
+    config_hash: str
+    """Hash of its semantic settings."""
     device: str
     """The ranks' device, by name."""
     world: int
@@ -65,7 +65,7 @@ class Header:
         eta = f", about {duration(self.seconds)}" if self.seconds is not None else ""
         return [
             f"run     {self.run}",
-            f"recipe  {self.recipe} ({self.digest})",
+            f"recipe  {self.recipe} ({self.config_hash})",
             f"ranks   {ranks}",
             f"model   {self.parameters:,} parameters",
             f"work    {self.steps:,} steps x {self.tokens_per_step:,} tokens = {short(tokens)} tokens{resumed}{eta}",

@@ -51,7 +51,7 @@ class Ledger:
 
     Each line is one `write` to a file opened for appending, so a kill leaves at most one torn line, at the end, and the
     next start closes it off. Where a write fails, the line is kept in memory and goes out before the next one;
-    `trouble` then says what is wrong, once.
+    `warning` then says what is wrong, once.
 
     Args:
         path: The file; it is created where it is missing.
@@ -64,7 +64,7 @@ class Ledger:
         self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Mapping[str, Any]] | None = None
     ):
         self.path, self.attempt, self.enabled, self.stamp = Path(path), attempt, enabled, stamp
-        self.trouble: str | None = None
+        self.warning: str | None = None
         self._waiting = b""
         self._file = -1
         if enabled:
@@ -107,7 +107,7 @@ class Ledger:
             try:
                 done = os.write(self._file, self._waiting)
             except OSError as error:
-                self.trouble = self.trouble or (
+                self.warning = self.warning or (
                     f"the ledger {self.path} cannot be written ({error.strerror}); its lines are kept in memory and go "
                     "out as soon as it can"
                 )

@@ -12,7 +12,7 @@ from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
-from windlass.telemetry.speed import mfu
+from windlass.telemetry.timing import mfu
 from windlass.telemetry.trackers import Note
 from windlass.training.batches import Batches
 from windlass.training.checks import replicas, startup_checks
@@ -212,9 +212,9 @@ class Actions:
             if s.trackers is not None:
                 self._show_notes(s.trackers.poll())
         for source in (s.ledger, s.sampler):
-            if source is not None and source.trouble:
-                s.console.warning(source.trouble)
-                source.trouble = None
+            if source is not None and source.warning:
+                s.console.warning(source.warning)
+                source.warning = None
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Actions:
 
     def _show_notes(self, notes: list[Note]) -> None:
         for note in notes:
-            (self.s.console.warning if note.trouble else self.s.console.event)(note)
+            (self.s.console.warning if note.warning else self.s.console.event)(note)
 
     def _stop_profile(self) -> None:
         if self.profile is not None:

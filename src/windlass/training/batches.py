@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from windlass.data.loader import Loader, StepBatch
-    from windlass.telemetry.speed import StepTimer
+    from windlass.telemetry.timing import StepTimer
 
 WAIT_SECONDS = 0.5
 """How long the data may be late before the run looks around."""

@@ -82,15 +82,15 @@ def _from_path(claim: Claim, wanted: str) -> Choice | None:
 
 def _refuse_other_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     saved = checkpoint.meta
-    if lineage_hash(recipe) == saved.get("line") or recipe.digest == saved.get("recipe"):
+    if lineage_hash(recipe) == saved.get("line") or recipe.config_hash == saved.get("recipe"):
         return
     origin = Run(checkpoint.path.resolve().parent.parent)
     changed = []
     if origin.recipe_path.is_file():
         changed = [line for line in differences(origin.recipe, recipe) if not line.startswith(FREE)]
-        if not changed and origin.recipe.digest == saved.get("recipe"):
+        if not changed and origin.recipe.config_hash == saved.get("recipe"):
             return
-    shown = changed or [f"its recipe's digest is {saved.get('recipe')}, and this one's is {recipe.digest}"]
+    shown = changed or [f"its recipe's digest is {saved.get('recipe')}, and this one's is {recipe.config_hash}"]
     lines = [f"checkpoint.resume: {checkpoint.path} is of another recipe:", *(f"  {line}" for line in shown)]
     lines.append("take the changes back, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps")
     raise UserError("\n".join(lines))
@@ -98,7 +98,7 @@ def _refuse_other_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 def lineage_hash(recipe: Recipe) -> str:
     """The recipe's digest with the steps left out: equal for runs of which one is the other, longer or shorter."""
-    settings = {key: value for key, value in recipe.material().items() if key != "train.steps"}
+    settings = {key: value for key, value in recipe.semantic_settings().items() if key != "train.steps"}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -61,7 +61,7 @@ class Claim:
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """What matters and is not equal, one line each: `optim.lr: 0.001 -> 0.002`."""
-    before, after = old.material(), new.material()
+    before, after = old.semantic_settings(), new.semantic_settings()
     keys = [*before, *(k for k in after if k not in before)]
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
 

@@ -30,7 +30,7 @@ class Saves:
             s.ranks.mark(state.step, "save")
             s.step.save(state)
             meta = {
-                "reason": reason, "loss": loss, "recipe": s.recipe.digest, "data": s.data.fingerprint,
+                "reason": reason, "loss": loss, "recipe": s.recipe.config_hash, "data": s.data.fingerprint,
                 "strategy": s.ranks.strategy, "train_loss": train_loss, "samples": state.samples,
                 "tokens": state.tokens, "parameters": s.parameters, "line": lineage_hash(s.recipe),
                 "optimizer": s.recipe.optim.kind,

@@ -38,11 +38,10 @@ from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.console import Console, Header
-from windlass.telemetry.devices import DeviceSampler
+from windlass.telemetry.devices import DeviceSampler, measure_cpu_peak
 from windlass.telemetry.environment import describe, describe_rank, write_environment
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.peaks import measure_cpu_peak, peak_flops
-from windlass.telemetry.speed import Goodput, StepTimer
+from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import Trackers, start_trackers
 from windlass.training import beginning
 from windlass.training.checks import tie_groups
@@ -375,7 +374,7 @@ class Session:
     def header(self) -> Header:
         """What the terminal shows first."""
         return Header(
-            run=str(self.run.path), recipe=self.recipe.preset, digest=self.recipe.digest, device=self.device_name,
+            run=str(self.run.path), recipe=self.recipe.preset, config_hash=self.recipe.config_hash, device=self.device_name,
             world=self.ranks.world, strategy=self.ranks.strategy, precision=self.precision,
             parameters=self.parameters, steps=self.horizon.steps, tokens_per_step=self.batch.tokens_per_step,
             first_step=self.state.step,

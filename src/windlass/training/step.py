@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from windlass.data.loader import StepBatch
     from windlass.parallel.dist import Ranks
     from windlass.recipe import Recipe
-    from windlass.telemetry.speed import StepTimer
+    from windlass.telemetry.timing import StepTimer
     from windlass.training.state import TrainState
 
 SCALE_START = 65536.0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.estimate.predict import predicted_beside_measured
 from windlass.run import read_lines
-from windlass.telemetry.speed import device_hours, wall_time
+from windlass.telemetry.timing import device_hours, throughput, wall_time
 from windlass.training.evaluations import best_of, scores_by_step
 
 if TYPE_CHECKING:
@@ -41,19 +41,17 @@ def write_summary(session: Session, last_loss: float | None) -> None:
 
 
 def _speeds(session: Session) -> dict[str, Any]:
-    """Means over the effective `train` lines, the first one (which waits for caches and compilation) left out."""
-    lines = [x for x in session.run.lines("train") if x.get("step_ms")][1:]
-    if not lines:
+    """Work divided by the time of the steps, over the whole run."""
+    speed = throughput(session.run.ledger())
+    if speed is None:
         return {}
-    steps_per_s = len(lines) / sum(x["step_ms"] / 1e3 for x in lines)
     return {
-        "steps_per_s_mean": steps_per_s,
-        "samples_per_s_mean": steps_per_s * session.batch.global_batch,
-        "tokens_per_s_mean": sum(x["tokens_per_s"] for x in lines) / len(lines),
-    }
+        "steps_per_s_mean": speed.steps_per_s, "samples_per_s_mean": speed.samples_per_s,
+        "tokens_per_s_mean": speed.tokens_per_s, "mfu_mean": speed.mfu,
+    }  # fmt: skip
 
 
 def _devices(session: Session) -> dict[str, Any]:
-    from windlass.telemetry.summary import summarise_devices
+    from windlass.telemetry.devices import summarise_devices
 
     return summarise_devices(session.run)

@@ -1,4 +1,4 @@
-"""The process that feeds one tracker: `python -m windlass.telemetry.exporter_process RUN --to NAME`.
+"""The process that feeds one tracker: `python -m windlass.telemetry.trackers.exporter_process RUN --to NAME`.
 
 It lives beside the training process, reads what that one writes, and is all that a hanging import, a dead address or a
 full disk can hurt. Its standard input is its lifeline: when that closes, the run is over, or its process is dead, and the
@@ -22,7 +22,8 @@ from pathlib import Path
 
 from windlass.run import Run
 from windlass.telemetry.environment import scrub
-from windlass.telemetry.exporter import Exporter, Sink
+from windlass.telemetry.trackers import remedy
+from windlass.telemetry.trackers.exporter import Exporter, Sink
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)
@@ -37,7 +38,7 @@ LOCK_SECONDS = 60.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Feed until the lifeline closes and all is sent; 0 where the tracker has everything."""
-    parser = argparse.ArgumentParser(prog="python -m windlass.telemetry.exporter_process")
+    parser = argparse.ArgumentParser(prog="python -m windlass.telemetry.trackers.exporter_process")
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", required=True, choices=("tensorboard", "mlflow", "wandb"))
     parser.add_argument("--attempt", type=int, default=-1, help="-1: a replay of what is there")
@@ -61,11 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         feeder = Exporter(Run(given.run), lambda: _sink(given.to), live=given.attempt >= 0, attempt=given.attempt)
         return 0 if feed(feeder, ending, say, remedy(given.run, given.to)) else 1
-
-
-def remedy(run: Path, name: str) -> str:
-    """What to do about a tracker that did not get everything."""
-    return f"nothing is lost: `windlass track {run} --to {name}` replays the ledger"
 
 
 def feed(feeder: Exporter, ending: threading.Event, say: Callable[[str, str], None], cure: str) -> bool:
@@ -168,14 +164,14 @@ def _only_feeder(run: Path, name: str) -> Iterator[bool]:
 
 def _sink(name: str) -> Sink:
     if name == "tensorboard":
-        from windlass.telemetry.to_tensorboard import TensorBoard
+        from windlass.telemetry.trackers.tensorboard import TensorBoard
 
         return TensorBoard()
     if name == "mlflow":
-        from windlass.telemetry.to_mlflow import MLflow
+        from windlass.telemetry.trackers.mlflow import MLflow
 
         return MLflow()
-    from windlass.telemetry.to_wandb import WandB
+    from windlass.telemetry.trackers.wandb import WandB
 
     return WandB()
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from windlass.recipe.load import flatten
 from windlass.run import Run, effective
-from windlass.telemetry import points
 from windlass.telemetry.environment import scrub_settings
 from windlass.telemetry.ledger import Line, tail
-from windlass.telemetry.points import Marks, Point
+from windlass.telemetry.trackers import points
+from windlass.telemetry.trackers.points import Marks, Point
 
 MAX_RANKS = 64
 """Ranks whose devices are shown in trackers; the report shows all."""
@@ -70,7 +70,7 @@ class Source:
         worlds = [
             line["world"] for line in self.lines if line["kind"] == "event" and isinstance(line.get("world"), int)
         ]
-        found = {"preset": recipe.preset, "digest": recipe.digest, "optimizer": recipe.optim.kind}
+        found = {"preset": recipe.preset, "digest": recipe.config_hash, "optimizer": recipe.optim.kind}
         if worlds:
             found |= {"world": str(worlds[-1]), "strategy": recipe.strategy(worlds[-1])}
         return found
@@ -92,7 +92,7 @@ class Source:
     @cached_property
     def figures(self) -> dict[str, Path]:
         """Pictures of the run, by name."""
-        from windlass.telemetry.figures import figures
+        from windlass.telemetry.trackers.figures import figures
 
         return figures(self.run)
 

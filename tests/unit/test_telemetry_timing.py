@@ -2,9 +2,9 @@ import time
 
 import pytest
 
-from windlass.telemetry import speed
-from windlass.telemetry.peaks import measure_cpu_peak, peak_flops
-from windlass.telemetry.speed import Goodput, StepTimer, mfu
+from windlass.telemetry import timing
+from windlass.telemetry.devices import measure_cpu_peak
+from windlass.telemetry.timing import Goodput, StepTimer, mfu, peak_flops
 
 
 class FakeDevice:
@@ -88,8 +88,8 @@ def test_an_evaluation_is_outside_of_the_steps():
 
 def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(speed.time, "perf_counter_ns", lambda: int(now[0] * 1e9))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(now[0] * 1e9))
     goodput = Goodput(before=0)
     goodput.enter("train")
     timer = StepTimer("cpu", goodput)
@@ -133,7 +133,7 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
 
 
 def test_the_clock_of_the_goodput_starts_with_the_process():
-    assert Goodput().seconds()["startup"] == pytest.approx(speed.process_age(), abs=0.5)
+    assert Goodput().seconds()["startup"] == pytest.approx(timing.process_age(), abs=0.5)
 
 
 def test_mfu_by_the_numbers_of_a_known_run():

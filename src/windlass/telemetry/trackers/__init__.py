@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.telemetry.exporter_process import remedy
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
@@ -28,13 +27,13 @@ UP_SECONDS = 120.0
 class Note(str):
     """A line to show of a tracker."""
 
-    trouble: bool
+    warning: bool
     """Whether it is a warning, and not merely where to look."""
 
-    def __new__(cls, text: str, trouble: bool = False) -> Note:
+    def __new__(cls, text: str, warning: bool = False) -> Note:
         """A line, and which of the two it is."""
         note = super().__new__(cls, text)
-        note.trouble = trouble
+        note.warning = warning
         return note
 
 
@@ -80,7 +79,7 @@ class _Sidecar:
         if self.reported:
             return []
         self.reported = True
-        return [Note(f"{self.name}: {text}", trouble=True)]
+        return [Note(f"{self.name}: {text}", warning=True)]
 
     def send(self, text: str) -> None:
         """Tell it to come to an end; a process that is gone does not matter."""
@@ -166,13 +165,13 @@ def start_trackers(run: Run | Path, recipe: Recipe, attempt: int = 0) -> Tracker
     for name in recipe.telemetry.trackers:
         if find_spec(name) is None:
             text = f"{name}: not installed (pip install 'windlass[{name}]'); {handle.remedy(name)}"
-            handle.said.append(Note(text, trouble=True))
+            handle.said.append(Note(text, warning=True))
             continue
         try:
             handle.sidecars.append(_spawn(path, name, attempt, recipe.telemetry.flush_seconds))
         except OSError as error:
             text = f"{name}: could not be started ({error}); {handle.remedy(name)}"
-            handle.said.append(Note(text, trouble=True))
+            handle.said.append(Note(text, warning=True))
     return handle
 
 
@@ -199,13 +198,18 @@ def replay(run: Run, name: str, timeout: float | None = None) -> Iterator[Note]:
         os.close(sidecar.messages)
 
 
+def remedy(run: Path, name: str) -> str:
+    """What to do about a tracker that did not get everything."""
+    return f"nothing is lost: `windlass track {run} --to {name}` replays the ledger"
+
+
 def _spawn(run: Path, name: str, attempt: int, flush_seconds: float) -> _Sidecar:
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     command = [
         sys.executable,
         "-m",
-        "windlass.telemetry.exporter_process",
+        "windlass.telemetry.trackers.exporter_process",
         str(run),
         "--to",
         name,

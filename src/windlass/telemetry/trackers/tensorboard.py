@@ -17,8 +17,8 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from windlass.telemetry.exporter import Source
-from windlass.telemetry.points import Marks, Point, pending, scalars_of
+from windlass.telemetry.trackers.exporter import Source
+from windlass.telemetry.trackers.points import Marks, Point, pending, scalars_of
 
 
 class TensorBoard:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.telemetry.environment import scrub
-from windlass.telemetry.exporter import Source
-from windlass.telemetry.points import Marks, Point, scalars_of, texts_of
+from windlass.telemetry.trackers.exporter import Source
+from windlass.telemetry.trackers.points import Marks, Point, scalars_of, texts_of
 
 _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",

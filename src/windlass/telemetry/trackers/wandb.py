@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from windlass.telemetry.exporter import Source
-from windlass.telemetry.points import Marks, Point, scalars_of, texts_of
+from windlass.telemetry.trackers.exporter import Source
+from windlass.telemetry.trackers.points import Marks, Point, scalars_of, texts_of
 
 _DEFAULT_URL = "https://api.wandb.ai"
 _REACH_SECONDS = 5.0

@@ -1,0 +1,151 @@
+"""Durations (how often, how long) and batch arithmetic (how a step's samples are divided among ranks).
+
+A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`). This file is the one owner of both
+arithmetics: whatever needs to know when something is due, or which samples a rank takes, asks here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
+"""With `train.micro_batch = 0`: about so many tokens go through the model at once."""
+
+_EPOCHS = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s+epochs?\s*$")
+
+
+def _check_duration(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a duration is a number of steps, a fraction of the run or 'N epochs', not true or false")
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError("a duration cannot be negative (0 is never)")
+        return value
+    if isinstance(value, float):
+        if not 0 <= value <= 1:
+            raise ValueError("a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point")
+        return value
+    if isinstance(value, str) and is_epochs(value):
+        return value
+    raise ValueError('a duration is steps (250), a fraction of the run (0.01) or epochs ("1 epoch")')
+
+
+Duration = Annotated[
+    int | float | str,
+    BeforeValidator(_check_duration),
+    Field(
+        json_schema_extra={
+            "description": 'steps (250), a fraction of the run (0.01), or epochs ("1 epoch"); 0 is never'
+        }
+    ),
+]
+"""Steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`); 0 is never."""
+
+
+def is_epochs(text: str) -> bool:
+    """Whether the text is a number of epochs: `"1 epoch"`, `"2.5 epochs"`."""
+    return _EPOCHS.match(text) is not None
+
+
+def epochs_in(text: str) -> Fraction:
+    """The number of epochs in `"1 epoch"`, `"2.5 epochs"`; raises ValueError for anything else."""
+    match = _EPOCHS.match(text)
+    if not match:
+        raise ValueError(f'{text!r} is not a number of epochs, such as "1 epoch" or "2.5 epochs"')
+    return Fraction(match.group(1))
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """What durations are measured against: the run's steps, and the samples of one epoch and of one step."""
+
+    steps: int
+    samples_per_epoch: int
+    samples_per_step: int
+
+    def steps_in(self, duration: int | float | str) -> int:
+        """The duration in whole steps: a fraction is rounded to the nearest step (at least 1), epochs up."""
+        if isinstance(duration, str):
+            samples = epochs_in(duration) * self.samples_per_epoch
+            return -((-samples.numerator) // (samples.denominator * self.samples_per_step))
+        if isinstance(duration, float):
+            return max(round(duration * self.steps), 1) if duration > 0 else 0
+        return duration
+
+    def due(self, every: int | float | str, step: int) -> bool:
+        """Whether something that happens every so often happens after `step` completed steps (step 0: never).
+
+        An epoch rarely ends exactly at a step; the duration fires at the first step at or past its end.
+        """
+        if step <= 0:
+            return False
+        if isinstance(every, str):
+            period = epochs_in(every) * self.samples_per_epoch
+            if period == 0:
+                return False
+            return (step * self.samples_per_step) // period > ((step - 1) * self.samples_per_step) // period
+        steps = self.steps_in(every)
+        return steps > 0 and step % steps == 0
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the samples of one optimizer step are divided.
+
+    Micro-batch *k* of a step is the contiguous slice `[k * micro_batch, (k + 1) * micro_batch)` of the step's samples;
+    rank `r` of `world` takes the micro-batches `r, r + world, r + 2 * world, ...`.
+    """
+
+    global_batch: int
+    micro_batch: int
+    world: int
+    context: int
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that one rank works through in a step."""
+        return self.global_batch // (self.micro_batch * self.world)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one optimizer step over all ranks, padding included."""
+        return self.global_batch * self.context
+
+    def micro_batches(self, rank: int) -> range:
+        """The numbers of the micro-batches that `rank` works through, in order."""
+        return range(rank, self.global_batch // self.micro_batch, self.world)
+
+
+def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, device: str = "cpu") -> BatchPlan:
+    """Divide a global batch among `world` ranks.
+
+    `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens (but
+    at least one sample).
+
+    Raises:
+        ValueError: the division leaves a rest; the message names the nearest sizes that work.
+    """
+    if global_batch % world:
+        below, above = global_batch // world * world, -(-global_batch // world) * world
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"train.global_batch = {global_batch} sequences is not divisible by world size {world}; "
+            f"write {sizes}, or use a number of ranks that divides it"
+        )
+    share = global_batch // world
+    divisors = [d for d in range(1, share + 1) if share % d == 0]
+    if micro_batch == 0:
+        limit = max(1, TOKENS_PER_MICRO_BATCH[device] // context)
+        micro_batch = max(d for d in divisors if d <= limit)
+    if share % micro_batch:
+        near = min(divisors, key=lambda d: abs(d - micro_batch))
+        raise ValueError(
+            f"train.micro_batch = {micro_batch} does not divide the {share} sequences that each of {world} ranks has in a "
+            f"step (train.global_batch = {global_batch}); the nearest that does is {near}"
+        )
+    return BatchPlan(global_batch, micro_batch, world, context)

@@ -1,0 +1,368 @@
+"""How fast a run is and where its time goes; each arithmetic (throughput, wall time, device hours, MFU) stands here once.
+
+Two objects measure inside the training process: `StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the
+process by phase). What they measure is written into the ledger, and the functions below compute from its lines, so that a
+killed and resumed run has right numbers too. Unusual: this file never imports torch (plans and reports use it); a CUDA event
+is taken from the torch that the training process has loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
+RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
+"""The phases of a process's wall time; `lost` is computed afterwards, see `wall_time`."""
+
+STARTS = ("started", "resumed", "branched", "rewound")
+"""Events from which steps are counted anew."""
+
+Line = dict[str, Any]
+Seconds = dict[str, float]
+
+# --- measured while training ---------------------------------------------------------------------------------------------
+
+
+class StepTimer:
+    """Milliseconds of a step by phase, averaged from one `read` to the next.
+
+    On CUDA the phases are measured with events and nothing waits for the device before `read`, which the loop calls when it
+    logs and has to wait for the loss anyway. Waiting for data is host time on every device.
+
+    Args:
+        device: `cpu`, `cuda`, `cuda:1` …, as text or as a `torch.device`.
+        goodput: The `data` phase is counted there too.
+        new_event: Makes what is recorded on the device; None: a CUDA event on CUDA, the host's clock elsewhere.
+    """
+
+    def __init__(self, device: Any = "cpu", goodput: Goodput | None = None, new_event: Callable[[], Any] | None = None):
+        if new_event is None and str(device).startswith("cuda"):
+            cuda = sys.modules["torch"].cuda  # not imported: see the head of this file
+            new_event = lambda: cuda.Event(enable_timing=True)  # noqa: E731
+        self._new_event, self._goodput = new_event, goodput
+        self._free_events: list[Any] = []
+        self._pending: deque[tuple[str, Any, Any]] = deque()  # phase, its first mark, its last mark
+        self._ms: dict[str, float] = {}
+        self._steps = 0
+        self._inside = ""
+        self._begin = self._mark()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of a step: `data`, `forward`, `backward` or `optimizer`; the last one ends the step."""
+        assert name in STEP_PHASES, name
+        counted = self._goodput.phase("data") if name == "data" and self._goodput else contextlib.nullcontext()
+        with self._timed(name, host=name == "data"), counted:
+            yield
+        self._steps += name == "optimizer"
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Leave what happens inside out of the steps' time: an evaluation, a save, a sample."""
+        with self._timed("outside"):
+            yield
+
+    def read(self, steps: int | None = None) -> dict[str, float]:
+        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`; then start anew. Waits for the device.
+
+        Args:
+            steps: Steps done since then; None: as many as there were `optimizer` phases.
+        """
+        end = self._mark()
+        self._collect(wait=True)
+        if self._new_event:
+            end.synchronize()
+        steps = self._steps if steps is None else steps
+        whole = _elapsed_ms(self._begin, end) - self._ms.pop("outside", 0.0)
+        means = {}
+        if steps:
+            means["step_ms"] = max(whole, 0.0) / steps
+            means |= {f"{name}_ms": self._ms[name] / steps for name in STEP_PHASES if name in self._ms}
+        self._free(self._begin)
+        self._ms, self._steps, self._begin = {}, 0, end
+        return means
+
+    @contextlib.contextmanager
+    def _timed(self, name: str, host: bool = False) -> Iterator[None]:
+        assert not self._inside, f"phase {name!r} inside of {self._inside!r}"
+        self._inside = name
+        first = self._mark(host)
+        try:
+            yield
+        finally:
+            self._inside = ""
+            self._pending.append((name, first, self._mark(host)))
+            if len(self._pending) > 256:  # a long time between logs: keep the number of events bounded
+                self._collect(wait=False)
+
+    def _mark(self, host: bool = False) -> Any:
+        """Now, on the host's clock in seconds, or as an event at the present end of the current stream."""
+        if host or self._new_event is None:
+            return time.perf_counter()
+        event = self._free_events.pop() if self._free_events else self._new_event()
+        event.record()
+        return event
+
+    def _collect(self, wait: bool) -> None:
+        """Add up the phases that are over on the device; all of them with `wait`."""
+        while self._pending:
+            name, first, second = self._pending[0]
+            if not isinstance(second, float):
+                if wait:
+                    second.synchronize()
+                elif not second.query():
+                    return
+            self._pending.popleft()
+            self._ms[name] = self._ms.get(name, 0.0) + _elapsed_ms(first, second)
+            self._free(first, second)
+
+    def _free(self, *marks: Any) -> None:
+        self._free_events += [mark for mark in marks if not isinstance(mark, float)]
+
+
+def _elapsed_ms(first: Any, second: Any) -> float:
+    return (second - first) * 1e3 if isinstance(first, float) else float(first.elapsed_time(second))
+
+
+class Goodput:
+    """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
+
+    The clock starts when the process did, so that imports count as `startup`. There is always exactly one phase.
+
+    Args:
+        before: Seconds that passed before this object was made; None: since the process was started.
+    """
+
+    def __init__(self, before: float | None = None):
+        self._listeners: list[Callable[[str], None]] = []
+        self._since = time.perf_counter_ns()
+        self._phase = "startup"
+        self._ns = dict.fromkeys(RUN_PHASES, 0)
+        self._ns["startup"] = int((process_age() if before is None else before) * 1e9)
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Tell `listener` (such as `DeviceSampler.phase`) the present phase, and each later one."""
+        self._listeners.append(listener)
+        listener(self._phase)
+
+    def enter(self, name: str) -> str:
+        """From now on time counts as `name`; returns the phase that ended."""
+        assert name in RUN_PHASES, name
+        now = time.perf_counter_ns()
+        self._ns[self._phase] += now - self._since
+        before, self._phase, self._since = self._phase, name, now
+        if before != name:
+            for listener in self._listeners:
+                listener(name)
+        return before
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside as `name`, then go back to the phase before."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def seconds(self) -> Seconds:
+        """Seconds in each phase so far that had any, to the millisecond."""
+        self.enter(self._phase)
+        return {name: round(ns / 1e9, 3) for name, ns in self._ns.items() if ns}
+
+    def stamp(self) -> dict[str, Seconds]:
+        """The field `seconds` of a ledger line: give this to `Ledger(stamp=…)`."""
+        return {"seconds": self.seconds()}
+
+
+def process_age() -> float:
+    """Seconds since this process was started."""
+    import psutil
+
+    return max(time.time() - psutil.Process().create_time(), 0.0)
+
+
+# --- computed from the ledger --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Work divided by the time of the steps that did it: no evaluation, no save, no start in it."""
+
+    steps_per_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    """Padding not counted."""
+    mfu: float | None
+    """None where the device's peak is not known."""
+
+
+def throughput(ledger: Iterable[Line]) -> Throughput | None:
+    """The speed over a run from its effective ledger; None where nothing was timed.
+
+    A `train` line holds means over the steps since the line or the start before it. They count here as many times as there
+    were such steps, by the time that these took: a mean of the lines' own rates would count a fast window of short samples
+    as much as a slow one of long samples. The first line of each start is left out (caches, compilation) where there are
+    others.
+    """
+    windows: list[tuple[Line, float]] = []
+    first_of_start: list[bool] = []
+    step, fresh = 0, True
+    for line in ledger:
+        if line["kind"] == "event" and line.get("event") in STARTS:
+            step, fresh = line["step"], True
+        elif line["kind"] == "train":
+            if line.get("step_ms") and "tokens_per_s" in line:
+                windows.append((line, line["step_ms"] / 1e3 * max(line["step"] - step, 1)))
+                first_of_start.append(fresh)
+            step, fresh = line["step"], False
+    if not all(first_of_start):
+        windows = [window for window, first in zip(windows, first_of_start, strict=True) if not first]
+    total = sum(seconds for _, seconds in windows)
+    if not total:
+        return None
+
+    def mean(rate: Callable[[Line], float]) -> float:
+        return sum(rate(line) * seconds for line, seconds in windows) / total
+
+    return Throughput(
+        steps_per_s=mean(lambda line: 1e3 / line["step_ms"]),
+        samples_per_s=mean(lambda line: line.get("samples_per_s", 0.0)),
+        tokens_per_s=mean(lambda line: line["tokens_per_s"]),
+        mfu=mean(lambda line: line["mfu"]) if all("mfu" in line for line, _ in windows) else None,
+    )
+
+
+def wall_time(lines: Iterable[Line]) -> Seconds:
+    """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with `lost`, and `total`.
+
+    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, whatever the attempts
+    before it did after their checkpoint of step *s* was done in vain and counts as `lost`. The parts sum to `total`. Time
+    between an attempt's last line and its death is not known and not in it.
+    """
+    attempts = _attempts(lines)
+    totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
+    for number, own in attempts.items():
+        resumed_at = [later[0][0] for other, later in attempts.items() if other > number]
+        last = own[-1][1]
+        useful = last if not resumed_at else _seconds_at(own, min(resumed_at))
+        for name in last:
+            totals[name] = totals.get(name, 0.0) + useful.get(name, 0.0)
+            totals["lost"] += last[name] - useful.get(name, 0.0)
+    rounded = {name: round(value, 3) for name, value in totals.items()}
+    return rounded | {"total": round(sum(rounded.values()), 3)}
+
+
+def device_hours(lines: Iterable[Line]) -> float:
+    """Hours of wall time times ranks, over all starts of a run, from the raw ledger; `world` is in the events of starting.
+
+    After a rewind the same ranks go on, so `world` holds until an event names another.
+    """
+    lines = list(lines)
+    worlds = {int(line.get("attempt", 0)): line["world"] for line in lines if isinstance(line.get("world"), int)}
+    hours, ranks = 0.0, 1
+    for number, own in sorted(_attempts(lines).items()):
+        ranks = worlds.get(number, ranks)
+        hours += sum(own[-1][1].values()) * ranks / 3600
+    return hours
+
+
+def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
+    """Step and seconds of each line by attempt.
+
+    A rewind begins a new attempt in the same process, whose clock runs on: what it showed by then belongs to the attempt
+    before, at a step beyond every step that is kept.
+    """
+    attempts: dict[int, list[tuple[float, Seconds]]] = {}
+    base: Seconds = {}
+    for line in lines:
+        seconds = line.get("seconds")
+        if not isinstance(seconds, dict):
+            continue
+        number = int(line.get("attempt", 0))
+        if number not in attempts:
+            rewound = line.get("event") == "rewound" and bool(attempts)
+            if rewound:
+                attempts[max(attempts)].append((float("inf"), {n: s - base.get(n, 0.0) for n, s in seconds.items()}))
+            base = seconds if rewound else {}
+            attempts[number] = []
+        attempts[number].append((line["step"], {name: value - base.get(name, 0.0) for name, value in seconds.items()}))
+    return attempts
+
+
+def _seconds_at(lines: list[tuple[float, Seconds]], step: float) -> Seconds:
+    """What an attempt had spent when it had made step `step` and nothing beyond; nothing where it began beyond it.
+
+    The event of a checkpoint comes when it is written, which in the background may be steps later: what it shows then is
+    not taken for the time of its own step once there was a line beyond it.
+    """
+    within = [seconds for _, seconds in takewhile(lambda line: line[0] <= step, lines)]
+    return within[-1] if within else {}
+
+
+# --- MFU -----------------------------------------------------------------------------------------------------------------
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:
+    """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the devices' peak.
+
+    `flops_per_token` counts forward and backward by the 6N convention plus attention, and no recomputation. None where
+    the peak is not known.
+    """
+    return tokens_per_s * flops_per_token / (peak_flops * devices) if peak_flops else None
+
+
+def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
+    """FLOP/s that one device can do at most; None where that is not known, which is never guessed.
+
+    Args:
+        name: The device's name as torch or NVML gives it, such as `NVIDIA A100-SXM4-80GB`.
+        precision: `fp32`, `bf16` or `fp16`; anything else is not known.
+        tf32: Whether fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
+    """
+    column = "tf32" if tf32 and precision == "fp32" else precision
+    for pattern, row in PEAKS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return row[column] * 1e12 if column in row else None
+    return None
+
+
+PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
+    # The first pattern that is found in the device's name holds. TFLOP/s, dense (never the doubled "with sparsity"), for
+    # products that accumulate in fp32, at boost clock: datasheets and architecture whitepapers of NVIDIA and AMD.
+    # A precision that is not listed is not known, or is not done in hardware.
+    (r"\bMIG\b", {}),  # a slice of a GPU has a share of its peak that its name does not tell
+    (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80}),
+    (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
+    (r"\bGH200\b", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    (r"\bH200 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),
+    (r"\bH200\b", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    (r"\bH100 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),
+    (r"\bH100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    (r"\bH[18]00\b.*(SXM|HBM3)", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    (r"\bA[18]00\b", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    (r"\bA30\b", {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3}),
+    (r"\bA40\b", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),
+    (r"\bA10\b", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    (r"RTX A6000", {"bf16": 154.8, "fp16": 154.8, "tf32": 77.4, "fp32": 38.7}),
+    (r"\bL40S\b", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    (r"\bL40\b", {"bf16": 181, "fp16": 181, "tf32": 90.5, "fp32": 90.5}),
+    (r"\bL4\b", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    (r"V100.*(SXM|NVLink)", {"fp16": 125, "fp32": 15.7}),
+    (r"V100.*PCIe?", {"fp16": 112, "fp32": 14}),
+    (r"\bT4\b", {"fp16": 65, "fp32": 8.1}),
+    (r"P100.*SXM", {"fp16": 21.2, "fp32": 10.6}),
+    (r"P100.*PCIe?", {"fp16": 18.7, "fp32": 9.3}),
+    (r"RTX 5090\b(?! D| Laptop)", {"bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8}),
+    (r"RTX 4090\b(?! D| Laptop)", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    (r"RTX 3090\b(?! Ti)", {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
+    (r"MI300X", {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+)
