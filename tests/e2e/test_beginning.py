@@ -24,8 +24,8 @@ from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.training import train
-from windlass.training.claim import claim, set_aside
 from windlass.training.session import Session
+from windlass.training.start import resolve_start, set_aside
 
 __all__ = ["corpus"]
 
@@ -95,11 +95,11 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
         with monkeypatch.context() as patch, pytest.raises(RunFailed, match="of the test"):
             patch.setattr(Session, "_resume", lambda self: die(0, None))
             train(recipe, extend_to=16)
-    assert not claim(longer).finished
+    assert not resolve_start(longer).finished
     run = train(longer)
     assert starts(run)[-1] == ("resumed", 6)
     assert curve(run.path) == curve(whole.path) and same_weights(run, whole, 16)
-    assert claim(longer).finished and Run(run.path).recipe.train.steps == 16
+    assert resolve_start(longer).finished and Run(run.path).recipe.train.steps == 16
 
 
 def test_an_extension_killed_before_its_first_save_goes_back_to_the_plateau_again(corpus, tmp_path):
@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     assert [line["step"] for line in longer.lines("train")] == list(range(4, 13))
     alone = path.rename(tmp_path / "alone")  # its run's recipe is nowhere near
     elsewhere = {"checkpoint.resume": f"'{alone}'"}
-    with pytest.raises(UserError, match=r"is of another recipe:\n  its recipe's digest is"):
+    with pytest.raises(UserError, match=r"is of another recipe:\n  config hash"):
         train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
     assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"
 
@@ -290,9 +290,9 @@ def test_a_requeued_slurm_job_goes_on_and_another_job_does_as_it_is_told(corpus,
         with pytest.raises(Stopped):
             train(back, stop_at={3: 5, 5: 7, 7: 8}[expected])
         assert starts(Run(recipe.run_dir))[-1] == ("resumed", expected)
-    assert claim(back, fresh=True).resuming and not claim(back, fresh=True).fresh
+    assert resolve_start(back, fresh=True).resuming and not resolve_start(back, fresh=True).fresh
     monkeypatch.setenv("SLURM_JOB_ID", "78")
-    assert not claim(back).restart and claim(recipe, fresh=True).fresh
+    assert not resolve_start(back).restarted and resolve_start(recipe, fresh=True).fresh
     with pytest.raises(Stopped):
         train(back, stop_at=4)
     assert starts(Run(recipe.run_dir))[-1] == ("resumed", 3)

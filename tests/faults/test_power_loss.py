@@ -25,8 +25,7 @@ from windlass.errors import UserError
 from windlass.fileio import Files, Output
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.beginning import write_line, write_new
-from windlass.training.claim import LEFT_OVER, Claim
+from windlass.training.start import LEFT_OVER, StartPlan, write_start
 
 SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
 
@@ -182,24 +181,24 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
     """
     recipe = Recipe.load("quickstart", [f"run.dir='{scratch / 'home' / 'runs' / 'run'}'", "train.steps=12"])
     run = Run(recipe.run_dir)
-    old = Claim(recipe, run, resuming=False, finished=False)
+    old = StartPlan(recipe, run, resuming=False)
     (scratch / "home").mkdir()
     disk.root.put("home", Folder())
     disk.root.sync()
     if scene == "extension":
-        write_new(old, None)
+        write_start(old, None)
         for step in (1, 2):
             assert not save(run.checkpoints_dir, step).error
         disk.adopt(scratch / "home")
         longer = recipe.with_overrides("train.steps=24")
         choice = Choice(run.checkpoints_dir / "step-00000001", 1)
-        write_line(Claim(longer, run, resuming=True, finished=False, extends_from=12), choice, disk)
+        write_start(StartPlan(longer, run, resuming=True, finished=False, extends_from=12), choice, disk)
     elif scene == "branch":
         assert not save(scratch / "origin" / "checkpoints", 3).error
         choice = Choice(scratch / "origin" / "checkpoints" / "step-00000003", 3)
-        write_new(replace(old, branch_from=choice.path), choice, disk)
+        write_start(replace(old, branch_from=choice.path), choice, disk)
     else:
-        write_new(old, None, disk)
+        write_start(old, None, disk)
     disk.moments.append(("the end", disk.root))
     before = [(12, 2), (12, 1)] if scene == "extension" else [None]
     ends = {"new": (12, None), "branch": (12, 3), "extension": (24, 1)}

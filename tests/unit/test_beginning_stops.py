@@ -13,7 +13,7 @@ from windlass.checkpoint import format as manifest
 from windlass.checkpoint.load import PIECE_BYTES, Checkpoint
 from windlass.errors import Stopped, UserError
 from windlass.recipe import Recipe
-from windlass.training.claim import claim
+from windlass.training.start import resolve_start
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
     ("resume", "message"),
-    [("5", "which has no checkpoint of step 5"), ("/nowhere/step-00000005", "there is no such checkpoint")],
+    [("5", "checkpoint.resume is 5"), ("/nowhere/step-00000005", "there is no such checkpoint")],
 )
 def test_a_new_run_cannot_go_on_from_what_is_not_there_and_nothing_is_set_aside(tmp_path, fresh, resume, message):
     run = tmp_path / "run"
@@ -30,7 +30,7 @@ def test_a_new_run_cannot_go_on_from_what_is_not_there_and_nothing_is_set_aside(
         (run / "checkpoints" / "step-00000003").mkdir(parents=True)
         (run / "recipe.toml").write_text(recipe.toml())
     with pytest.raises(UserError, match=message):
-        claim(recipe, fresh=fresh)
+        resolve_start(recipe, fresh=fresh)
     assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else [])
 
 
@@ -41,7 +41,7 @@ def test_what_is_set_aside_cannot_be_resumed_from(tmp_path):
     recipe = Recipe.load("quickstart", [f"run.dir='{run}'", f"checkpoint.resume='{inside}'"])
     (run / "recipe.toml").write_text(recipe.toml())
     with pytest.raises(UserError, match="which --fresh would set aside"):
-        claim(recipe, fresh=True)
+        resolve_start(recipe, fresh=True)
     assert inside.is_dir()
 
 

@@ -21,8 +21,7 @@ from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.claim import LEFT_OVER, claim, job, started_again
-from windlass.training.occupancy import acquire_run_lock
+from windlass.training.start import LEFT_OVER, acquire_run_lock, is_restart, job_id, resolve_start
 
 TORCHRUN = {
     "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a",
@@ -100,21 +99,21 @@ def test_what_a_line_goes_on_from_is_kept():
 def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
     run = Run(tmp_path)
     again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
-    assert not started_again(run, again), "nothing was begun yet"
-    write_lineage(tmp_path, Lineage(job=job(TORCHRUN)), Files())
-    assert not started_again(run, TORCHRUN)
-    assert started_again(run, again)
-    assert not started_again(run, again | {"TORCHELASTIC_RUN_ID": "b"})
+    assert not is_restart(run, again), "nothing was begun yet"
+    write_lineage(tmp_path, Lineage(job=job_id(TORCHRUN)), Files())
+    assert not is_restart(run, TORCHRUN)
+    assert is_restart(run, again)
+    assert not is_restart(run, again | {"TORCHELASTIC_RUN_ID": "b"})
 
 
 def test_what_a_failed_start_leaves_is_no_hindrance_but_anything_else_is(tmp_path):
     recipe = Recipe.load("quickstart", [f"run.dir='{tmp_path}'"])
     for name in LEFT_OVER:
         (tmp_path / name).touch()
-    assert not claim(recipe).resuming
+    assert not resolve_start(recipe).resuming
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="is not empty and holds no run"):
-        claim(recipe)
+        resolve_start(recipe)
 
 
 def test_who_waited_for_a_lock_holds_that_of_the_directory_of_the_name(tmp_path, monkeypatch):
@@ -124,7 +123,7 @@ def test_who_waited_for_a_lock_holds_that_of_the_directory_of_the_name(tmp_path,
     first = acquire_run_lock(run)
     got: list[object] = []
     waits, pause = threading.Event(), time.sleep
-    monkeypatch.setattr("windlass.training.occupancy.time.sleep", lambda seconds: (waits.set(), pause(seconds)))
+    monkeypatch.setattr("windlass.training.start.time.sleep", lambda seconds: (waits.set(), pause(seconds)))
     waiting = threading.Thread(target=lambda: got.append(acquire_run_lock(run, seconds=30)))
     waiting.start()
     assert waits.wait(30)

@@ -8,9 +8,9 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.run import Run
-from windlass.training.occupancy import acquire_run_lock
+from windlass.training.start import acquire_run_lock
 
-HOLD = "import sys, pathlib\nfrom windlass.training.occupancy import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
+HOLD = "import sys, pathlib\nfrom windlass.training.start import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
 
 
 def test_a_second_training_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):

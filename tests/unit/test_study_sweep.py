@@ -239,7 +239,7 @@ def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, w
     assert all(f"{side_by_side} cells side by side, not {workers}" in line for line in said)
 
 
-HOLD = "import sys, pathlib\nfrom windlass.training.occupancy import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
+HOLD = "import sys, pathlib\nfrom windlass.training.start import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
 
 
 def test_a_cell_that_another_process_trains_is_taken_up_when_that_one_is_killed(play, tmp_path):

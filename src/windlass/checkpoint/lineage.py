@@ -30,7 +30,7 @@ class Lineage:
     serial: int = 0
     """The highest number of a commit in the run when the line began: only later ones belong to the line."""
     job: Mapping[str, str] = field(default_factory=dict)
-    """Who began the line: see `windlass.training.beginning.job`."""
+    """Who began the line: see `windlass.training.start.job_id`."""
 
     def path(self, run: Path) -> Path | None:
         """Where the checkpoint lies; None where the line begins at step 0."""

@@ -44,16 +44,16 @@ def train(
     from windlass.parallel.env import detect_env
     from windlass.processes import die_with_parent
     from windlass.recipe import Recipe
-    from windlass.training.claim import claim
+    from windlass.training.start import resolve_start
 
     if parent := os.environ.pop("WINDLASS_PARENT", ""):  # a cell of a sweep never outlives it
         die_with_parent(int(parent))
     loaded = Recipe.load(recipe, overrides or [])
     here = detect_env(os.environ)
     if here.launcher == "none":
-        claimed = claim(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        claimed = resolve_start(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if claimed.finished:
-            typer.echo(f"{claimed.run_dir} is finished: all {claimed.run.summary.get('steps', '')} steps are done.")
+            typer.echo(f"{claimed.run.path} is finished: all {claimed.run.summary.get('steps', '')} steps are done.")
             show_end(claimed.run)
             return 0
         if world not in ("", "1") or max_restarts:

@@ -11,11 +11,11 @@ from windlass.parallel.collectives import Agreement
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.actions import Actions
-from windlass.training.claim import claim
 from windlass.training.guard import Signals
 from windlass.training.policies import Rewind
 from windlass.training.rewinding import rewind
 from windlass.training.session import Options, Session
+from windlass.training.start import resolve_start
 from windlass.training.step import StepResult
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def train(
         RunFailed: The run cannot go on: a non-finite step, a lost rank, a disk that does not take the last checkpoint.
         Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
     """
-    claimed = claim(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+    claimed = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
     if claimed.finished:
         return claimed.run
     with Signals() as signals, Session(claimed, Options(stop_at, profile), signals) as session:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from windlass.checkpoint import catalog
 from windlass.checkpoint.lineage import on_lineage, read_lineage
 from windlass.checkpoint.reshard import gather_state
-from windlass.training.beginning import lineage_hash
+from windlass.training.start import hash_without_steps
 
 if TYPE_CHECKING:
     from windlass.checkpoint.save import Outcome
@@ -32,7 +32,7 @@ class Saves:
             meta = {
                 "reason": reason, "loss": loss, "recipe": s.recipe.config_hash, "data": s.data.fingerprint,
                 "strategy": s.ranks.strategy, "train_loss": train_loss, "samples": state.samples,
-                "tokens": state.tokens, "parameters": s.parameters, "line": lineage_hash(s.recipe),
+                "tokens": state.tokens, "parameters": s.parameters, "line": hash_without_steps(s.recipe),
                 "optimizer": s.recipe.optim.kind,
             }  # fmt: skip
             s.saver.save(

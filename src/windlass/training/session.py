@@ -43,11 +43,16 @@ from windlass.telemetry.environment import describe, describe_rank, write_enviro
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import Trackers, start_trackers
-from windlass.training import beginning
 from windlass.training.checks import tie_groups
-from windlass.training.claim import Claim, set_aside
 from windlass.training.guard import Signals, Together
-from windlass.training.occupancy import acquire_run_lock
+from windlass.training.start import (
+    StartPlan,
+    acquire_run_lock,
+    choose_checkpoint,
+    set_aside,
+    write_start,
+    write_tokenizer,
+)
 from windlass.training.state import TrainState
 from windlass.training.step import Step
 
@@ -71,7 +76,7 @@ class Options:
 class Session:
     """One start of a run on one rank. A context manager: leaving it ends what it began, and waits for nobody on an error."""
 
-    claim: Claim
+    claim: StartPlan
     options: Options
     signals: Signals
     recipe: Recipe = field(init=False)
@@ -186,7 +191,7 @@ class Session:
 
         def prepare() -> tuple[int, str]:
             with self.signals.at_once():
-                self._outside = None if self.claim.resuming else beginning.of_new(self.claim)
+                self._outside = None if self.claim.resuming else choose_checkpoint(self.claim, self.horizon)
             if self.claim.fresh:
                 set_aside(self.run.path)
             Files().make_dirs(self.run.path)
@@ -196,8 +201,8 @@ class Session:
             self.run.heartbeat_path.touch()
             number = max((int(x.get("attempt", 0)) for x in read_lines(self.run.metrics_path)), default=-1) + 1
             if not self.claim.resuming:
-                beginning.write_new(self.claim, self._outside)
-            beginning.write_tokenizer(self.run, self.data)
+                write_start(self.claim, self._outside)
+            write_tokenizer(self.run, self.data)
             return number, secrets.token_hex(4)
 
         self.attempt, self._nonce = self.agreed("attempt", prepare)
@@ -273,11 +278,11 @@ class Session:
             choice = self._outside
             if self.claim.resuming:
                 with self.signals.at_once():  # it reads every byte, and changes nothing
-                    choice = beginning.of_old(self.claim, self.horizon)
+                    choice = choose_checkpoint(self.claim, self.horizon)
                 if choice is not None:
                     checkpoints.set_aside(choice)
-                if beginning.begins_anew(self.claim):
-                    self.saver.keep_start(beginning.write_line(self.claim, choice))
+                if self.claim.resuming and self.claim.new_lineage:
+                    self.saver.keep_start(write_start(self.claim, choice))
             return (str(choice.path), [*notes, *choice.notes]) if choice is not None else ("", notes)
 
         self.ranks.mark(0, "load")
@@ -313,8 +318,12 @@ class Session:
             )
         self.ranks.mark(checkpoint.step, "load")
         checkpoint.poll = self.together.poll
-        moments, note = beginning.moments_of(checkpoint, self.recipe)
-        self.resume_notes += note
+        saved = checkpoint.meta.get("optimizer")
+        moments = saved == self.recipe.optim.kind
+        if not moments:
+            self.resume_notes.append(
+                f"{path} has the moments of {saved}, of which {self.recipe.optim.kind} has no use: they begin anew"
+            )
         with self.together.stage("load"):  # what is half loaded when a signal comes is never used: all ranks stop
             restore(checkpoint, self.model, self.optimizer if moments else None)
         self.state = TrainState.from_json(checkpoint.counters)
