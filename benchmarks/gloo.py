@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import Join, recipe, run_ranks
 
-from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import build_model, initialise
 from windlass.parallel import gloo
 from windlass.parallel.parallelize import parallelize
 

@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.model.build import build_model
+from windlass.model.build import build_model, initialise
 from windlass.model.convert import config
-from windlass.model.init import initialise
 from windlass.model.loss import cross_entropy_sum
 from windlass.processes import keep_freed_memory
 from windlass.recipe import Recipe

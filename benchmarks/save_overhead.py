@@ -21,11 +21,10 @@ from pathlib import Path
 
 import torch
 
-from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.reshard import gather_state
+from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Saver
-from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import build_model, initialise
 from windlass.optim.build import build_optimizer
 from windlass.recipe import Recipe
 

@@ -315,7 +315,7 @@ def export_equal(bench: Bench) -> Result:
         return Result("export", claim, None, "transformers is not installed: pip install 'windlass[hf]'")
     import torch
 
-    from windlass.checkpoint.source import alone, find_source, open_model
+    from windlass.evaluation.source import alone, find_source, open_model
     from windlass.interop.export import export
 
     given = bench.model.kind != "gpt" or bool(bench.model.init_from)

@@ -17,7 +17,7 @@ from windlass.data.loader import Loader
 
 from windlass.data.rows import Rows
 from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import initialise
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
@@ -86,7 +86,7 @@ def trained(join, recipe, divisor: float = 1.0):
             model = model.double()
         model = parallelize(model, ranks, recipe)
         initialise(unwrap(model), recipe.run.seed)
-        step = Step(model, build_optimizer(model, recipe.optim, "cpu"), ranks, recipe, StepTimer())
+        step = Step(model, build_optimizer(unwrap(model), recipe.optim, "cpu"), ranks, recipe, StepTimer())
         batch, data = recipe.batch(ranks.world), rows()
         loader = Loader(data, batch, ranks.rank, seed=1, kind="sequential", device=ranks.device, prefetch=1)
         horizon = Horizon(STEPS, len(data), BATCH)

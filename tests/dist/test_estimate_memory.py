@@ -13,10 +13,10 @@ import hf_fixtures
 from windlass.estimate.memory import layout_of, memory
 from windlass.model.build import build_model
 from windlass.model.hf_size import read_sizes
-from windlass.model.init import initialise
+from windlass.model.build import initialise
 from windlass.optim.build import build_optimizer
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, sync_gradients, parallelize
+from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap
 
 SHAPES = {
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
@@ -47,8 +47,8 @@ def measured(join, r, vocab, micro, accumulation):
     """Bytes at rest after two steps, and at the peak of the third."""
     with join(r) as ranks, MemoryMeter() as meter:
         model = parallelize(build_model(r, vocab), ranks, r)
-        initialise(model, 0)
-        optimizer = build_optimizer(model, r.optim, "cpu")
+        initialise(unwrap(model), 0)
+        optimizer = build_optimizer(unwrap(model), r.optim, "cpu")
         tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
         for _ in range(2):
             one_step(model, ranks, r, optimizer, tokens, accumulation)

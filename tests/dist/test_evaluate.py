@@ -18,10 +18,10 @@ from windlass.evaluation.lm_eval import write_texts
 from windlass.evaluation.hellaswag import Item, evaluate_hellaswag
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.loss import evaluate_loss
-from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.generate import Sampling
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import initialise
 from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, parallelize

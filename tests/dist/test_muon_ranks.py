@@ -8,9 +8,9 @@ from harness import recipe, run_ranks
 from torch.distributed.tensor import DTensor
 
 from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import initialise
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import named_parameters, parallelize
+from windlass.parallel.parallelize import named_parameters, parallelize, unwrap
 
 MODEL = {
     "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,
@@ -24,9 +24,9 @@ def updated(join, r, shared, steps=3):
     """The blocks' matrices after a few updates with the same gradients on every rank."""
     with join(r) as ranks:
         model = parallelize(build_model(r, VOCAB), ranks, r)
-        initialise(model, 0)
+        initialise(unwrap(model), 0)
         group = torch.distributed.group.WORLD if shared and ranks.world > 1 else None
-        optimizer = build_optimizer(model, r.optim, "cpu", group)
+        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", group)
         generator = torch.Generator().manual_seed(1)
         for _ in range(steps):
             for _, p in named_parameters(model):

@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 
 import hf_fixtures
 from windlass.evaluation.generate import generate
-from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.generate import Sampling
 from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import initialise
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap, parallelize
 

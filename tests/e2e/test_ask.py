@@ -140,9 +140,8 @@ def test_mistakes_are_one_message_and_exit_code_2(
 def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from windlass.checkpoint.source import alone, find_source, open_model
-    from windlass.evaluation.generate import generate
-    from windlass.evaluation.sampling import Sampling
+    from windlass.evaluation.generate import Sampling, generate
+    from windlass.evaluation.source import alone, find_source, open_model
     from windlass.interop.export import export
     from windlass.run import Run
 

@@ -13,11 +13,9 @@ import torch
 
 import hf_fixtures
 from windlass import train
-from windlass.checkpoint.source import alone, find_source, open_model
 from windlass.cli.eval import measure
 from windlass.errors import RunFailed, Stopped, UserError
-from windlass.evaluation.generate import generate
-from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.generate import Sampling, generate
 from windlass.interop.export import export
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -227,7 +225,7 @@ def test_a_directory_of_older_tokenizer_files_is_read(tmp_path: Path) -> None:
 
 
 def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
-    from windlass.checkpoint.source import Source
+    from windlass.evaluation.source import Source
     from windlass.interop.export import card
 
     made = recipe(base, "run").with_overrides("model.name=some/model")
@@ -242,13 +240,12 @@ def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
 
 
 def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base: Path) -> None:
-    from windlass.model.build import build_model
-    from windlass.model.hf_origin import keep
-    from windlass.model.init import initialise
+    from windlass.model.build import build_model, initialise
+    from windlass.model.hf_files import save_origin
 
     made = recipe(base, "run")
     first = build_model(made, 257, device="cpu")
-    keep(first, made.run_dir)
+    save_origin(first, made.run_dir)
     again = build_model(made, 257, device="cpu", run=made.run_dir)
     assert again.directory == made.run_dir / "origin"
     for model in (first, again):

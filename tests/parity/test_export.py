@@ -12,20 +12,17 @@ from torch import Tensor
 
 import hf_fixtures
 import tokenizer_fixtures
-from windlass.checkpoint.source import alone, find_source, open_model
 from windlass.data import bpe
 from windlass.data.chat import Template
 from windlass.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.generate import generate
-from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.generate import Sampling, generate
 from windlass.interop.export import export, merge_adapters, save_weights
 from windlass.interop.export_tokenizer import as_json, save_tokenizer
 from windlass.interop.init_from import load_initial
 from windlass.model import convert
-from windlass.model.build import build_model
+from windlass.model.build import build_model, initialise
 from windlass.model.gpt import GPT
-from windlass.model.init import initialise
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 import hf_fixtures
 from windlass.errors import UserError
-from windlass.evaluation.generate import generate
-from windlass.evaluation.sampling import Sampling
-from windlass.model.build import build_model
+from windlass.evaluation.generate import Sampling, generate
+from windlass.model.build import build_model, initialise
 from windlass.model.hf import HfModel, find_blocks, has_plain_head, open_hf
-from windlass.model.init import initialise
 from windlass.recipe import Recipe
 
 KINDS = ("bloom", "gpt2", "llama", "gemma2")

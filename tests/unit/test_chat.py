@@ -14,7 +14,7 @@ from windlass.data.chat import Template
 from windlass.data.dataset import open_data
 from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
-from windlass.evaluation.stream import Decoder, InOrder
+from windlass.evaluation.generate import InOrder, TextDecoder
 from windlass.recipe import Recipe
 
 BYTES = ByteTokenizer()
@@ -115,7 +115,7 @@ def test_bad_lines_are_named(line: str, said: str, tmp_path: Path) -> None:
 
 
 def test_text_is_shown_when_its_characters_are_whole() -> None:
-    decoder, text = Decoder(BYTES), "aé🙂b"
+    decoder, text = TextDecoder(BYTES), "aé🙂b"
     shown = [decoder.add(i) for i in BYTES.encode(text).tolist()]
     assert shown == ["a", "", "é", "", "", "", "🙂", "b"]
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""

@@ -16,8 +16,7 @@ from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.save import Saver
 from windlass.cli import _register, app
 from windlass.errors import UserError
-from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import build_model, initialise
 from windlass.recipe import Recipe
 
 SMALL = (

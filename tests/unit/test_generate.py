@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.evaluation.generate import batches, generate
-from windlass.evaluation.sampling import Sampling, choose, keep, uniform
+from windlass.evaluation.generate import Sampling, batches, choose, generate, keep, uniform
 
 
 class Toy(nn.Module):

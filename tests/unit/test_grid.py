@@ -74,7 +74,11 @@ def test_settings_that_change_nothing_of_the_maths_tell_cells_apart():
 
 def test_a_cell_of_what_the_digest_knows_keeps_its_old_name():
     cell = expand(Recipe.load("quickstart"), [parse_axis("optim.lr=1e-2")])[0]
-    assert (cell.key, cell.place, cell.world) == (cell.recipe.config_hash, f"runs/lr=0.01-{cell.recipe.config_hash[:8]}", None)
+    assert (cell.key, cell.place, cell.world) == (
+        cell.recipe.config_hash,
+        f"runs/lr=0.01-{cell.recipe.config_hash[:8]}",
+        None,
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import Interrupted, _pair, adapter, run_harness, write_texts
-from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize

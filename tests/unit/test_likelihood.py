@@ -16,8 +16,7 @@ from windlass.data.tokenizer import ByteTokenizer
 from windlass.errors import UserError
 from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
 from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan
-from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe

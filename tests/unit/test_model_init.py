@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from windlass.model.build import build_model
+from windlass.model.build import build_model, generator, initialise
 from windlass.model.gpt import GPT
-from windlass.model.init import generator, initialise, plain_name
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 
@@ -90,34 +88,9 @@ def test_zero_outputs_make_each_block_the_identity() -> None:
     assert bool(model.state_dict()["blocks.0.ff.up.weight"].any())
 
 
-@pytest.mark.parametrize("wrapped", [
-    "module.blocks.1.attn.qkv.weight",
-    "blocks.1._checkpoint_wrapped_module.attn.qkv.weight",
-    "blocks.1._orig_mod._checkpoint_wrapped_module.attn.qkv.weight",
-    "module._orig_mod.blocks.1.attn.qkv.weight",
-])  # fmt: skip
-def test_wrappers_do_not_change_a_name(wrapped: str) -> None:
-    assert plain_name(wrapped) == "blocks.1.attn.qkv.weight"
-
-
-def test_a_wrapped_model_gets_the_same_weights() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = GPT(ModelSettings(**SETTINGS), 50)
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
-    initialise(model, 1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights(1).values(), strict=True))
-
-
 def test_forgotten_storage_is_noticed() -> None:
     with pytest.raises(AssertionError, match="meta device"):
         initialise(build_model(Recipe.load("quickstart"), 257), 0)
-
-
-def test_a_module_that_says_nothing_about_its_weights_is_refused() -> None:
-    with pytest.raises(AssertionError, match="Linear does not say"):
-        initialise(nn.Linear(2, 2), 0)
 
 
 def test_the_generator_is_fixed_for_ever() -> None:

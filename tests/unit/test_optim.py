@@ -3,8 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from windlass.optim.build import build_optimizer, set_lr
-from windlass.optim.groups import adamw_groups, muon_groups
+from windlass.optim.build import adamw_groups, build_optimizer, muon_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
 from windlass.recipe import OptimSettings
 

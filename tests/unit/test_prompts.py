@@ -10,12 +10,12 @@ import pytest
 
 import hf_fixtures
 import tokenizer_fixtures
-from windlass.checkpoint.source import alone, find_source, open_model, stop_tokens
 from windlass.data import bpe, squad
 from windlass.data.squad import Question
 from windlass.data.tokenizer import as_trained, joined, load_tokenizer, prompt_of, starting
+from windlass.evaluation.generate import TextDecoder, text_after
 from windlass.evaluation.hellaswag import Item, continuations
-from windlass.evaluation.stream import Decoder, text_after
+from windlass.evaluation.source import alone, find_source, open_model, stop_tokens
 from windlass.recipe import Recipe
 
 KINDS = list(tokenizer_fixtures.KINDS)
@@ -70,7 +70,7 @@ def test_the_space_after_a_prompt_is_shown(kind: str, tmp_path: Path) -> None:
     assert whole[: len(prompt)] == prompt
     expected = theirs.decode(whole)[len(theirs.decode(prompt)) :]
     assert text_after(ours, prompt, made) == expected == " you? é 中 cat"
-    decoder = Decoder(ours, prompt)
+    decoder = TextDecoder(ours, prompt)
     assert "".join(decoder.add(i) for i in made) + decoder.rest() == expected
 
 

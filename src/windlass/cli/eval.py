@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from windlass.checkpoint.source import Source
+    from windlass.evaluation.source import Source
     from windlass.parallel.dist import Ranks
     from windlass.recipe import Recipe
 
@@ -62,7 +62,7 @@ def evaluate(
         from windlass.launch.local import launch, parse_worlds, worker_command
 
         return launch(worker_command(sys.argv[1:]), parse_worlds(world)[:1])
-    from windlass.checkpoint import source as sources
+    from windlass.evaluation import source as sources
 
     source = in_full(sources.find_source(run, overrides or []), overrides or [])
     suites = [s.strip() for s in suite.split(",") if s.strip()] or (source.recipe.eval.suites if source.run else [])
@@ -120,9 +120,8 @@ def measure(
     """
     import dataclasses
 
-    from windlass.checkpoint import source as sources
-    from windlass.evaluation.record import measured_on
-    from windlass.evaluation.suites import run_suite
+    from windlass.evaluation import source as sources
+    from windlass.evaluation.suites import measured_on, run_suite
     from windlass.parallel.parallelize import autocast
 
     recipe = spread(source.recipe, ranks.world)
@@ -178,7 +177,7 @@ def table(suite: str, found: dict[str, Any]) -> list[str]:
 def write(source: Source, record: dict[str, Any], keep: dict[str, Any], out: Path | None) -> None:
     """Results and predictions as files, by the step that they belong to; nowhere for a model without a run, unless asked."""
     from windlass.errors import UserError
-    from windlass.evaluation.record import merged
+    from windlass.evaluation.suites import merged
 
     folder = out or (source.run.path / "eval" if source.run else None)
     if folder is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from windlass.checkpoint.source import Source
+    from windlass.evaluation.source import Source
 
 STDIN_SECONDS = 1.0
 """How long to wait for a prompt in a pipe before taking it that there is none."""
@@ -40,9 +40,9 @@ def sample(
     """
     from dataclasses import replace
 
-    from windlass.checkpoint import source as sources
     from windlass.data.tokenizer import prompt_of
-    from windlass.evaluation.sampling import Sampling
+    from windlass.evaluation import source as sources
+    from windlass.evaluation.generate import Sampling
 
     source = sources.find_source(run)
     ranks = sources.alone(device or None)
@@ -64,8 +64,7 @@ def sample(
 
 
 def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[list[int]], text: str) -> None:
-    from windlass.evaluation.generate import generate
-    from windlass.evaluation.stream import InOrder
+    from windlass.evaluation.generate import InOrder, generate
 
     def begin(number: int) -> None:
         if number:
@@ -90,8 +89,7 @@ def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[l
 def _talk(source: Source, model: Any, ranks: Any, sampling: Any) -> None:
     """A conversation: each turn reads all before it, in the layout of the tokenizer's chat template."""
     from windlass.data.chat import prompt_tokens
-    from windlass.evaluation.generate import generate
-    from windlass.evaluation.stream import InOrder, text_after
+    from windlass.evaluation.generate import InOrder, generate, text_after
 
     messages: list[dict[str, str]] = []
     while True:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from windlass.errors import UserError
 from windlass.evaluation.lockstep import evaluating, in_lockstep
-from windlass.evaluation.sampling import Sampling, choose, uniform
 from windlass.parallel.parallelize import uncompiled, unwrap
 
 if TYPE_CHECKING:
+    from windlass.data.tokenizer import Tokenizer
     from windlass.parallel.dist import Ranks
 
 OnToken = Callable[[int, int | None], None]
@@ -189,3 +190,157 @@ def _extend(texts: list[_Text], column: int, logits: Tensor, sampling: Sampling,
         draws = [uniform(sampling.seed, texts[i].index, column - texts[i].prompt_length) for i in live]
         for i, token in zip(live, choose(logits[live], sampling, draws).tolist(), strict=True):
             texts[i].take(token, sampling, on_token)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to go on from a prompt."""
+
+    max_tokens: int = 128
+    """Tokens to generate, at most."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0: always the likeliest token."""
+    top_k: int = 0
+    """Choose among the k likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that together have this probability (arXiv 1904.09751)."""
+    seed: int = 0
+    """With the text's index and the token's place it determines every choice."""
+    stop: frozenset[int] = field(default_factory=frozenset)
+    """Tokens that end a text; they are not part of it."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"max-tokens must be at least 1, not {self.max_tokens}")
+        if not self.temperature >= 0:
+            raise UserError(
+                f"the temperature cannot be negative, and {self.temperature} is; 0 takes the likeliest token"
+            )
+        if self.top_k < 0:
+            raise UserError(f"top-k must be 0 (all tokens) or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top-p is a probability above 0 and at most 1, not {self.top_p}")
+
+
+def uniform(seed: int, index: int, place: int) -> float:
+    """A number in [0, 1) on a grid of 2^-32, fixed for ever by its three arguments."""
+    text = f"windlass/sample/{seed}/{index}/{place}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") / 2**32
+
+
+def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:
+    """The next token of each row.
+
+    Args:
+        logits: [B, V]
+        sampling: Temperature, top-k and top-p, applied in this order.
+        draws: One number in [0, 1) a row; the token is where the cumulated probability passes it.
+
+    Returns:
+        Token ids [B], int64.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    kept = keep(logits.double() / sampling.temperature, sampling.top_k, sampling.top_p)
+    # In float64 the sum of 2^18 probabilities is exact far below the grid of the draws.
+    cumulated = kept.softmax(-1).cumsum(-1)
+    draw = torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    place = torch.searchsorted(cumulated, draw * cumulated[:, -1:], right=True).squeeze(-1)
+    return place.clamp_(max=logits.shape[-1] - 1)
+
+
+def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The logits [B, V] with -inf at the tokens that top-k and top-p leave out; ties at the edge of top-k stay."""
+    if 0 < top_k < logits.shape[-1]:
+        edge = logits.topk(top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < edge, -torch.inf)
+    if top_p < 1:
+        ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # the likeliest token has 0 before it: it always stays
+        left_out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(left_out, -torch.inf)
+    return logits
+
+
+UNFINISHED = "\ufffd"
+SEEN = 16
+"""Tokens of a prompt that are decoded together with the first that follow it."""
+
+
+def text_after(tokenizer: Tokenizer, prompt: Sequence[int], made: Sequence[int]) -> str:
+    """The text of tokens that follow a prompt, as it stands after the prompt's."""
+    seen = list(prompt[-SEEN:])
+    return tokenizer.decode([*seen, *made])[len(tokenizer.decode(seen)) :]
+
+
+class TextDecoder:
+    """Turns tokens into text one at a time; a character whose bytes are spread over tokens comes when it is whole.
+
+    `after` are the tokens before the first, which are not shown: some tokenizers leave out the space before a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._ids = list(after[-SEEN:])
+        # Tokens already shown; and where the stretch began that is decoded together with new ones.
+        self._done, self._before = len(self._ids), 0
+
+    def add(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        self._ids.append(token)
+        text = self._new()
+        if text.endswith(UNFINISHED):
+            return ""
+        self._before, self._done = self._done, len(self._ids)
+        return text
+
+    def rest(self) -> str:
+        """What is left at the end, certain or not."""
+        text = self._new()
+        self._before = self._done = len(self._ids)
+        return text
+
+    def _new(self) -> str:
+        known = self._tokenizer.decode(self._ids[self._before : self._done])
+        return self._tokenizer.decode(self._ids[self._before :])[len(known) :]
+
+
+class InOrder:
+    """Writes several texts that are made at once, one after the other: the first as it comes, the next when it is done.
+
+    A call takes (index, token), and (index, None) at a text's end: what `generate` gives its `on_token`. All follow the
+    tokens `after`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        count: int,
+        write: Callable[[str], None],
+        begin: Callable[[int], None],
+        after: Sequence[int] = (),
+    ):
+        self._decoders = [TextDecoder(tokenizer, after) for _ in range(count)]
+        self._waiting: list[list[str]] = [[] for _ in range(count)]
+        self._ended = [False] * count
+        self._write, self._begin, self._current = write, begin, -1
+        self._next()
+
+    def __call__(self, index: int, token: int | None) -> None:
+        """Take a token of a text, or its end."""
+        decoder = self._decoders[index]
+        text = decoder.rest() if token is None else decoder.add(token)
+        self._ended[index] |= token is None
+        if index == self._current:
+            self._write(text)
+        else:
+            self._waiting[index].append(text)
+        while self._current < len(self._ended) and self._ended[self._current]:
+            self._next()
+
+    def _next(self) -> None:
+        self._current += 1
+        if self._current < len(self._ended):
+            self._begin(self._current)
+            self._write("".join(self._waiting[self._current]))

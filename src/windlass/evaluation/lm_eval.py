@@ -13,10 +13,8 @@ import torch
 
 from windlass import hub
 from windlass.errors import UserError
-from windlass.evaluation.generate import generate, window
+from windlass.evaluation.generate import Sampling, generate, text_after, window
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
-from windlass.evaluation.sampling import Sampling
-from windlass.evaluation.stream import text_after
 from windlass.parallel.parallelize import unwrap
 
 if TYPE_CHECKING:

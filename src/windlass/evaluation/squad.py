@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.squad import end_of_text, prompt
 from windlass.errors import UserError
-from windlass.evaluation.generate import generate, window
-from windlass.evaluation.sampling import Sampling
+from windlass.evaluation.generate import Sampling, generate, window
 from windlass.parallel.parallelize import unwrap
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from windlass.checkpoint import load
 from windlass.checkpoint.reshard import MODEL
-from windlass.checkpoint.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.data.chat import Template, stop_tokens
 from windlass.errors import UserError
+from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.interop.export_tokenizer import save_tokenizer
-from windlass.model import convert, hf_origin
+from windlass.model import convert, hf_files
 
 if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
@@ -100,12 +100,12 @@ def _write_hf(source: Source, directory: Path) -> None:
     merge_adapters(model.model)
     model.model.save_pretrained(directory)
     origin, settings = model.directory, source.recipe.model
-    files = [name for name in hf_origin.TOKENIZER if (origin / name).is_file()]
+    files = [name for name in hf_files.TOKENIZER_FILES if (origin / name).is_file()]
     if not files or not same_tokenizer(source, origin):
         files = []
         save_tokenizer(source.tokenizer, source.template, model.context, directory)
     if settings.trust_remote_code:
-        files += [file.name for file in origin.glob(hf_origin.CODE)]
+        files += [file.name for file in origin.glob(hf_files.CODE_FILES)]
     for name in [*files, "generation_config.json"]:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, directory / name)
@@ -175,8 +175,8 @@ def _base(source: Source) -> tuple[str, str]:
     name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
     if not name:
         return "", ""
-    kept = hf_origin.kept(source.run.path, m) if source.run and not m.init_from else None
-    commit = hf_origin.record(kept).get("commit", "") if kept else ""
+    kept = hf_files.saved_origin(source.run.path, m) if source.run and not m.init_from else None
+    commit = hf_files.read_origin(kept).get("commit", "") if kept else ""
     if not name.startswith("hf:") and not commit:
         return "", f"Trained further from `{Path(name).name}`.\n\n"
     place, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""

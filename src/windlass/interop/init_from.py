@@ -12,8 +12,8 @@ from windlass.checkpoint import load
 from windlass.checkpoint.reshard import restore
 from windlass.errors import UserError
 from windlass.model import convert
+from windlass.model.build import assign, generator
 from windlass.model.gpt import GPT
-from windlass.model.init import assign, generator, plain_name
 from windlass.recipe import Recipe
 
 
@@ -82,11 +82,11 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         from transformers import AutoConfig
 
         config: Any = AutoConfig.from_pretrained(directory)
-    from windlass.model.hf_weights import Files
+    from windlass.model.hf_files import WeightFiles
 
     theirs = convert.settings_of(config)
     convert.check_fit(model.settings, model.vocab, theirs, str(directory))
-    files = Files(directory)
+    files = WeightFiles(directory)
     prefix = "transformer" if config.model_type == "gpt2" else "model"
 
     def read(name: str) -> Tensor:
@@ -101,8 +101,7 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
             raise UserError(
                 f"model.init_from: {directory} has a bias that is not zero for {name}, and the model has none there"
             )
-    for wrapped, parameter in model.named_parameters():
-        name = plain_name(wrapped)
+    for name, parameter in model.named_parameters():
         found = convert.from_hf(model.settings, name, read)
         if found.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):
             whole = model.initial_value(name, parameter.shape, generator(seed, name))

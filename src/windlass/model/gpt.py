@@ -1,10 +1,12 @@
-"""A GPT: token and position embeddings, blocks of attention and feed-forward layer, and a head.
+"""A GPT: token and position embeddings, blocks of attention and feed-forward layer, a head, and its KV cache.
 
 One network with the choices of `ModelSettings`: GPT-2 (learned positions, LayerNorm, GELU, biases, tied head) and LLaMA
-(RoPE, RMSNorm, SwiGLU, grouped queries, no biases) are two corners of it.
+(RoPE, RMSNorm, SwiGLU, grouped queries, no biases) are two of its configurations. Unusual: `forward` computes the loss
+itself, so that a head sharded by FSDP2 is used inside the root's forward; and the loss is a sum, because the step divides
+it once by the number of unmasked labels of all ranks.
 
 Legend: B batch, T time (tokens of this pass), S time seen (T and what is in the cache), D model width, H heads, K key and
-value heads, E = D / H size of a head, V vocabulary.
+value heads, E = D / H width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +17,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.cache import Cache, LayerCache
 from windlass.model.loss import cross_entropy_sum, head_logits
 from windlass.recipe.settings import ModelSettings
+
+
+class LayerCache:
+    """One layer's keys and values; the buffers are allocated in the first pass, in its dtype and on its device."""
+
+    def __init__(self, batch: int, capacity: int):
+        self.batch, self.capacity, self.length = batch, capacity, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add the keys and values [B, K, T, E] of T new tokens.
+
+        Returns:
+            All keys and all values so far [B, K, S, E], and which of them each new token sees [T, S]; None for the usual
+            causal mask (the cache was empty) and for a single new token (it sees all).
+        """
+        start, new = self.length, k.shape[2]
+        stop = start + new
+        assert k.shape[0] == self.batch and stop <= self.capacity, "more tokens than the cache has capacity for"
+        if self.keys is None or self.values is None:
+            shape = (self.batch, k.shape[1], self.capacity, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        self.keys[:, :, start:stop] = k
+        self.values[:, :, start:stop] = v
+        self.length = stop
+        mask = None
+        if start and new > 1:
+            mask = torch.ones(new, stop, dtype=torch.bool, device=k.device).tril(start)
+        return self.keys[:, :, :stop], self.values[:, :, :stop], mask
+
+
+class Cache:
+    """The KV caches of all layers."""
+
+    def __init__(self, layers: int, batch: int, capacity: int):
+        self.layers = [LayerCache(batch, capacity) for _ in range(layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens in each row so far."""
+        return self.layers[0].length
 
 
 class LayerNorm(nn.Module):
@@ -29,9 +72,8 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        # FSDP2 gathers the weights in half precision where the stream may be in full: no kernel mixes them on a CPU.
+    def forward(self, x: Tensor) -> Tensor:  # [..., D]
+        # FSDP2 gathers the weights in half precision where the stream may be in fp32: no CPU kernel mixes them.
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
 
@@ -44,8 +86,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
+    def forward(self, x: Tensor) -> Tensor:  # [..., D]
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -89,7 +130,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
         if rotation or self.qk_norm:
@@ -127,8 +167,7 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
         self.down = nn.Linear(m.ff_width_, m.width, bias=m.ff_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
         match self.activation:
             case "swiglu":
                 h = F.silu(self.gate(x)) * self.up(x)
@@ -153,7 +192,6 @@ class Block(nn.Module):
         self.dropout = settings.dropout
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
         x = x + drop(self.attn(self.attn_norm(x), rotation, cache), self.dropout, self.training)
         return x + drop(self.ff(self.ff_norm(x)), self.dropout, self.training)
 
@@ -181,7 +219,7 @@ class Blocks(nn.ModuleList):
 
 
 class GPT(nn.Module):
-    """The whole network. Its weights mean nothing until `windlass.model.init.initialise` has been called.
+    """The whole network. Its weights mean nothing until `windlass.model.build.initialise` has been called.
 
     Args:
         settings: The section `[model]` of a recipe.

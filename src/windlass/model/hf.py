@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import RunFailed, UserError, first_line
-from windlass.model import hf_origin
-from windlass.model.hf_cache import Memory, new_memory
 from windlass.model.loss import cross_entropy_sum
 from windlass.recipe import Recipe
 from windlass.recipe.settings import LoraSettings, ModelSettings
@@ -60,7 +58,7 @@ class HfModel(nn.Module):
             seed: `run.seed`.
             directory: Where the files lie; None: where the model came from.
         """
-        from windlass.model.hf_weights import fill
+        from windlass.model.hf_files import fill
 
         fill(self, seed, directory)
 
@@ -147,7 +145,9 @@ def build_hf(
             embedding has fewer rows than the tokenizer has tokens.
     """
     settings = recipe.model
-    directory = hf_origin.kept(run, settings) if run else None
+    from windlass.model import hf_files
+
+    directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(settings.name, settings.revision), settings, dtype)
     longest = longest_context(model.config)
     if longest and settings.context > longest:
@@ -332,3 +332,54 @@ def _linear_names(model: nn.Module) -> str:
     kinds = ("Linear", "Conv1D")
     names = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if type(m).__name__ in kinds}
     return ", ".join(sorted(names))
+
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""Under which name a network takes a cache of `transformers`: attention and most hybrids, Mamba."""
+
+
+class Memory:
+    """The cache of one batch of texts, and their tokens so far [B, T]."""
+
+    def __init__(self, cache: Any, name: str):
+        self.cache, self.name = cache, name
+        self.tokens: Tensor | None = None
+
+    def read(self, model: Any, tokens: Tensor, **how: Any) -> Tensor:
+        """Logits [B, 1, V] of the last of the tokens [B, T], which follow those read before."""
+        first = self.tokens is None
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        if not first and tokens.shape[1] > 1 and getattr(model, "_is_stateful", False):
+            self.cache = None  # recurrent networks go on from their state by one token at a time
+        if self.cache is None:
+            logits: Tensor = model(input_ids=self.tokens, use_cache=False, **how).logits
+            return logits[:, -1:]
+        logits = model(input_ids=tokens, **{self.name: self.cache}, use_cache=True, **how).logits
+        if first and not is_filled(self.cache, tokens.shape[1]):
+            self.cache = None
+        return logits[:, -1:]
+
+
+def new_memory(model: nn.Module) -> Memory:
+    """An empty memory for a model of `transformers`; without a cache where its forward pass takes none by name."""
+    from transformers import DynamicCache
+
+    accepted = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHE_NAMES if name in accepted), "")
+    return Memory(DynamicCache(config=model.config) if name else None, name)
+
+
+def is_filled(cache: Any, length: int) -> bool:
+    """Whether a cache holds what follows from reading `length` tokens: every layer's keys or states."""
+    kinds = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
+    return bool(kinds) and all(_layer_is_filled(layer, length) for layer in kinds)
+
+
+def _layer_is_filled(layer: Any, length: int) -> bool:
+    states = getattr(layer, "has_previous_state", None)
+    keys = hasattr(layer, "keys")
+    if states is None and not keys:
+        return False
+    if states is not None and not all(states.values()):
+        return False
+    return not keys or bool(layer.is_initialized and layer.get_seq_length() == length)

@@ -1,15 +1,20 @@
-"""From the recipe's `[optim]` to an optimizer over a model's parameters."""
+"""From the recipe's `[optim]` to an optimizer over a model's parameters: each in exactly one group, a tied one once."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from windlass.optim.groups import adamw_groups, muon_groups
 from windlass.recipe.settings import OptimSettings
 
-FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 """Where PyTorch has a fused AdamW: one kernel for all tensors, 4 to 5 times faster than one operation after another."""
+
+Group = dict[str, Any]
+"""A parameter group: `name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` where the optimizer is Muon."""
 
 
 def build_optimizer(
@@ -18,21 +23,21 @@ def build_optimizer(
     device_type: str,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, for a model that is already wrapped and sharded.
+    """The optimizer of a recipe, for a model that is already parallelized.
 
     Args:
-        model: its parameters may be plain tensors or DTensors (FSDP2), in float32 or float64; only those that require a
-            gradient are taken, a tied one once. For `muon` the model inside has a method `blocks()`.
-        settings: the recipe's `optim`.
-        device_type: where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
-        group: with `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
+        model: Not wrapped (see `unwrap`). Its parameters may be plain tensors or DTensors (FSDP2), in fp32 or fp64; only
+            those that require a gradient are taken. For `muon` it has a method `blocks()`.
+        settings: The recipe's `optim`.
+        device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
+        group: With `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
 
     Returns:
         An optimizer whose groups carry `base_lr`; `set_lr` gives them the learning rate of an update.
     """
-    found = {p.device.type for p in model.parameters() if p.requires_grad}
-    assert found, "a model without trained parameters"
-    fused = found <= set(FUSED_DEVICES)
+    devices = {p.device.type for p in model.parameters() if p.requires_grad}
+    assert devices, "a model without trained parameters"
+    fused = devices <= FUSED_DEVICES
     if settings.kind == "muon":
         from windlass.optim.muon import Muon
 
@@ -53,3 +58,43 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Give every group its peak learning rate times `factor`; a host-side number, so nothing waits or recompiles."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
+
+
+def adamw_groups(model: nn.Module, settings: OptimSettings) -> list[Group]:
+    """At most two groups, `decay` and `no_decay`."""
+    return _split_by_decay([p for p in model.parameters() if p.requires_grad], settings, settings.lr, "")
+
+
+def muon_groups(model: Any, settings: OptimSettings) -> list[Group]:
+    """The blocks' matrices for Muon (`muon.decay`), and the rest for AdamW (`adamw.decay`, `adamw.no_decay`).
+
+    Embeddings, positions, the head, biases and norms are no linear maps between hidden spaces and stay with AdamW, as the
+    author of Muon advises; he also advises to orthogonalise queries, keys and values separately where one matrix holds all
+    three. The model lists its blocks with `blocks()` and says with `matrix_parts(name)`, if it has it, how many rows each of
+    the matrices stacked in one parameter has.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    inside = {id(p) for block in model.blocks() for p in block.parameters()}
+    matrices = [p for p in parameters if id(p) in inside and p.ndim == 2]
+    taken = {id(p) for p in matrices}
+    rest = [p for p in parameters if id(p) not in taken]
+    names = {id(p): name for name, p in model.named_parameters()}
+    split = getattr(model, "matrix_parts", lambda name: ())
+    groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
+    for g in groups:
+        g["muon"] = True
+        g["parts"] = [tuple(split(names[id(p)])) or (p.shape[0],) for p in g["params"]]
+    return [*groups, *({**g, "muon": False} for g in _split_by_decay(rest, settings, settings.lr, "adamw."))]
+
+
+def _split_by_decay(parameters: Iterable[nn.Parameter], settings: OptimSettings, lr: float, prefix: str) -> list[Group]:
+    """One or two groups; with `optim.decay_on = "matrices"` weight decay is for two and more (global) dimensions."""
+    parts: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
+    for p in parameters:
+        parts["decay" if settings.decay_on == "all" or p.ndim >= 2 else "no_decay"].append(p)
+    weight_decay = {"decay": settings.weight_decay, "no_decay": 0.0}
+    return [
+        {"name": prefix + name, "params": params, "base_lr": lr, "lr": lr, "weight_decay": weight_decay[name]}
+        for name, params in parts.items()
+        if params
+    ]

@@ -59,7 +59,9 @@ class Study:
         study = Study(path, base, list(axes), cells)
         path.mkdir(parents=True, exist_ok=True)
         _write(path / "recipe.toml", base.toml())
-        listed = [{"assignment": c.assignment, "run": c.place, "digest": c.recipe.config_hash, "key": c.key} for c in cells]
+        listed = [
+            {"assignment": c.assignment, "run": c.place, "digest": c.recipe.config_hash, "key": c.key} for c in cells
+        ]
         _write(
             path / "study.json",
             json.dumps({"version": VERSION, "kind": "sweep", "axes": axes, "cells": listed}, indent=1),

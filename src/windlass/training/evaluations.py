@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from windlass.checkpoint.retention import better
 from windlass.data.chat import stop_tokens
 from windlass.data.tokenizer import prompt_of
-from windlass.evaluation.generate import generate
+from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.loss import evaluate_loss
-from windlass.evaluation.sampling import Sampling
-from windlass.evaluation.stream import text_after
 from windlass.parallel.parallelize import autocast
 from windlass.recipe.settings import BestMeasure
 

@@ -25,11 +25,10 @@ from windlass.estimate.disk import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
-from windlass.model import hf_origin
-from windlass.model.build import build_model
+from windlass.model import hf_files
+from windlass.model.build import build_model, initialise
 from windlass.model.hf import HfModel
 from windlass.model.hf_size import read_sizes, sizes_of
-from windlass.model.init import initialise
 from windlass.model.size import HfSizes, flops_per_token
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
@@ -250,11 +249,11 @@ class Session:
         self.ties = tie_groups(model)
         self.model = parallelize(model, ranks, recipe)
         if self._foreign:  # its values come when it is known that no checkpoint has them
-            self.agreed("origin", lambda: hf_origin.keep(unwrap(self.model), self.run.path))
+            self.agreed("origin", lambda: hf_files.save_origin(unwrap(self.model), self.run.path))
         elif not self.custom_model:
             initialise(unwrap(self.model), recipe.run.seed)
         replicas = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
-        self.optimizer = build_optimizer(self.model, recipe.optim, ranks.device.type, replicas)
+        self.optimizer = build_optimizer(unwrap(self.model), recipe.optim, ranks.device.type, replicas)
         self.timer = StepTimer(ranks.device, self.goodput)
         self.step = Step(self.model, self.optimizer, ranks, recipe, self.timer)
 
@@ -343,7 +342,7 @@ class Session:
             self.peak = measure_cpu_peak()
         everywhere = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
         if ranks.main:
-            origin = {"model": hf_origin.describe(unwrap(self.model))} if self._foreign else {}
+            origin = {"model": hf_files.describe_origin(unwrap(self.model))} if self._foreign else {}
             write_environment(run.path, {**describe(everywhere), **origin})
         self.sampler = DeviceSampler(
             run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device,

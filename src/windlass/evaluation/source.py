@@ -18,8 +18,7 @@ from windlass.data.chat import Template
 from windlass.data.prepare import data_dir
 from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenizer, named_tokenizer
 from windlass.errors import UserError
-from windlass.model.build import build_model
-from windlass.model.init import initialise
+from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap

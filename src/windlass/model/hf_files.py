@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from windlass import hub
 from windlass.errors import UserError, first_line
 from windlass.hub import INDEX, SINGLE
-from windlass.model import hf_origin
+from windlass.model.build import assign
 from windlass.model.hf import HfModel, find_blocks, from_directory, is_adapter
-from windlass.model.init import assign, plain_name
+from windlass.recipe.settings import ModelSettings
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def fill(model: HfModel, seed: int, directory: Path | None = None) -> None:
     if model.settings.from_scratch:
         _fill_from_seed(rest, model, seed)
     else:
-        _fill_from_files({**rest, **dict(saved_buffers(model))}, model, directory or hf_origin.weights(model))
+        _fill_from_files({**rest, **dict(saved_buffers(model))}, model, directory or weights_directory(model))
 
 
 def saved_buffers(model: HfModel) -> Iterator[tuple[str, Tensor]]:
@@ -52,16 +54,15 @@ def saved_buffers(model: HfModel) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield plain_name(f"{path}.{name}" if path else name).replace(".base_layer.", "."), buffer
+                yield (f"{path}.{name}" if path else name).replace(".base_layer.", "."), buffer
 
 
 def named_parameters(model: HfModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter once, under its name in `transformers` (an adapted layer's own weights keep `.base_layer.`)."""
-    for name, parameter in model.model.named_parameters():
-        yield plain_name(name), parameter
+    yield from model.model.named_parameters()
 
 
-class Files:
+class WeightFiles:
     """The tensors of a directory's safetensors files, by name."""
 
     def __init__(self, directory: Path):
@@ -107,7 +108,7 @@ class Files:
 
 
 def _fill_from_files(parameters: dict[str, Tensor], model: HfModel, directory: Path) -> None:
-    files, prefix = Files(directory), model.model.base_model_prefix
+    files, prefix = WeightFiles(directory), model.model.base_model_prefix
     found = {name: files.find(name, str(prefix)) for name in parameters}
     if missing := [name for name, key in found.items() if key is None]:
         _fill_through_transformers(parameters, model, directory, missing)
@@ -199,3 +200,79 @@ def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return parameter.data, (0,) * parameter.dim()
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(offsets)
+
+
+FOLDER, RECORD = "origin", "origin.json"
+CONFIGURATION = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
+)  # fmt: skip
+CODE_FILES = "*.py"
+
+
+def describe_origin(model: Any) -> dict[str, str]:
+    """An `HfModel`'s name, the revision asked for, the commit that it was (of the Hub), and its configuration's SHA-256."""
+    if known := read_origin(model.directory):
+        return known
+    config = (model.directory / "config.json").read_bytes()
+    return {
+        "name": model.settings.name,
+        "revision": model.settings.revision,
+        "commit": hub.commit_of(model.directory),
+        "config_sha256": hashlib.sha256(config).hexdigest(),
+    }
+
+
+def save_origin(model: Any, run: Path) -> None:
+    """Copy what a model is built from into its run, whole or not at all; once, at the run's first start."""
+    folder = run / FOLDER
+    if model.directory == folder or read_origin(folder):
+        return
+    partial = run / f".{FOLDER}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in (*CONFIGURATION, *TOKENIZER_FILES):
+        if (model.directory / name).is_file():
+            shutil.copyfile(model.directory / name, partial / name)
+    for file in model.directory.glob(CODE_FILES):
+        shutil.copyfile(file, partial / file.name)
+    (partial / RECORD).write_text(json.dumps(describe_origin(model), indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
+    """The folder in a run that holds what its model is built from; None where there is none, or of another model."""
+    known = read_origin(run / FOLDER)
+    same = known.get("name") == settings.name and known.get("revision") == settings.revision
+    return run / FOLDER if known and same else None
+
+
+def weights_directory(model: HfModel) -> Path:
+    """The directory with a model's first weights: beside its configuration, or where its name leads to.
+
+    Raises:
+        UserError: They are not to be had, or their configuration is not the one that the run began with.
+    """
+    folder = model.directory
+    if not read_origin(folder) and all((folder / file).is_file() for file in hub.weight_files(folder)):
+        return folder
+    origin = describe_origin(model)
+    found = hub.directory(origin["name"], origin["commit"] or origin["revision"], weights=True)
+    config = found / "config.json"
+    if not config.is_file() or hashlib.sha256(config.read_bytes()).hexdigest() != origin["config_sha256"]:
+        raise UserError(
+            f"{config} is not the configuration that this run began with, and there is no checkpoint yet: put it back, or start "
+            "anew with --fresh"
+        )
+    return found
+
+
+def read_origin(folder: Path) -> dict[str, Any]:
+    """What `describe` said of the model that a folder was kept of; empty where it is no such folder."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
