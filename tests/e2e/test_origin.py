@@ -16,6 +16,7 @@ from windlass import train
 from windlass.cli.eval import measure
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.recipe import Recipe
 from windlass.run import Run

@@ -17,6 +17,7 @@ from windlass.data.chat import Template
 from windlass.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export, merge_adapters, save_weights
 from windlass.interop.export_tokenizer import as_json, save_tokenizer
 from windlass.interop.init_from import load_initial
