@@ -12,14 +12,11 @@ import textwrap
 
 import pytest
 
-from windlass.errors import DONE, STOPPED
+from windlass.errors import DONE, STOPPED, Stopped
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.study import cells as study_cells
-from windlass.study.halving import Halving
-from windlass.study.progress import evaluations, ledger_of, progress
 from windlass.study.study import Study
-from windlass.study.sweep import RETRIES, Options, Sweep, thread_share
+from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep, thread_share
 
 STEPS = 4
 TRAINING = textwrap.dedent(
@@ -87,16 +84,20 @@ def play(tmp_path, monkeypatch):
             plan = {"steps": STEPS, "losses": [4.0], "pause": 0.0} | plans[study.cells.index(cell)]
             return [sys.executable, "-c", TRAINING, str(study.run_of(cell).path), json.dumps(plan)]
 
-        monkeypatch.setattr(study_cells, "command", command)
         said: list[str] = []
-        sweep = Sweep(study, Options(poll_seconds=0.02, **options), show, say=said.append)
-        return sweep.run(), study, said
+        try:
+            Sweep(
+                study, study.cells, show=show, notify=said.append, command=command, poll_seconds=0.02, **options
+            ).run()
+        except Stopped:
+            return STOPPED, study, said
+        return (DONE if all(s in DONE_STATES for s in states(study)) else 1), study, said
 
     return start
 
 
 def states(study):
-    return [study.state_of(cell)[0] for cell in study.cells]
+    return [result.state for result in study.results()]
 
 
 def attempts(study, number=0):
@@ -110,7 +111,7 @@ def about(study, number=0):
 
 def test_a_signal_saves_ends_with_75_and_the_same_command_goes_on(play):
     def interrupt(study):
-        if "running" in states(study) and progress(study.run_of(study.cells[0])).step:
+        if "running" in states(study) and study.results()[0].step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     slow = [{"pause": 30.0, "steps": 2}, {}]
@@ -132,7 +133,7 @@ def test_a_cell_that_is_killed_is_tried_again_and_never_judged_as_failed(play):
 def test_a_cell_that_is_killed_again_and_again_is_left_to_the_next_sweep(play):
     code, study, _ = play([{"killed": 9, "steps": 9}, {}])
     assert (code, states(study)) == (1, ["interrupted", "finished"])
-    assert study.state_of(study.cells[0])[1] == f"killed by signal 9 ({RETRIES + 1} times)"
+    assert study.results()[0].reason == f"killed by signal 9 ({RETRIES + 1} times)"
     code, study, _ = play([{}, {}])
     assert (code, states(study)) == (DONE, ["finished"] * 2)
 
@@ -145,7 +146,7 @@ def test_a_directory_that_another_process_has_is_tried_again(play):
 def test_failed_cells_are_left_alone_until_asked_for(play):
     code, study, _ = play([{"failed": 1}, {}])
     assert (code, states(study)) == (1, ["failed", "finished"])
-    assert study.state_of(study.cells[0])[1] == "exit code 1: windlass: no luck"
+    assert study.results()[0].reason == "exit code 1: windlass: no luck"
     code, study, _ = play([{}, {}])
     assert (code, states(study), attempts(study)) == (1, ["failed", "finished"], ["started"])
     code, study, _ = play([{}, {}], retry_failed=True)
@@ -157,14 +158,14 @@ def test_a_diverged_cell_is_stopped_only_when_asked(play):
     high = {"losses": [4.0, 9.0], "pause": 0.3}
     code, study, _ = play([high, {}], stop_diverged=True)
     assert (code, states(study)) == (DONE, ["diverged", "finished"])
-    assert "loss 9.000 at step" in study.state_of(study.cells[0])[1]
+    assert "loss 9.000 at step" in study.results()[0].reason
     assert study.run_of(study.cells[0]).state == "preempted"
 
 
 def test_a_cell_through_all_its_steps_is_left_to_save(play):
     code, study, _ = play([{"losses": [4.0, 9.0], "steps": 2, "saving": 0.5}], stop_diverged=True)
     assert (code, states(study)) == (DONE, ["finished"])
-    assert study.verdicts() == {}
+    assert study._statuses() == {}
 
 
 def test_halving_leaves_the_worse_half_behind(play):
@@ -173,9 +174,9 @@ def test_halving_leaves_the_worse_half_behind(play):
     plans = [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "pause": 0.5}]
     code, study, _ = play(plans, halving=True)
     assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
-    reason = study.state_of(study.cells[2])[1]
-    assert reason == "not among the better half after evaluation 1 (loss 3.0000 at step 1)"
-    assert progress(study.run_of(study.cells[2])).step < STEPS
+    reason = study.results()[2].reason
+    assert reason == "not in the better half after evaluation 1 (loss 3.0000 at step 1)"
+    assert study.results()[2].step < STEPS
 
 
 def test_halving_after_a_kill_judges_as_it_did(play):
@@ -184,7 +185,7 @@ def test_halving_after_a_kill_judges_as_it_did(play):
     _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}])
     assert states(study)[2] == "interrupted"
     last = study.cells[2]
-    assert Halving(study).prunes(last, evaluations(study.run_of(last)))
+    assert Halving(study).prune(study.result(last))
     before = study.run_of(last).metrics_path.read_bytes()
     code, study, _ = play([{}, {}, {}], halving=True)
     assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
@@ -201,7 +202,7 @@ def test_past_evaluations_are_judged_in_the_order_in_which_they_came(tmp_path):
         line = {"kind": "eval", "step": 1, "suite": "loss", "loss": loss, "time": f"2026-03-01T09:00:{second}.000Z"}
         run.metrics_path.write_text(json.dumps(line) + "\n")
     halving = Halving(study)
-    assert [halving.prunes(c, evaluations(study.run_of(c))) for c in study.cells] == ["", ""]
+    assert [halving.prune(result) for result in study.results()] == ["", ""]
 
 
 def test_workers_share_the_cores(play):
@@ -262,18 +263,3 @@ def test_a_cell_that_another_process_trains_is_taken_up_when_that_one_is_killed(
     code, study, _ = play([{}, {}], show=kill_later)
     assert (code, states(study)) == (DONE, ["finished"] * 2)
     assert ["running", "finished"] in looks
-
-
-def test_a_ledger_is_read_again_only_when_it_has_changed(tmp_path):
-    run = Run(tmp_path)
-    assert progress(run).step == 0
-    with run.metrics_path.open("a") as file:
-        file.write('{"kind": "eval", "step": 1, "attempt": 0, "suite": "loss", "loss": 0.0}\n')
-    first = ledger_of(run)
-    assert ledger_of(run) is first
-    assert [e.loss for e in evaluations(run)] == [0.0]
-    with run.metrics_path.open("a") as file:
-        file.write('{"kind": "eval", "step": 2, "attempt": 0, "suite": "loss", "loss": "NaN"}\n')
-    assert ledger_of(run) is not first
-    assert [math.isnan(e.loss) for e in evaluations(run)] == [False, True]
-    assert progress(run).best_loss == 0.0

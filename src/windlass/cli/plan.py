@@ -267,7 +267,7 @@ def _runs_in(place: str) -> list[Run]:
     from windlass.study.study import Study
 
     if Study.is_study(place):
-        return [run for _, run in Study.open(place).runs()]
+        return Study.open(place).runs()
     if (Path(place) / "recipe.toml").is_file():
         return [Run(Path(place))]
     found = [Run(path.parent) for path in sorted(Path(place).glob("*/recipe.toml"))] if Path(place).is_dir() else []

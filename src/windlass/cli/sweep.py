@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from windlass.study import GRID_HELP
+from windlass.study.grid import AXIS_HELP
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,37 +16,33 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
 
 WIDE = 110
-"""Columns of a terminal from which the table has the device-hours too."""
+"""Columns of a terminal from which the table shows device-hours too."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("sweep", epilog=f"\b\nAxes, which are crossed:\n{GRID_HELP}")(sweep)
+    app.command("sweep", epilog=f"\b\nAxes, which are crossed:\n{AXIS_HELP}")(sweep)
 
 
 def sweep(
     recipe: str = typer.Argument(..., metavar="RECIPE", help="The recipe that all cells share."),
-    axes: list[str] = typer.Argument(
-        ...,
-        metavar="KEY=A,B,C...",
-        help="Axes of the grid: values, ranges and zips; see below.",
-    ),
+    axes: list[str] = typer.Argument(..., metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
-    dir_: str = typer.Option("", "--dir", help="The study's directory; default: studies/<preset>-<digest>."),
+    dir_: str = typer.Option("", "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
     world: int = typer.Option(1, min=1, help="Ranks of each cell; parallel.world=1,2,4 makes them an axis."),
     workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
-    stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or far above its first."),
+    stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),
     halving: bool = typer.Option(
         False,
         help="Asynchronous successive halving: at its 1st, 2nd, 4th, ... evaluation a cell goes on only if it is in the "
-        "better half of those that came there before it; nobody waits.",
+        "better half, by checkpoint.best, of those that came there before it.",
     ),
-    retry_failed: bool = typer.Option(False, help="Try failed and diverged cells again."),
+    retry_failed: bool = typer.Option(False, help="Train failed and diverged cells again."),
     submit: str = typer.Option("", metavar="slurm|pbs", help="Submit the open cells as an array job instead."),
     submit_arg: list[str] = typer.Option(
         [], metavar="ARG", help="An argument for the scheduler, as --submit-arg=--time=04:00:00; may be repeated."
     ),
-    dry_run: bool = typer.Option(False, help="With --submit: print the batch script, submit nothing."),
+    dry_run: bool = typer.Option(False, help="With --submit: print the batch script, write and submit nothing."),
     only: int = typer.Option(-1, hidden=True, help="Work on one cell by number; what an array job's tasks call."),
     json_: bool = typer.Option(False, "--json", help="Print the table as JSON at the end."),
 ) -> int:
@@ -58,55 +56,55 @@ def sweep(
     """
     from pathlib import Path
 
-    from windlass.errors import UserError
+    from windlass.errors import DONE, FAILED, UserError
     from windlass.recipe import Recipe
     from windlass.study.study import Study
-    from windlass.study.sweep import Options, Sweep
+    from windlass.study.submit import submit_sweep
+    from windlass.study.sweep import DONE_STATES
+    from windlass.study.sweep import sweep as run_sweep
 
-    study = Study.create(Recipe.load(recipe, set_), axes, Path(dir_) if dir_ else None)
-    options = Options(world, workers, stop_diverged, halving, retry_failed)
+    base, path = Recipe.load(recipe, set_), Path(dir_) if dir_ else None
     if submit:
-        from windlass.study.submit import submit_array
-
-        return submit_array(study, submit, options, dry_run=dry_run, arguments=submit_arg, say=typer.echo)
+        if halving:
+            raise UserError("--halving compares cells while one sweep runs them: it does not go with --submit")
+        study = Study.create(base, axes, path, write=not dry_run)
+        flags = {"world": world, "stop_diverged": stop_diverged, "retry_failed": retry_failed, "arguments": submit_arg}
+        script = submit_sweep(study, submit, dry_run=dry_run, notify=typer.echo, **flags)  # type: ignore[arg-type]
+        if dry_run:
+            typer.echo(script, nl=False)
+        return DONE
     if submit_arg or dry_run:
         raise UserError("--submit-arg and --dry-run go with --submit slurm or --submit pbs")
-    if not -1 <= only < len(study.cells):
-        raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
-    cells = [study.cells[only]] if only >= 0 else None
-    with _Screen(errors=json_) as screen:
-        code = Sweep(study, options, screen.show, cells, screen.say).run()
+    with Screen(errors=json_) as screen:
+        study = run_sweep(
+            base, axes, path=path, world=world, workers=workers, stop_diverged=stop_diverged, halving=halving,
+            retry_failed=retry_failed, only=only if only >= 0 else None, show=screen.show, notify=screen.say,
+        )  # fmt: skip
+    results = study.results()
     if json_:
-        import json
-
-        from windlass.study.table import rows
-
-        typer.echo(json.dumps(rows(study), indent=1))
-    _say_end(study, code, world, screen)
-    return code
+        typer.echo(json.dumps([result.row() for result in results], indent=1))
+    screen.end(study, world)
+    worked = [results[only]] if only >= 0 else results
+    return DONE if all(result.state in DONE_STATES for result in worked) else FAILED
 
 
-WIDTH = 140
-"""Characters that a row may take where the output is no terminal."""
-
-
-class _Screen:
+class Screen:
     """The study's table, redrawn in a terminal; elsewhere a line whenever a cell's state changes."""
 
     def __init__(self, *, errors: bool = False) -> None:
-        """With `errors` everything goes to the error stream: the other one is for JSON alone."""
+        """With `errors` everything goes to stderr: stdout is for JSON alone."""
         from rich.console import Console
 
         self.errors = errors
         self.console = Console(stderr=errors)
-        if not self.console.is_terminal:  # a file has no edge, and no number need be cut
-            self.console = Console(stderr=errors, width=WIDTH)
+        if not self.console.is_terminal:  # a file has no width, so that no number need be cut
+            self.console = Console(stderr=errors, width=140)
         self.live: Any = None
-        self.last: Study | None = None
-        self.said: dict[str, str] = {}
+        self.study: Study | None = None
+        self.states: dict[str, str] = {}
         self.drawn = 0.0
 
-    def __enter__(self) -> _Screen:
+    def __enter__(self) -> Screen:
         if self.console.is_terminal:
             from rich.live import Live
 
@@ -116,12 +114,12 @@ class _Screen:
 
     def __exit__(self, *_: object) -> None:
         if self.live:
-            if self.last:  # what was drawn last may be a second old
-                self._draw(self.last)
+            if self.study:  # what is on the screen may be a second old
+                self.live.update(table(self.study, self.console.width), refresh=True)
             self.live.stop()
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         if self.live:
             self.console.print(text, markup=False, highlight=False)
         else:
@@ -129,71 +127,53 @@ class _Screen:
 
     def show(self, study: Study) -> None:
         """Called often; draws about once a second."""
-        import time
-
-        self.last = study
+        self.study = study
         if self.live:
             if time.monotonic() - self.drawn > 1 or self.drawn == 0:
-                self._draw(study)
+                self.live.update(table(study, self.console.width), refresh=True)
                 self.drawn = time.monotonic()
             return
-        for number, cell in enumerate(study.cells):
-            state, reason = study.state_of(cell)
-            if self.said.get(cell.key) != state and (state != "waiting" or cell.key in self.said):
-                self.said[cell.key] = state
-                self.say(f"[{number + 1}/{len(study.cells)}] {cell.label}: {state}{f' ({reason})' if reason else ''}")
+        for number, result in enumerate(study.results(), 1):
+            key, state = result.cell.key, result.state
+            if self.states.get(key) != state and (state != "waiting" or key in self.states):
+                self.states[key] = state
+                reason = f" ({result.reason})" if result.reason else ""
+                self.say(f"[{number}/{len(study.cells)}] {result.cell.label}: {state}{reason}")
 
-    def _draw(self, study: Study) -> None:
-        self.live.update(table(study, self.console.width), refresh=True)
+    def end(self, study: Study, world: int) -> None:
+        """The final table, medians over seeds, and the command that trains the winner."""
+        if not self.live:
+            self.console.print(table(study, self.console.width))
+        groups, best = study.groups(), study.winner()
+        for group in groups:
+            if group.seeds and group.median is not None:
+                low, high = min(group.scores), max(group.scores)
+                self.say(f"{group.label}: median {group.median:.4f}, {low:.4f} to {high:.4f} over {group.seeds}")
+        if best:
+            command, remark = study.winner_command(best.assignment, world)
+            name = "validation loss" if study.measure == "loss" else study.measure
+            self.say(
+                f"best: {best.label} ({name} {best.median:.4f}{f', median of {best.seeds}' if best.seeds else ''})"
+            )
+            self.say("\n".join(f"  {line}" for line in (command, remark) if line))
+        self.say(f"report: windlass report {study.path}")
 
 
 def table(study: Study, width: int = WIDE) -> Table:
     """The study as a table for a terminal of so many columns."""
     from rich.table import Table
 
-    from windlass.study.table import rows
-
-    keys, wide = list(study.cells[0].assignment), width >= WIDE
+    wide = width >= WIDE
+    best = "best" if study.measure == "loss" else f"best {study.measure}"
+    names = ["state", "step", "loss", "val loss", best, "tokens/s", *(["device-h"] if wide else []), "reason"]
     drawn = Table(title=str(study.path), title_justify="left")
-    hours = ["device-h"] if wide else []
-    names = ["state", "step", "loss", "val loss", "best", "tokens/s", *hours, "reason"]
-    for name in [*(k.rsplit(".", 1)[-1] for k in keys), *names]:
+    for name in [*(key.rsplit(".", 1)[-1] for key in study.keys), *names]:
         drawn.add_column(name, justify="left" if name in ("state", "reason") else "right", no_wrap=name == "state")
-    for row in rows(study):
-        step = f"{row['step']}/{row['steps'] or '?'}" if row["step"] or row["steps"] else ""
-        losses = ["" if row[k] is None else f"{row[k]:.4f}" for k in ("loss", "eval_loss", "best_loss")]
-        speed = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else ""
-        spent = ["" if row["device_hours"] is None else f"{row['device_hours']:.3g}"] if wide else []
-        values = [f"{row[k]:g}" if isinstance(row[k], float) else str(row[k]) for k in keys]
-        drawn.add_row(*values, row["state"], step, *losses, speed, *spent, row["reason"])
+    for r in study.results():
+        settings = [f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()]
+        step = f"{r.step}/{r.steps or '?'}" if r.step or r.steps else ""
+        numbers = ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]
+        speed = f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else ""
+        hours = ["" if r.device_hours is None else f"{r.device_hours:.3g}"] if wide else []
+        drawn.add_row(*settings, r.state, step, *numbers, speed, *hours, r.reason)
     return drawn
-
-
-def _say_end(study: Study, code: int, world: int, screen: _Screen) -> None:
-    from windlass.errors import STOPPED
-    from windlass.reports.study import named, read_study, winner, winner_command
-    from windlass.study.table import by_seed
-
-    if not screen.live:
-        screen.console.print(table(study, screen.console.width))
-
-    def say(text: str) -> None:
-        typer.echo(text, err=screen.errors)
-
-    for row in by_seed(study):
-        if row["median"] is not None:
-            rest = named({k: v for k, v in row.items() if k not in ("median", "low", "high", "seeds", "of")})
-            seeds = f"{row['of']} seeds" if row["seeds"] == row["of"] else f"{row['seeds']} of {row['of']} seeds"
-            say(f"{rest}: median {row['median']:.4f}, {row['low']:.4f} to {row['high']:.4f} over {seeds}")
-    seen = read_study(study.path)
-    best = winner(seen.cells)
-    if best:
-        command, remark = winner_command(seen, best.assignment, world)
-        over = f", median of {best.seeds}" if best.seeds else ""
-        say(f"best: {named(best.assignment)} (validation loss {best.loss:.4f}{over})")
-        say(f"  {command}")
-        if remark:
-            say(f"  {remark}")
-    say(f"report: windlass report {study.path}")
-    if code == STOPPED:
-        typer.echo("stopped with everything saved; the same command goes on", err=True)

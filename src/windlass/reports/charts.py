@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from windlass.reports.devices import RankTrack, grid, on_grid
 from windlass.reports.measures import SPEED
 from windlass.reports.view import RunView, Seam, Track, interpolate, tokens_at
+from windlass.study.study import diverged
 
 Numbers = NDArray[np.float64]
 
@@ -104,15 +105,10 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     return found
 
 
-FAR_ABOVE = 1.25
-"""A training loss so many times that of the run's first line, or one that is not finite, says that the run diverged."""
-
-
 def wild(view: RunView) -> bool:
     """Whether the run's training loss diverged: beside others it does not stretch the axis of the loss."""
-    found = view.train["loss"]
-    finite = found[np.isfinite(found)]
-    return bool(view.nonfinite_steps) or bool(len(finite) and finite.max() > FAR_ABOVE * finite[0] > 0)
+    losses = view.train["loss"]
+    return bool(view.nonfinite_steps) or bool(len(losses) and diverged(float(losses[0]), float(losses[-1])))
 
 
 def ceiling(views: Sequence[RunView], first_step: int = 0) -> float | None:

@@ -5,7 +5,6 @@ Pure but for `read_study`: everything else takes cells, each what it sets and it
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import UserError
 from windlass.recipe import Recipe, presets, typed
 from windlass.reports.measures import measures
 from windlass.reports.tables import Table
 from windlass.reports.text import show
 from windlass.reports.view import RunView, view
-from windlass.run import Run, cell_state
+from windlass.study.study import Study
 
 SEED, WORLD = "run.seed", "parallel.world"
 Assignment = Mapping[str, Any]
@@ -85,51 +83,19 @@ def short(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def cells_of(
-    pairs: Sequence[tuple[Assignment, Run]],
-    verdicts: Mapping[str, Mapping[str, str]] | None = None,
-    keys: Sequence[str] = (),
-) -> list[Cell]:
-    """Cells from what they set and their runs.
-
-    Args:
-        pairs: assignment and run, in the order of the grid; a run that has not begun is a cell that waits.
-        verdicts: by the key of a cell, a `state` and a `reason` that were decided from outside.
-        keys: of the cells, in the same order; the digests of their recipes where none are given.
-    """
-    found = []
-    for place, (assignment, run) in enumerate(pairs):
-        begun = run.recipe_path.is_file()
-        key = keys[place] if keys else run.recipe.config_hash if begun else ""
-        verdict = (verdicts or {}).get(key)
-        seen = view(run, named(assignment)) if begun else None
-        state, reason = cell_state(seen.state if seen else "new", seen.events if seen else [], verdict)
-        found.append(Cell(assignment, seen, state, reason))
-    return found
-
-
 def is_study(path: str | Path) -> bool:
     """Whether a directory holds a study."""
-    return (Path(path) / "study.json").is_file()
+    return Study.is_study(path)
 
 
 def read_study(path: str | Path) -> StudyView:
-    """The study at `path`, from `study.json`, `verdicts.json` and its runs; UserError where it is none."""
-    path = Path(path)
-    try:
-        listed = json.loads((path / "study.json").read_text(encoding="utf-8"))["cells"]
-        pairs = [(dict(cell["assignment"]), Run(path / cell["run"])) for cell in listed]
-        keys = [str(cell.get("key") or cell.get("digest", "")) for cell in listed]
-    except FileNotFoundError:
-        raise UserError(f"{path} is no study: it has no study.json") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path / 'study.json'} is damaged ({error!r}); bring it back from a copy") from None
-    try:
-        verdicts = json.loads((path / "verdicts.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        verdicts = {}
-    recipe = Recipe.load(path / "recipe.toml") if (path / "recipe.toml").is_file() else None
-    return StudyView(path.resolve().name, cells_of(pairs, verdicts, keys), recipe, path.as_posix())
+    """The study at `path` with its runs; UserError where it is none."""
+    study = Study.open(path)
+    cells = []
+    for r in study.results():
+        seen = view(r.run, named(r.cell.assignment)) if r.begun else None
+        cells.append(Cell(r.cell.assignment, seen, r.state, r.reason))
+    return StudyView(study.path.resolve().name, cells, study.recipe, study.path.as_posix())
 
 
 # ---------------------------------------------------------------- tables

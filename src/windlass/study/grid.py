@@ -1,6 +1,6 @@
-"""From what is typed (GRID_HELP has the forms) to the cells of a grid: pure, no disk, no torch.
+"""From what is typed as axes (AXIS_HELP has the forms) to the cells of a grid. Pure: no disk, no torch.
 
-Axes are crossed; the values of a zip are not.
+Axes are crossed with each other; the keys of one zipped axis (`a+b=1+2,3+4`) change together.
 """
 
 from __future__ import annotations
@@ -12,15 +12,26 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from windlass.errors import UserError
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, typed
 
+SEED = "run.seed"
 WORLD = "parallel.world"
-"""An axis that is no setting: how many ranks train a cell."""
-TAKEN = ("run.dir", "run.name")
-"""Settings that the study itself makes."""
+"""An axis that is no setting of a recipe: the number of ranks that train a cell."""
+
+AXIS_HELP = """\
+    optim.lr=1e-2,1e-3,1e-4              three values
+    optim.lr=1e-4:1e-2:log:5             five values from 1e-4 to 1e-2, evenly on a logarithmic axis
+    model.width=128:512:lin:4            four values evenly on a linear axis (whole numbers stay whole)
+    optim.lr+train.global_batch=1e-3+64,5e-4+128
+                                         a zip: both change together, two values
+    run.seed=1,2,3                       seeds: the table adds medians and spread
+    parallel.strategy=ddp,full_shard     any setting of a recipe, also those that change no result
+    parallel.world=1,2,4                 the ranks of a cell: no setting, but an axis; overrides --world
+"""
 
 Assignment = dict[str, Any]
 """Dotted keys and the values of one cell."""
@@ -33,11 +44,6 @@ class Axis:
     keys: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
 
-    @property
-    def name(self) -> str:
-        """The keys as they were typed."""
-        return "+".join(self.keys)
-
     def assignments(self) -> list[Assignment]:
         """What each value of the axis sets."""
         return [dict(zip(self.keys, value, strict=True)) for value in self.values]
@@ -49,23 +55,31 @@ class Cell:
 
     assignment: Assignment
     recipe: Recipe
-    key: str = ""
-    """Tells the cell from all others: left out, the recipe's digest, and what is set beside it (strategy, ranks, ...)."""
-    place: str = ""
-    """Its run directory, from the study's; left out, `runs/<slug>`."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", self.key or _key(self.assignment, self.recipe))
-        object.__setattr__(self, "place", self.place or f"runs/{slug(self)}")
+    @cached_property
+    def key(self) -> str:
+        """Identifies the cell: the recipe's hash, and what the hash leaves out (strategy, ranks, ...) where the cell sets it."""
+        other = {
+            name: value for name, value in sorted(self.assignment.items()) if name.startswith((WORLD, *NON_SEMANTIC))
+        }
+        if not other:
+            return self.recipe.config_hash
+        return hashlib.sha256(json.dumps([self.recipe.config_hash, other]).encode()).hexdigest()[:12]
 
     @property
     def label(self) -> str:
         """The swept settings on one line, by the last part of their keys: `lr=0.001 kind=wsd`."""
-        return " ".join(f"{key.rsplit('.', 1)[-1]}={_short(value)}" for key, value in self.assignment.items())
+        return label(self.assignment)
+
+    @property
+    def directory(self) -> str:
+        """Its run directory, relative to the study's: readable, safe as a file name, unique."""
+        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", self.label).strip("-")[:80]
+        return f"runs/{words}-{self.key[:8]}"
 
     @property
     def overrides(self) -> list[str]:
-        """The assignment as it would be typed, but for the number of ranks."""
+        """The assignment as command-line overrides, without the number of ranks."""
         return [f"{key}={typed(value)}" for key, value in self.assignment.items() if key != WORLD]
 
     @property
@@ -74,64 +88,81 @@ class Cell:
         return self.assignment.get(WORLD)
 
 
-def cell_of(base: Recipe, assignment: Assignment, key: str = "", place: str = "") -> Cell:
-    """The cell that an assignment makes of the shared recipe; raises UserError where that cannot work."""
-    settings = {name: value for name, value in assignment.items() if name != WORLD}
-    taken = [name for name in TAKEN if name in settings]
-    if taken:
-        raise UserError(f"{taken[0]} is no axis: a study names its runs' directories itself")
-    recipe = base.with_overrides(**settings)
+def label(assignment: Assignment) -> str:
+    """Settings on one line, by the last part of their keys: `lr=0.001 kind=wsd`."""
+    return " ".join(f"{k.rsplit('.', 1)[-1]}={f'{v:g}' if isinstance(v, float) else v}" for k, v in assignment.items())
+
+
+def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
+    """All cells of the grid, the last axis changing fastest; each one's recipe is validated.
+
+    Raises:
+        UserError: two axes set one key, two cells are equal, or some recipes are invalid (all of them are named).
+    """
+    axes = list(axes)
+    keys = [key for axis in axes for key in axis.keys]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise UserError(f"{repeated[0]} is set by two axes of the grid")
+    cells, problems = [], []
+    for combination in itertools.product(*(axis.assignments() for axis in axes)):
+        assignment = {key: value for part in combination for key, value in part.items()}
+        try:
+            cells.append(make_cell(base, assignment))
+        except UserError as error:
+            problems.append(f"{' '.join(f'{k}={v}' for k, v in assignment.items())}: {error}")
+    if problems:
+        raise UserError("\n".join(["some cells of the grid are invalid:", *problems]))
+    identities = [cell.key for cell in cells]
+    equal = [cell.label for cell in cells if identities.count(cell.key) > 1]
+    if equal:
+        raise UserError(f"cells of the grid are equal: {'; '.join(equal)}")
+    return cells
+
+
+def make_cell(base: Recipe, assignment: Assignment) -> Cell:
+    """The cell that an assignment makes of the shared recipe; raises UserError where that is invalid."""
+    for name in ("run.dir", "run.name"):
+        if name in assignment:
+            raise UserError(f"{name} cannot be an axis: a study names its runs' directories itself")
+    recipe = base.with_overrides(**{name: value for name, value in assignment.items() if name != WORLD})
     if WORLD in assignment:
         world = assignment[WORLD]
         if not isinstance(world, int) or isinstance(world, bool) or world < 1:
             raise UserError(f"{WORLD} is a number of ranks, not {world!r}")
-        recipe.batch(world)
-    return Cell(assignment, recipe, key, place)
-
-
-def slug(cell: Cell) -> str:
-    """The name of a cell's run directory: readable, safe as a file name, and addressed by the content."""
-    words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", cell.label).strip("-")[:80]
-    return f"{words}-{cell.key[:8]}"
-
-
-def _key(assignment: Assignment, recipe: Recipe) -> str:
-    """The recipe's digest; with what the digest leaves out, where the cell sets any of that."""
-    beside = {name: value for name, value in sorted(assignment.items()) if name.startswith((WORLD, *NON_SEMANTIC))}
-    if not beside:
-        return recipe.config_hash
-    return hashlib.sha256(json.dumps([recipe.config_hash, beside]).encode()).hexdigest()[:12]
+        recipe.batch(world)  # raises where the global batch is not divisible by the world size
+    return Cell(assignment, recipe)
 
 
 def parse_axis(text: str) -> Axis:
-    """One `key=a,b,c`, `key=low:high:log:n` or `a+b=1+2,3+4`; raises UserError that says what is accepted."""
+    """One `key=a,b,c`, `key=low:high:log:n` or `a+b=1+2,3+4`; raises UserError that lists the accepted forms."""
     left, equals, right = text.partition("=")
     keys = tuple(key.strip() for key in left.split("+"))
     if not equals or not all(keys) or not right.strip():
-        raise UserError(f"{text!r} is no axis of a grid; write KEY=A,B,C or KEY=LOW:HIGH:log:N or A+B=1+2,3+4")
+        raise UserError(f"{text!r} is not an axis; write KEY=A,B,C or KEY=LOW:HIGH:log:N or A+B=1+2,3+4")
     if len(keys) == 1:
-        spread = _spread(keys[0], right)
-        typed = spread if spread is not None else [_value(keys[0], part) for part in _split(right, ",")]
-        return Axis(keys, tuple((value,) for value in typed))
+        spread = _parse_range(keys[0], right)
+        values = spread if spread is not None else [_parse_value(keys[0], part) for part in _split(right, ",")]
+        return Axis(keys, tuple((value,) for value in values))
     rows = []
     for part in _split(right, ","):
         parts = _split(part, "+")
         if len(parts) != len(keys):
             raise UserError(f"{text!r}: {part!r} has {len(parts)} values for the {len(keys)} keys {left}")
-        rows.append(tuple(_value(key, value) for key, value in zip(keys, parts, strict=True)))
+        rows.append(tuple(_parse_value(key, value) for key, value in zip(keys, parts, strict=True)))
     return Axis(keys, tuple(rows))
 
 
-def _value(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     if not text.strip():
         raise UserError(f"{key}: an empty value between two commas")
     return parse_override(f"{key}={text.strip()}")[1]
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split outside brackets and quotes; a + that belongs to an exponent (1e+3) does not split."""
+    """Split outside brackets and quotes; the + of an exponent (1e+3) does not split."""
     parts, depth, quote, start = [], 0, "", 0
-    for place, char in enumerate(text):
+    for i, char in enumerate(text):
         if quote:
             quote = "" if char == quote else quote
         elif char in "\"'":
@@ -140,19 +171,15 @@ def _split(text: str, separator: str) -> list[str]:
             depth += 1
         elif char in "]})":
             depth -= 1
-        elif char == separator and depth == 0 and not (separator == "+" and _exponent(text, place)):
-            parts.append(text[start:place])
-            start = place + 1
+        elif char == separator and depth == 0:
+            if separator == "+" and re.search(r"\d[eE]$", text[:i]) and text[i + 1 : i + 2].isdigit():
+                continue
+            parts.append(text[start:i])
+            start = i + 1
     return [*parts, text[start:]]
 
 
-def _exponent(text: str, place: int) -> bool:
-    return (
-        place >= 2 and text[place - 1] in "eE" and text[place - 2].isdigit() and text[place + 1 : place + 2].isdigit()
-    )
-
-
-def _spread(key: str, text: str) -> list[float | int] | None:
+def _parse_range(key: str, text: str) -> list[float | int] | None:
     """The values of `low:high:log:n` or `low:high:lin:n`; None where the text is no range."""
     parts = text.split(":")
     if len(parts) != 4 or parts[2] not in ("log", "lin"):
@@ -168,36 +195,6 @@ def _spread(key: str, text: str) -> list[float | int] | None:
         values = [low * math.exp(ratio * i) for i in range(count)]
     else:
         values = [low + (high - low) * i / (count - 1) for i in range(count)]
-    values[-1] = high
+    values[-1] = high  # without the rounding of the formula
     whole = all("." not in p and "e" not in p.lower() for p in parts[:2])
     return [round(v) for v in values] if whole else [float(f"{v:.6g}") for v in values]
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
-    """All cells of the grid, the last axis changing fastest; each one's recipe is checked.
-
-    Raises UserError naming every cell whose recipe cannot work, and where two axes set one key or two cells are equal.
-    """
-    axes = list(axes)
-    keys = [key for axis in axes for key in axis.keys]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise UserError(f"{twice[0]} is set by two axes of the grid")
-    cells, problems = [], []
-    for combination in itertools.product(*(axis.assignments() for axis in axes)):
-        assignment = {key: value for part in combination for key, value in part.items()}
-        try:
-            cells.append(cell_of(base, assignment))
-        except UserError as error:
-            problems.append(f"{' '.join(f'{k}={v}' for k, v in assignment.items())}: {error}")
-    if problems:
-        raise UserError("\n".join(["some cells of the grid cannot work:", *problems]))
-    found = [cell.key for cell in cells]
-    same = [cell.label for cell in cells if found.count(cell.key) > 1]
-    if same:
-        raise UserError(f"cells of the grid train the same thing: {'; '.join(same)}")
-    return cells

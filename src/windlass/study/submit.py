@@ -10,126 +10,115 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from windlass.errors import DONE, FAILED, UserError
+from windlass.errors import RunFailed, UserError
 from windlass.study.study import Study
-from windlass.study.sweep import Options
 
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 SLURM_NAMES = {
     "-J": "--job-name", "-a": "--array", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-o": "--output",
     "-G": "--gpus-per-task", "--gpus": "--gpus-per-task", "--gres": "--gpus-per-task", "--gpus-per-node": "--gpus-per-task",
 }  # fmt: skip
-"""Other names of what the script asks for, so that a user's word replaces it."""
+"""Other names of what the script asks for, so that a user's argument replaces it."""
+
+
+def submit_sweep(
+    study: Study,
+    scheduler: str,
+    *,
+    world: int = 1,
+    stop_diverged: bool = False,
+    retry_failed: bool = False,
+    arguments: Sequence[str] = (),
+    dry_run: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> str:
+    """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` do neither.
+
+    Returns:
+        The script; empty where no cell is open.
+
+    Raises:
+        UserError: the scheduler is unknown or not on this machine.
+        RunFailed: the scheduler did not take the job.
+    """
+    if scheduler not in SUBMIT:
+        raise UserError(f"--submit {scheduler}: there are slurm and pbs")
+    states = [result.state for result in study.results()]
+    wanted = ("waiting", "interrupted", *(("failed", "diverged") if retry_failed else ()))
+    cells = [number for number, state in enumerate(states) if state in wanted]
+    running = [str(number) for number, state in enumerate(states) if state == "running"]
+    if running:
+        notify(f"running already, so not submitted: cell {', '.join(running)}")
+    if not cells:
+        notify("nothing to submit: no cell is open")
+        return ""
+    flags = (["--stop-diverged"] if stop_diverged else []) + (["--retry-failed"] if retry_failed else [])
+    script = array_script(study, scheduler, cells, world, Path.cwd(), sys.executable, flags, arguments)
+    if dry_run:
+        return script
+    command = SUBMIT[scheduler]
+    if shutil.which(command) is None:
+        raise UserError(
+            f"there is no {command} on this machine: submit from a login node, or look at it with --dry-run"
+        )
+    path = study.path / f"submit.{scheduler}.sh"
+    path.write_text(script, encoding="utf-8")
+    if subprocess.run([command, str(path)], check=False).returncode:
+        raise RunFailed(f"{command} did not take {path}; its message is above")
+    return script
 
 
 def array_script(
     study: Study,
     scheduler: str,
-    options: Options,
     cells: Sequence[int],
+    world: int,
     directory: Path,
     python: str,
+    flags: Sequence[str] = (),
     arguments: Sequence[str] = (),
 ) -> str:
-    """The batch script over the cells with these numbers; a pure function of its arguments.
+    """The batch script for the cells with these numbers; a pure function of its arguments.
 
-    An array job, but for a single cell of PBS, which knows no array of one. `arguments` are the scheduler's own
-    (`--time=04:00:00`); they replace what would be asked for else: a core a rank, and where the recipe says
-    `parallel.device = "cuda"`, a device a rank. A task whose time runs out is warned by the scheduler, saves and ends with
-    75; submitting again goes on.
+    An array job, but for a single cell of PBS, which has no array of one. A rank gets a core and, unless the recipe says
+    `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own (`--time=04:00:00`) and replace what would be
+    asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time runs out gets a signal, saves and
+    exits with 75; submitting again resumes it.
     """
-    words = [python, "-m", "windlass", "sweep", str(study.path / "recipe.toml"), *study.axes]
-    words += ["--dir", str(study.path), "--world", str(options.world)]
-    words += ["--stop-diverged"] if options.stop_diverged else []
-    words += ["--retry-failed"] if options.retry_failed else []
     chosen = [study.cells[number] for number in cells]
-    ranks = max(cell.world or options.world for cell in chosen)
-    devices = ranks if any(cell.recipe.parallel.device == "cuda" for cell in chosen) else 0
-    heads = _slurm if scheduler == "slurm" else _pbs
-    index = "$SLURM_ARRAY_TASK_ID" if scheduler == "slurm" else "$PBS_ARRAY_INDEX"
-    if scheduler == "pbs" and len(cells) == 1:
-        index = str(cells[0])
+    ranks = max(cell.world or world for cell in chosen)
+    gpus = ranks if any(cell.recipe.parallel.device != "cpu" for cell in chosen) else 0
+    if scheduler == "slurm":
+        mark, index = "#SBATCH", "$SLURM_ARRAY_TASK_ID"
+        asked = [
+            f"--job-name=windlass-{study.path.name}", f"--array={','.join(map(str, cells))}", "--nodes=1", "--ntasks=1",
+            f"--cpus-per-task={ranks}", *([f"--gpus-per-task={gpus}"] if gpus else []),
+            f"--output={study.path}/slurm-%A_%a.out", "--signal=B:TERM@120", "--requeue",
+        ]  # fmt: skip
+    else:
+        mark, index = "#PBS", "$PBS_ARRAY_INDEX" if len(cells) > 1 else str(cells[0])
+        asked = [
+            f"-N windlass-{study.path.name}"[:18], *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
+            f"-l select=1:ncpus={ranks}" + (f":ngpus={gpus}" if gpus else ""), "-r y", "-j oe",
+        ]  # fmt: skip
     given = {_option(text, scheduler) for text in arguments}
-    asked = [text for text in heads(study.path, cells, ranks, devices) if _option(text, scheduler) not in given]
-    mark = "#SBATCH" if scheduler == "slurm" else "#PBS"
+    header = [*(text for text in asked if _option(text, scheduler) not in given), *arguments]
+    words = [python, "-m", "windlass", "sweep", str(study.path / "recipe.toml"), *study.axes]
+    words += ["--dir", str(study.path), "--world", str(world), *flags]
     body = [
         f"cd {shlex.quote(str(directory))}",
-        f"{' '.join(map(shlex.quote, words))} --only {index} &",
+        f"{shlex.join(words)} --only {index} &",
         "job=$!",
-        "trap 'kill -TERM $job; wait $job; exit $?' TERM",
+        "trap 'kill -TERM $job; wait $job; exit $?' TERM",  # the scheduler signals the shell alone
         "wait $job",
     ]
-    return "\n".join(["#!/bin/bash", *(f"{mark} {text}" for text in [*asked, *arguments]), "", *body, ""])
-
-
-def _slurm(path: Path, cells: Sequence[int], ranks: int, devices: int) -> list[str]:
-    return [
-        f"--job-name=windlass-{path.name}",
-        f"--array={','.join(map(str, cells))}",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--cpus-per-task={ranks}",
-        *([f"--gpus-per-task={devices}"] if devices else []),
-        f"--output={path}/slurm-%A_%a.out",
-        "--signal=B:TERM@120",
-        "--requeue",
-    ]
-
-
-def _pbs(path: Path, cells: Sequence[int], ranks: int, devices: int) -> list[str]:
-    return [
-        f"-N windlass-{path.name}"[:18],
-        *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
-        f"-l select=1:ncpus={ranks}" + (f":ngpus={devices}" if devices else ""),
-        "-r y",
-        "-j oe",
-    ]
+    return "\n".join(["#!/bin/bash", *(f"{mark} {text}" for text in header), "", *body, ""])
 
 
 def _option(text: str, scheduler: str) -> str:
-    """What an argument of a scheduler sets, by its long name; of PBS's resources the first one's name too: `-l select`."""
+    """What an argument of a scheduler sets, by its long name; for PBS's resources with the first one's name: `-l select`."""
     words = re.split(r"[=\s]+", text.strip(), maxsplit=2)
     if scheduler == "slurm":
         word = words[0] if words[0].startswith("--") else words[0][:2]  # also -c4
         return SLURM_NAMES.get(word, word)
     return f"-l {words[1]}" if words[0] == "-l" and len(words) > 1 else words[0]
-
-
-def submit_array(
-    study: Study,
-    scheduler: str,
-    options: Options,
-    *,
-    dry_run: bool,
-    arguments: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-) -> int:
-    """Write the script into the study's directory and submit it; with `dry_run` print it only.
-
-    Raises UserError for an unknown scheduler, where it is not on this machine, and with halving, whose cells are compared
-    by the one process that runs them.
-    """
-    if scheduler not in SUBMIT:
-        raise UserError(f"--submit {scheduler}: there are slurm and pbs")
-    if options.halving:
-        raise UserError("--halving compares cells while one sweep runs them: it does not go with --submit")
-    states = [study.state_of(cell)[0] for cell in study.cells]
-    wanted = ("waiting", "interrupted", *(("failed", "diverged") if options.retry_failed else ()))
-    left = [number for number, state in enumerate(states) if state in wanted]
-    running = [number for number, state in enumerate(states) if state == "running"]
-    if running:
-        say(f"running already, so not submitted: cell {', '.join(map(str, running))}")
-    if not left:
-        say("nothing to submit: no cell is open")
-        return DONE
-    script = array_script(study, scheduler, options, left, Path.cwd(), sys.executable, arguments)
-    if dry_run:
-        print(script, end="")
-        return DONE
-    tool = SUBMIT[scheduler]
-    if shutil.which(tool) is None:
-        raise UserError(f"there is no {tool} on this machine: submit from a login node, or look at it with --dry-run")
-    place = study.path / f"submit.{scheduler}.sh"
-    place.write_text(script, encoding="utf-8")
-    done = subprocess.run([tool, str(place)], check=False)
-    return DONE if done.returncode == 0 else FAILED

@@ -1,199 +1,314 @@
-"""Working through a study's cells: side by side, kill-safe, with the table on screen. No torch.
+"""Working through a study's cells, several at a time, each a `windlass train` process of its own. No torch.
 
-The directory is the only state. Whatever ends the sweep, the same command goes on: finished cells are left alone,
-interrupted ones resume from their last checkpoint, failed and diverged ones stay where they are with their reason.
+The directory is the only state, so that a sweep may be killed anywhere: given again, it leaves finished cells alone,
+resumes interrupted ones from their last checkpoint, and leaves failed and diverged ones as they are, with their reason.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from windlass.errors import BAD_INPUT, DONE, STOPPED
+from windlass.checkpoint.retention import better
+from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError
+from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
-from windlass.study.cells import CellProcess
-from windlass.study.grid import Cell
-from windlass.study.halving import Halving
-from windlass.study.progress import evaluations, progress
-from windlass.study.study import Study
+from windlass.study.grid import SEED, Cell
+from windlass.study.study import Axes, CellResult, Evaluation, Study
 
-OPEN = ("waiting", "interrupted", "running")
-"""States of cells that a sweep works on; a `running` one that is not ours is left to whoever runs it, and looked at again:
-if it is killed there, it is taken up here."""
+DONE_STATES = ("finished", "pruned", "diverged")
+OPEN_STATES = ("waiting", "interrupted", "running")
+"""States of cells that a sweep works on. A `running` cell of another process is left to it and looked at again: if that
+process is killed, the cell is resumed here."""
 RETRIES = 2
-"""How often a sweep takes up again a cell that a signal ended (a full memory, a kill) or that another process had taken."""
+"""How often a sweep resumes a cell that a signal ended (out of memory, a kill) or that another process was training."""
 STOP_SECONDS = 90.0
 """How long cells may take to save and end when the sweep is stopped."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a sweep works through its cells."""
+def sweep(
+    recipe: Recipe,
+    axes: Axes,
+    *,
+    seeds: Sequence[int] = (),
+    path: Path | None = None,
+    world: int = 1,
+    workers: int = 1,
+    stop_diverged: bool = False,
+    halving: bool = False,
+    retry_failed: bool = False,
+    only: int | None = None,
+    show: Callable[[Study], None] = lambda study: None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Study:
+    """Train every cell of a grid that is not done yet, and return the study.
 
+    Args:
+        recipe: what all cells share.
+        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values.
+        seeds: one more axis, `run.seed`.
+        path: the study's directory; None: `studies/<preset>-<hash>`.
+        world: ranks of a cell that does not set `parallel.world` itself.
+        workers: cells side by side, each with an equal share of the cores and with devices of its own.
+        stop_diverged: stop a cell whose loss diverged (see `study.diverged`).
+        halving: asynchronous successive halving by the measure that `checkpoint.best` names.
+        retry_failed: train failed and diverged cells again.
+        only: the number of the one cell to work on.
+        show: called with the study twice a second.
+        notify: called with messages for the user.
+
+    Raises:
+        UserError: the directory holds another study, or a cell's recipe is invalid.
+        Stopped: a signal ended the sweep, with everything saved.
+    """
+    if seeds:
+        values = ",".join(map(str, seeds))
+        axes = {**axes, SEED: list(seeds)} if isinstance(axes, Mapping) else [*axes, f"{SEED}={values}"]
+    study = Study.create(recipe, axes, path)
+    if only is not None and not 0 <= only < len(study.cells):
+        raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
+    cells = study.cells if only is None else [study.cells[only]]
+    Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, show, notify).run()
+    return study
+
+
+def train_command(study: Study, cell: Cell) -> list[str]:
+    """The command line that trains a cell, without its number of ranks."""
+    recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
+    return [sys.executable, "-m", "windlass", "train", str(recipe), *cell.overrides, f"run.dir='{directory}'"]
+
+
+@dataclass
+class Sweep:
+    """A sweep at work; the arguments are those of `sweep`."""
+
+    study: Study
+    cells: list[Cell]
     world: int = 1
     workers: int = 1
     stop_diverged: bool = False
     halving: bool = False
     retry_failed: bool = False
-    poll_seconds: float = 0.5
-
-
-@dataclass
-class Sweep:
-    """A sweep at work. `run` returns the exit code: 0 all done, 1 some cells failed, 75 stopped with everything saved."""
-
-    study: Study
-    options: Options
     show: Callable[[Study], None] = lambda study: None
-    only: list[Cell] | None = None
-    say: Callable[[str], None] = lambda text: None
-    """Called with what the user should know and no table has."""
+    notify: Callable[[str], None] = lambda text: None
+    command: Callable[[Study, Cell], list[str]] = train_command
+    poll_seconds: float = 0.5
     running: list[CellProcess] = field(default_factory=list)
     queue: list[Cell] = field(default_factory=list)
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.cells = self.study.cells if self.only is None else self.only
-        self.world = max((cell.world or self.options.world for cell in self.cells), default=1)
-        """Ranks of the largest cell."""
-        needs = any(cell.recipe.parallel.device != "cpu" for cell in self.cells)
-        self.devices = visible_devices() if needs else []
-        self.workers = self._workers()
-        self.halving: Halving | None = None
+        needs_devices = any(cell.recipe.parallel.device != "cpu" for cell in self.cells)
+        self.devices = visible_devices() if needs_devices else []
+        self.largest_world = max((cell.world or self.world for cell in self.cells), default=1)
+        asked = min(self.workers, max(1, len(self.cells)))
+        self.workers = max(1, min(asked, len(self.devices) // self.largest_world)) if self.devices else asked
+        if self.workers < asked:
+            self.notify(
+                f"{len(self.devices)} devices, {self.largest_world} for each cell: {self.workers} cells side by side, "
+                f"not {asked}"
+            )
+        self.pruner = Halving(self.study) if self.halving else None
 
-    def run(self) -> int:
-        """Work until no cell is open."""
-        before = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    def run(self) -> None:
+        """Work until no cell is open; raises Stopped after SIGINT or SIGTERM, when the running cells have saved."""
+        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._work()
         finally:
             for process in self.running:
                 process.kill()
-                process.close()
-            for number, handler in before.items():
+                process.log.close()
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         self.show(self.study)
         if self.stopping:
-            return STOPPED
-        states = [self.study.state_of(cell)[0] for cell in self.cells]
-        return DONE if all(s in ("finished", "pruned", "diverged") for s in states) else 1
+            raise Stopped("stopped with everything saved; the same command resumes the sweep")
 
-    def _workers(self) -> int:
-        """How many cells run side by side: no more than there are, and each with devices of its own."""
-        asked, have = min(self.options.workers, max(1, len(self.cells))), len(self.devices)
-        workers = asked if not have else max(1, min(asked, have // self.world))
-        if workers < asked:
-            each = "a device" if self.world == 1 else f"{self.world} devices"
-            self.say(f"{have} devices: {workers} cells side by side, not {asked} (each needs {each} of its own)")
-        return workers
-
-    @property
-    def _open(self) -> tuple[str, ...]:
-        return (*OPEN, "failed") if self.options.retry_failed else OPEN
-
-    def _stop(self, number: int, _frame: FrameType | None) -> None:
-        if self.stopping and number == signal.SIGINT:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.stopping and number == signal.SIGINT:  # a second Ctrl-C does not wait for saves
             for process in self.running:
                 process.kill()
         self.stopping = True
 
     def _work(self) -> None:
-        if self.options.retry_failed:
+        if self.retry_failed:
             for cell in self.cells:
-                if self.study.state_of(cell)[0] in ("failed", "diverged"):
-                    self.study.judge(cell, "", "")
-        self.queue = [c for c in self.cells if self.study.state_of(c)[0] in self._open]
-        self.halving = Halving(self.study) if self.options.halving else None
+                if self.study.status(cell) in ("failed", "diverged"):
+                    self.study.set_status(cell, "")
+        self.queue = [cell for cell in self.cells if self._is_open(self.study.result(cell).state)]
         while self.queue or self.running:
-            self._fill()
+            self._start_cells()
             if self.stopping:
                 self._wait_for_saves()
                 return
             for process in list(self.running):
                 code = process.poll()
-                if code is not None:
+                if code is None:
+                    self._watch(process)
+                else:
                     self.running.remove(process)
                     self._ended(process, code)
-                else:
-                    self._watch(process)
             self.show(self.study)
-            time.sleep(self.options.poll_seconds)
+            time.sleep(self.poll_seconds)
 
-    def _fill(self) -> None:
-        """Start the next cells while there is room; those that another process trains stay in the queue."""
+    def _is_open(self, state: str) -> bool:
+        return state in OPEN_STATES or (self.retry_failed and state == "failed")
+
+    def _start_cells(self) -> None:
+        """Start the next cells while workers are free; those that another process trains stay in the queue."""
         for cell in list(self.queue):
             if self.stopping or len(self.running) >= self.workers:
                 return
-            state = self.study.state_of(cell)[0]
-            if state == "running":
+            result = self.study.result(cell)
+            if result.state == "running":
                 continue
             self.queue.remove(cell)
-            if state not in self._open:
+            if not self._is_open(result.state):
                 continue
-            if self.halving and (reason := self.halving.prunes(cell, evaluations(self.study.run_of(cell)))):
-                self.study.judge(cell, "pruned", reason)  # a sweep that was killed had not come to write it down
-            else:
-                self.running.append(self._start(cell))
-
-    def _start(self, cell: Cell) -> CellProcess:
-        world = cell.world or self.options.world
-        used = [name for process in self.running for name in (process.devices or "").split(",")]
-        free = [name for name in self.devices if name not in used][:world]
-        devices = ",".join(free) if len(free) == world else None
-        return CellProcess(self.study, cell, world, thread_share(self.workers * self.world), devices)
-
-    def _decided(self, cell: Cell) -> bool:
-        return self.study.verdicts().get(cell.key, {}).get("state", "interrupted") != "interrupted"
+            reason = self.pruner.prune(result) if self.pruner else ""
+            if reason:  # a sweep that was killed before it could write this down
+                self.study.set_status(cell, "pruned", reason)
+                continue
+            world = cell.world or self.world
+            used = {name for process in self.running for name in process.devices}
+            free = [name for name in self.devices if name not in used][:world]
+            threads = thread_share(self.workers * self.largest_world)
+            command = [*self.command(self.study, cell), "--world", str(world)]
+            directory = self.study.run_of(cell).path
+            self.running.append(CellProcess(cell, command, directory, threads, free if len(free) == world else []))
 
     def _watch(self, process: CellProcess) -> None:
-        """Stop a running cell that diverged or that halving leaves behind; the verdict says why.
-
-        Not one that is through all its steps and only saves.
-        """
-        cell, now = process.cell, progress(process.run)
-        if now.at_end or self._decided(cell):
+        """Stop a running cell that diverged or that halving prunes; not one that has done all steps and only saves."""
+        cell, result = process.cell, self.study.result(process.cell)
+        if result.at_end or self.study.status(cell) not in ("", "interrupted"):
             return
-        if self.options.stop_diverged and (reason := now.diverged):
-            self.study.judge(cell, "diverged", reason)
-            process.stop()
-        elif self.halving and (reason := self.halving.prunes(cell, evaluations(process.run))):
-            self.study.judge(cell, "pruned", reason)
-            process.stop()
+        if self.stop_diverged and result.divergence:
+            self.study.set_status(cell, "diverged", result.divergence)
+            process.terminate()
+        elif self.pruner and (reason := self.pruner.prune(result)):
+            self.study.set_status(cell, "pruned", reason)
+            process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> None:
-        process.close()
-        cell, diverged = process.cell, progress(process.run).diverged
-        if self.halving:  # it may have ended between two looks, and later cells are measured against it
-            self.halving.prunes(cell, evaluations(process.run))
-        if self._decided(cell):
+        """Write down why a cell ended, where its ledger does not say; queue it again where that was not its own doing."""
+        process.log.close()
+        cell, result = process.cell, self.study.result(process.cell)
+        if self.pruner:  # it may have ended between two looks, and later cells are compared with it
+            self.pruner.prune(result)
+        if self.study.status(cell) not in ("", "interrupted"):
             return
-        reason = process.reason(code)
+        reason = process.failure(code)
         if code == STOPPED or code < 0 or OCCUPIED in reason:
-            self._interrupted(cell, reason or "stopped by a signal")
+            times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
+            reason = reason or "stopped by a signal"
+            self.study.set_status(cell, "interrupted", f"{reason} ({times} times)" if times > 1 else reason)
+            if times <= RETRIES:
+                self.queue.append(cell)
         elif code != DONE:
-            self.study.judge(cell, "diverged" if diverged and code != BAD_INPUT else "failed", reason)
-        elif diverged and self.study.state_of(cell)[0] != "finished":
-            self.study.judge(cell, "diverged", diverged)
-
-    def _interrupted(self, cell: Cell, reason: str) -> None:
-        """Take a cell up again that ended by no fault of its own; after some times leave it to the next sweep."""
-        times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
-        said = f"{reason} ({times} times)" if times > 1 else reason
-        self.study.judge(cell, "interrupted", said)
-        if times <= RETRIES:
-            self.queue.append(cell)
+            self.study.set_status(cell, "diverged" if result.divergence and code != BAD_INPUT else "failed", reason)
+        elif result.divergence and result.state != "finished":
+            self.study.set_status(cell, "diverged", result.divergence)
 
     def _wait_for_saves(self) -> None:
         for process in self.running:
-            process.stop()
+            process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
             time.sleep(0.1)
+
+
+class CellProcess:
+    """A running cell: `windlass train` in a session of its own; what it prints goes to `runs/<cell>.out`."""
+
+    def __init__(self, cell: Cell, command: list[str], directory: Path, threads: int, devices: list[str]):
+        self.cell, self.devices = cell, devices
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path = directory.parent / f"{directory.name}.out"
+        self.log = self.log_path.open("ab")
+        environment = dict(os.environ, WINDLASS_QUIET_END="1", WINDLASS_PARENT=str(os.getpid()))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to save and end."""
+        if self.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and its ranks at once."""
+        if self.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def failure(self, code: int) -> str:
+        """One line on why a cell that exited with `code` did not finish; empty where it finished or saved and stopped."""
+        if code in (DONE, STOPPED):
+            return ""
+        lines = [line.strip() for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
+        message = next((line for line in reversed(lines) if line.startswith("windlass:")), lines[-1] if lines else "")
+        kind = "bad input" if code == BAD_INPUT else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{kind}: {message}" if message else kind
+
+
+class Halving:
+    """Asynchronous successive halving over a study's ledgers (arXiv 1810.05934), by Optuna's pruner.
+
+    At each rung (the 1st, 2nd, 4th, ... evaluation) a cell goes on only if it is in the better half of those that came to
+    the rung before it; the first to come goes on. Evaluations of earlier sweeps are read from the ledgers and reported in
+    the order in which they happened, so that a sweep that was killed decides as before.
+    """
+
+    def __init__(self, study: Study):
+        try:
+            import optuna
+        except ImportError:
+            raise UserError("--halving needs Optuna: pip install 'windlass[sweep]'") from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
+        direction = "minimize" if better(0.0, 1.0, study.measure) else "maximize"
+        self._optuna = optuna.create_study(direction=direction, pruner=pruner)
+        self._trials: dict[str, Any] = {}
+        self._reported: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
+        past = [(result, each) for result in study.results() for each in result.evaluations]
+        for result, each in sorted(past, key=lambda pair: pair[1].time):
+            self._report(result, each)
+
+    def prune(self, result: CellResult) -> str:
+        """Report a cell's new evaluations; why it is pruned, or empty while it goes on."""
+        for each in result.evaluations[self._reported.get(result.cell.key, 0) :]:
+            self._report(result, each)
+        return self._reasons.get(result.cell.key, "")
+
+    def _report(self, result: CellResult, each: Evaluation) -> None:
+        key = result.cell.key
+        if key not in self._trials:
+            self._trials[key] = self._optuna.ask()
+        rung = self._reported[key] = self._reported.get(key, 0) + 1
+        self._trials[key].report(each.value, rung)
+        if self._trials[key].should_prune() and key not in self._reasons:
+            value = f"{result.measure} {each.value:.4f} at step {each.step}"
+            self._reasons[key] = f"not in the better half after evaluation {rung} ({value})"
 
 
 def thread_share(ranks: int) -> int:
@@ -205,14 +320,11 @@ def thread_share(ranks: int) -> int:
 def visible_devices() -> list[str]:
     """The CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them; empty where there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [n.strip() for n in visible.split(",") if n.strip()] if visible is not None else _devices()
-
-
-def _devices() -> list[str]:
-    try:
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    with suppress(Exception):  # no driver, no library: a machine without NVIDIA devices
         import pynvml
 
         pynvml.nvmlInit()
         return [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # no driver, no library: a machine without NVIDIA devices
-        return []
+    return []
