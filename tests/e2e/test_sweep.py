@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,11 +15,8 @@ from test_resume import corpus, settings
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.reports.study import read_study, winner
 from windlass.run import Run
-from windlass.study.progress import DIVERGED_NATS, progress
-from windlass.study.study import Study
-from windlass.study.table import by_seed, rows
+from windlass.study.study import Study, diverged
 
 __all__ = ["corpus"]
 
@@ -48,30 +46,30 @@ def test_a_killed_sweep_goes_on_and_leaves_finished_cells_alone(corpus, tmp_path
     first = tmp_path / "study"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if (first / "study.json").is_file() and any(r.state == "finished" for _, r in Study.open(first).runs()):
+        if (first / "study.json").is_file() and any(r.state == "finished" for r in Study.open(first).runs()):
             break
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     study = Study.open(first)
-    done = {r.path: r.metrics_path.read_bytes() for _, r in study.runs() if r.state == "finished"}
+    done = {r.path: r.metrics_path.read_bytes() for r in study.runs() if r.state == "finished"}
     assert done
     again = subprocess.run(command(corpus, tmp_path, "--json", "--workers", "2"), capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert all(Run(path).metrics_path.read_bytes() == before for path, before in done.items())
-    table = rows(study)
+    table = [result.row() for result in study.results()]
     assert [(r["optim.lr"], r["run.seed"], r["state"], r["step"]) for r in table] == [
         (0.01, 1, "finished", 6), (0.01, 2, "finished", 6), (0.001, 1, "finished", 6), (0.001, 2, "finished", 6)
     ]  # fmt: skip
     for row in table:
         losses = [x["loss"] for x in Run(row["run"]).lines("eval")]
         assert (row["eval_loss"], row["best_loss"]) == (losses[-1], min(losses))
-    medians = by_seed(study)
-    assert [m["seeds"] for m in medians] == [2, 2]
-    assert medians[0]["median"] == pytest.approx((table[0]["best_loss"] + table[1]["best_loss"]) / 2)
-    best = winner(read_study(first).cells)
+    groups = study.groups()
+    assert [group.seeds for group in groups] == ["2 seeds"] * 2
+    assert groups[0].median == pytest.approx((table[0]["best_loss"] + table[1]["best_loss"]) / 2)
+    best = study.winner()
     assert best is not None
-    assert best.assignment["optim.lr"] == min(medians, key=lambda m: m["median"])["optim.lr"]
+    assert best.median == min(group.median for group in groups)
     assert f"optim.lr={best.assignment['optim.lr']}" in again.stderr
     listed = json.loads(again.stdout)
     assert [r["best_loss"] for r in listed] == [r["best_loss"] for r in table]
@@ -108,9 +106,9 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_nobody(corpus, t
     study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "other")
     with pytest.raises(UserError, match="another study"):
         Study.create(Recipe.load("quickstart"), ["optim.lr=1,2"], tmp_path / "other")
-    study.judge(study.cells[1], "failed", "exit code 1: no luck")
-    assert study.state_of(study.cells[1]) == ("failed", "exit code 1: no luck")
-    assert study.state_of(study.cells[0]) == ("waiting", "")
+    study.set_status(study.cells[1], "failed", "exit code 1: no luck")
+    assert (study.results()[1].state, study.results()[1].reason) == ("failed", "exit code 1: no luck")
+    assert (study.results()[0].state, study.results()[0].reason) == ("waiting", "")
     axes = ["train.global_batch+train.micro_batch=8+8,8+4,6+4", "run.seed=1"]
     with pytest.raises(UserError, match="does not divide"):
         Study.create(Recipe.load("quickstart"), axes, tmp_path / "bad")
@@ -119,24 +117,19 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_nobody(corpus, t
     )
     done = subprocess.run(damaged, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout
-    states = [Study.open(tmp_path / "study").state_of(c) for c in Study.open(tmp_path / "study").cells]
+    states = [(r.state, r.reason) for r in Study.open(tmp_path / "study").results()]
     assert states[0] == ("finished", "")
     assert states[1][0] == "failed"
     assert "bad input" in states[1][1]
     assert "bad input" in done.stdout
 
 
-def test_divergence_is_read_from_the_ledger(tmp_path):
-    run = Run(tmp_path)
-    lines = [{"kind": "train", "step": s, "attempt": 0, "loss": 4.0 + s, "tokens": s} for s in (1, 2)]
-    run.metrics_path.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    assert progress(run).diverged == ""
-    with run.metrics_path.open("a") as file:
-        file.write(json.dumps({"kind": "train", "step": 3, "attempt": 0, "loss": 5.1 + DIVERGED_NATS}) + "\n")
-    assert "above the first" in progress(run).diverged
-    with run.metrics_path.open("a") as file:
-        file.write('{"kind": "train", "step": 4, "attempt": 0, "loss": "NaN"}\n')
-    assert "nan" in progress(run).diverged
+@pytest.mark.parametrize(
+    ("first", "last", "answer"),
+    [(0.8, 1.1, False), (4.0, 5.0, False), (4.0, 5.1, True), (4.0, math.nan, True), (4.0, math.inf, True)],
+)
+def test_one_rule_for_divergence(first, last, answer):
+    assert diverged(first, last) == answer
 
 
 @pytest.mark.full
@@ -147,11 +140,11 @@ def test_each_model_of_a_grid_trains_its_own_compute_optimal_steps(corpus, tmp_p
     done = subprocess.run(command(corpus, tmp_path, *flags, axes=["model.layers=1,2"]), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     study = Study.open(tmp_path / "study")
-    found = [row["steps"] for row in rows(study)]
+    found = [result.steps for result in study.results()]
     started = [study.run_of(cell).lines("event", event="started")[0] for cell in study.cells]
     assert found == [int(event["parameters"] * 0.5 / (8 * 16)) for event in started]
     assert found[0] < found[1]
-    assert [row["step"] for row in rows(study)] == found
+    assert [result.step for result in study.results()] == found
 
 
 @pytest.mark.full
@@ -173,10 +166,10 @@ def test_real_cells_are_stopped_when_they_diverge_and_when_they_are_left_behind(
     done = subprocess.run(command(corpus, tmp_path, *more, *told, axes=axes), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     study = Study.open(tmp_path / "study")
-    first, *others = [study.state_of(cell) for cell in study.cells]
+    first, *others = [(r.state, r.reason) for r in study.results()]
     assert first == ("finished", "")
     assert all(state in ("diverged", "pruned") and reason for state, reason in others)
-    assert all(progress(study.run_of(cell)).step < 400 for cell in study.cells[1:])
+    assert all(result.step < 400 for result in study.results()[1:])
 
 
 @pytest.mark.full

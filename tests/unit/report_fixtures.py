@@ -12,6 +12,7 @@ import numpy as np
 
 from windlass.recipe import Recipe
 from windlass.run import Run
+from windlass.study.study import Study
 
 BEGIN = datetime(2026, 3, 1, 9, 0, 0, tzinfo=UTC)
 EVERY = 10
@@ -170,32 +171,16 @@ def build_run(
 
 def build_study(path: Path, rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4), seeds: tuple[int, ...] = (1, 2)) -> Path:
     """A study of learning rates, schedules and seeds: one cell failed, one waits, the others finished."""
-    path.mkdir(parents=True)
-    recipe = Recipe.load("quickstart", ["train.steps=200"])
-    (path / "recipe.toml").write_text(recipe.toml())
-    cells = []
-    for number, (lr, kind, seed) in enumerate([(r, k, s) for r in rates for k in ("cosine", "wsd") for s in seeds]):
-        assignment = {"optim.lr": lr, "optim.schedule.kind": kind, "run.seed": seed}
-        name = f"runs/cell-{number}"
-        last = (lr, kind, seed) == (rates[-1], "wsd", seeds[-1])
-        digest = recipe.with_overrides(**assignment).config_hash
-        cells.append({"assignment": assignment, "run": name, "digest": digest})
-        if last:
-            continue  # still waits
-        overrides = [f"optim.schedule.kind={kind}"]
+    axes = {"optim.lr": rates, "optim.schedule.kind": ("cosine", "wsd"), "run.seed": seeds}
+    study = Study.create(Recipe.load("quickstart", ["train.steps=200"]), axes, path)
+    for number, cell in enumerate(study.cells[:-1]):  # the last one still waits
+        lr, kind, seed = cell.assignment.values()
         run = build_run(
-            path / name, *overrides, steps=200, ranks=1, seed=seed, lr=lr, device="cpu", finished=number != 1
-        )
+            study.run_of(cell).path, f"optim.schedule.kind={kind}", steps=200, ranks=1, seed=seed, lr=lr, device="cpu",
+            finished=number != 1,
+        )  # fmt: skip
         if number == 1:
             with run.metrics_path.open("a") as file:
                 failure = {"kind": "event", "event": "failed", "step": 200, "time": stamp(999), "attempt": 0}
                 file.write(json.dumps(failure | {"reason": "step 151: loss not finite on rank 0"}) + "\n")
-    axes = [
-        f"optim.lr={','.join(map(str, rates))}",
-        "optim.schedule.kind=cosine,wsd",
-        f"run.seed={','.join(map(str, seeds))}",
-    ]
-    (path / "study.json").write_text(
-        json.dumps({"version": 1, "kind": "sweep", "axes": axes, "cells": cells}, indent=1)
-    )
     return path

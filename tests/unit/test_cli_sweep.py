@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from windlass.cli import main
-from windlass.cli.sweep import WIDE, _Screen, table
+from windlass.cli.sweep import WIDE, Screen, table
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.study import Study
-from windlass.study.table import by_seed, rows
 
 
 @pytest.fixture
@@ -44,11 +43,11 @@ def drawn(study, width):
 
 def test_the_last_frame_is_what_there_is_at_the_end(study):
     out = io.StringIO()
-    screen = _Screen()
+    screen = Screen()
     screen.console = Console(file=out, force_terminal=True, width=WIDE)
     with screen:
         screen.show(study)
-        study.judge(study.cells[0], "failed", "bad input: no luck")
+        study.set_status(study.cells[0], "failed", "bad input: no luck")
         screen.show(study)  # within a second of the first: not drawn
         assert "failed" not in out.getvalue()
     assert "bad input: no luck" in out.getvalue()
@@ -70,16 +69,16 @@ def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
     base = Recipe.load("c4-30m")
     layers = base.model.layers
     optimal = Study.create(base, [f"model.layers={layers},{2 * layers}"], tmp_path / "optimal")
-    steps = [row["steps"] for row in rows(optimal)]
+    steps = [result.steps for result in optimal.results()]
     assert steps == [4576, resolve_steps(base.with_overrides(f"model.layers={2 * layers}"))]
     assert steps[1] > steps[0]
     unknown = Recipe.load("c4-30m", ["model.vocab=0", "data.tokenizer=char"])
-    assert rows(Study.create(unknown, ["run.seed=1,2"], tmp_path / "unknown"))[0]["steps"] is None
+    assert Study.create(unknown, ["run.seed=1,2"], tmp_path / "unknown").results()[0].steps is None
 
 
 def test_seeds_that_have_not_finished_are_counted(study):
     finish(study, 0, 2.5)
-    assert [(r["seeds"], r["of"], r["median"]) for r in by_seed(study)] == [(1, 2, 2.5), (0, 2, None)]
+    assert [(g.seeds, g.median) for g in study.groups()] == [("1 of 2 seeds", 2.5), ("0 of 2 seeds", None)]
 
 
 def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, capsys):

@@ -14,7 +14,6 @@ from windlass.reports.study import (
     StudyView,
     by_seed,
     cell_table,
-    cells_of,
     read_study,
     score,
     seed_table,
@@ -134,12 +133,12 @@ def test_the_command_repeats_steps_that_are_no_number(steps):
 def test_a_cell_that_failed_before_it_began_shows_its_reason(folder):
     path = build_study(folder / "early", rates=(1e-2, 1e-3), seeds=(1,))
     listed = json.loads((path / "study.json").read_text())["cells"]
-    verdict = {listed[-1]["digest"]: {"state": "failed", "reason": "bad input: no such corpus"}}
-    (path / "verdicts.json").write_text(json.dumps(verdict))
+    verdict = {listed[-1]["key"]: {"state": "failed", "reason": "bad input: no such corpus"}}
+    (path / "statuses.json").write_text(json.dumps(verdict))
     last = read_study(path).cells[-1]
     assert (last.view, last.state, last.reason) == (None, "failed", "bad input: no such corpus")
     study = Study.open(path)
-    assert study.state_of(study.cells[-1]) == (last.state, last.reason)
+    assert (study.results()[-1].state, study.results()[-1].reason) == (last.state, last.reason)
 
 
 def test_a_recipe_of_ones_own_is_named_by_its_file():
@@ -167,20 +166,6 @@ def test_the_heat_map_of_two_swept_settings(study):
     assert found.loss[0][1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
     one_axis = [c for c in study.cells if c.assignment["optim.schedule.kind"] == "wsd"]
     assert heat(one_axis) is None
-
-
-def test_cells_from_pairs_of_assignment_and_run(folder):
-    run = build_run(folder / "pair", steps=50)
-    cells = cells_of([({"optim.lr": 1e-3}, run), ({"optim.lr": 1.0}, Run(folder / "none"))])
-    assert [c.state for c in cells] == ["finished", "waiting"]
-    assert cells[1].view is None
-
-
-def test_verdicts_from_outside_are_told(folder):
-    run = build_run(folder / "cell_state", steps=50, finished=False)
-    verdict = {run.recipe.config_hash: {"state": "diverged", "reason": "loss nan at step 30"}}
-    assert [(c.state, c.reason) for c in cells_of([({}, run)], verdict)] == [("diverged", "loss nan at step 30")]
-    assert cells_of([({}, run)])[0].state == "interrupted"
 
 
 def test_a_damaged_or_missing_study_is_said(folder):
@@ -216,8 +201,8 @@ def troubled(folder):
             seed=cell["assignment"]["run.seed"],
         )  # fmt: skip
         diverge(run, 120)
-    verdicts = {cell["digest"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in listed[2:4]}
-    (path / "verdicts.json").write_text(json.dumps(verdicts))
+    verdicts = {cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in listed[2:4]}
+    (path / "statuses.json").write_text(json.dumps(verdicts))
     lines = Run(path / listed[4]["run"]).metrics_path.read_text().splitlines()
     changed = [json.loads(line) for line in lines]
     for line in changed:  # overfitting: the final loss is above the best

@@ -21,29 +21,35 @@ def study(tmp_path):
     return Study.create(Recipe.load("quickstart"), AXES, tmp_path / "study")
 
 
-def test_the_runs_are_where_the_study_says(study):
-    """Studies on disk from before the key keep their directories and verdicts."""
-    file = study.path / "study.json"
-    known = json.loads(file.read_text())
-    for number, cell in enumerate(known["cells"]):
-        del cell["key"]
-        cell["run"] = f"runs/cell-{number}"
-    file.write_text(json.dumps(known))
-    (study.path / "verdicts.json").write_text(
-        json.dumps({known["cells"][2]["digest"]: {"state": "diverged", "reason": "loss nan at step 3"}})
+def test_given_again_it_is_opened(study):
+    assert (
+        Study.create(Recipe.load("quickstart"), ["optim.lr=0.01,0.001", "run.seed=1,2"], study.path).cells
+        == study.cells
     )
-    there = Study.open(study.path)
-    assert [there.run_of(cell).name for cell in there.cells] == ["cell-0", "cell-1", "cell-2", "cell-3"]
-    assert there.state_of(there.cells[2]) == ("diverged", "loss nan at step 3")
-    assert [c.assignment for c in there.cells] == [c.assignment for c in study.cells]
-    assert Study.create(Recipe.load("quickstart"), AXES, study.path).cells == there.cells
+    assert Study.open(study.path) == study
+    mapping = Study.create(Recipe.load("quickstart"), {"optim.lr": [1e-2, 1e-3], "run.seed": [1, 2]}, study.path)
+    assert mapping.cells == study.cells
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["optim.weight_decay=0.2", "eval.every=7", "parallel.device=cpu", "checkpoint.every=9", "telemetry.every=3"],
+)
+def test_given_again_with_another_setting_it_is_refused_with_the_key(study, setting):
+    """Also settings that are not in the config hash."""
+    with pytest.raises(UserError) as error:
+        Study.create(Recipe.load("quickstart", [setting]), AXES, study.path)
+    assert setting in str(error.value) and "--dir" in str(error.value)
+    with pytest.raises(UserError) as error:
+        Study.create(Recipe.load("quickstart"), AXES[:1], study.path)
+    assert AXES[1] in str(error.value) and "--dir" in str(error.value)
 
 
 def test_a_cell_that_would_be_another_recipe_is_one_error(study):
     file = study.path / "recipe.toml"
     file.write_text(file.read_text().replace("layers = 4", "layers = 3"))
     assert Recipe.load(file).model.layers == 3
-    with pytest.raises(UserError, match="another recipe now than when the study was begun"):
+    with pytest.raises(UserError, match="--dir"):
         Study.open(study.path)
 
 
@@ -55,19 +61,19 @@ def test_a_damaged_study_is_said(study):
 
 def judge(path, number):
     study = Study.open(path)
-    study.judge(study.cells[number], "failed", f"by task {number}")
+    study.set_status(study.cells[number], "failed", f"by task {number}")
 
 
 def test_verdicts_written_at_the_same_time_are_all_kept(tmp_path):
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1:16:lin:16"], tmp_path / "study")
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         list(pool.map(judge, [study.path] * 16, range(16)))
-    assert [study.state_of(cell) for cell in study.cells] == [("failed", f"by task {n}") for n in range(16)]
+    assert [(r.state, r.reason) for r in study.results()] == [("failed", f"by task {n}") for n in range(16)]
 
 
 def test_an_interruption_is_told_but_leaves_the_cell_open(study):
     cell = study.cells[0]
-    study.judge(cell, "interrupted", "killed by signal 9")
+    study.set_status(cell, "interrupted", "killed by signal 9")
     assert study.state_of(cell) == ("interrupted", "killed by signal 9")
     run = Run(study.run_of(cell).path)
     run.path.mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.recipe import Recipe
-from windlass.run import Run
 from windlass.study.study import Study
 from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep, thread_share
 

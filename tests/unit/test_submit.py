@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
+from helpers import windlass
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.study.study import Study
-from windlass.study.submit import array_script, submit_array
-from windlass.study.sweep import Options
+from windlass.study.submit import array_script, submit_sweep
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
 
@@ -25,8 +23,8 @@ def study(tmp_path):
     return Study.create(Recipe.load("quickstart"), AXES, tmp_path / "study")
 
 
-def script_of(study, scheduler, cells, arguments=(), **options):
-    made = array_script(study, scheduler, Options(**options), cells, study.path.parent, "/usr/bin/python3", arguments)
+def script_of(study, scheduler, cells, arguments=(), world=1, flags=()):
+    made = array_script(study, scheduler, cells, world, study.path.parent, "/usr/bin/python3", flags, arguments)
     checked = subprocess.run(["bash", "-n"], input=made, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
     return made.splitlines()
@@ -51,13 +49,13 @@ def test_a_single_cell_of_pbs_is_a_plain_job(study):
     assert "#SBATCH --array=3" in script_of(study, "slurm", [3])
 
 
-def test_a_rank_has_a_core_and_where_the_recipe_says_so_a_device(study, tmp_path):
-    assert "#SBATCH --cpus-per-task=4" in script_of(study, "slurm", [0, 1], world=4)
-    assert "#PBS -l select=1:ncpus=4" in script_of(study, "pbs", [0, 1], world=4)
-    assert not [line for line in script_of(study, "slurm", [0, 1], world=4) if "gpu" in line]
-    cuda = Study.create(Recipe.load("quickstart", ["parallel.device=cuda"]), ["parallel.world=1,2"], tmp_path / "cuda")
-    assert "#SBATCH --gpus-per-task=2" in script_of(cuda, "slurm", [0, 1])
-    assert "#PBS -l select=1:ncpus=2:ngpus=2" in script_of(cuda, "pbs", [0, 1])
+def test_a_rank_has_a_core_and_a_gpu_unless_the_recipe_says_cpu(study, tmp_path):
+    lines = script_of(study, "slurm", [0, 1], world=4)  # parallel.device = "auto"
+    assert {"#SBATCH --cpus-per-task=4", "#SBATCH --gpus-per-task=4"} <= set(lines)
+    assert "#PBS -l select=1:ncpus=4:ngpus=4" in script_of(study, "pbs", [0, 1], world=4)
+    cpu = Study.create(Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu")
+    assert not [line for line in script_of(cpu, "slurm", [0, 1]) if "gpu" in line]
+    assert "#PBS -l select=1:ncpus=2" in script_of(cpu, "pbs", [0, 1])
 
 
 def test_what_the_user_asks_of_the_scheduler_replaces_ours(study):
@@ -71,28 +69,20 @@ def test_what_the_user_asks_of_the_scheduler_replaces_ours(study):
     assert "#PBS -q small" in lines
 
 
-def test_the_tasks_judge_as_they_were_told(study):
-    call = next(x for x in script_of(study, "slurm", [0], stop_diverged=True, retry_failed=True) if "--only" in x)
-    assert {"--stop-diverged", "--retry-failed"} <= set(shlex.split(call))
-    assert "--retry-failed" not in next(x for x in script_of(study, "slurm", [0]) if "--only" in x)
-
-
-def test_what_is_submitted(study, capsys):
-    study.judge(study.cells[1], "failed", "bad input")
+def test_what_is_submitted(study):
+    study.set_status(study.cells[1], "failed", "bad input")
     held = Run(study.run_of(study.cells[2]).path)
     held.path.mkdir(parents=True)
     held.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "event": "started"}))
     held.heartbeat_path.touch()
-    submit_array(study, "slurm", Options(), dry_run=True)
-    said = capsys.readouterr().out
-    assert "#SBATCH --array=0,3" in said
-    assert "running already, so not submitted: cell 2" in said
-    submit_array(study, "slurm", Options(retry_failed=True), dry_run=True)
-    assert "#SBATCH --array=0,1,3" in capsys.readouterr().out
-    with pytest.raises(UserError, match="does not go with --submit"):
-        submit_array(study, "slurm", Options(halving=True), dry_run=True)
-    with pytest.raises(UserError, match="there are slurm and pbs"):
-        submit_array(study, "lsf", Options(), dry_run=True)
+    messages = []
+    script = submit_sweep(study, "slurm", stop_diverged=True, dry_run=True, notify=messages.append)
+    assert "#SBATCH --array=0,3" in script and "--stop-diverged" in script and "--retry-failed" not in script
+    assert any("cell 2" in message for message in messages)
+    again = submit_sweep(study, "slurm", retry_failed=True, dry_run=True)
+    assert "#SBATCH --array=0,1,3" in again and "--retry-failed" in again
+    with pytest.raises(UserError):
+        submit_sweep(study, "lsf", dry_run=True)
 
 
 def test_the_script_is_given_to_the_scheduler(study, tmp_path, monkeypatch):
@@ -101,5 +91,11 @@ def test_the_script_is_given_to_the_scheduler(study, tmp_path, monkeypatch):
     tool.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/given\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    assert submit_array(study, "slurm", Options(), dry_run=False) == 0
-    assert (tmp_path / "given").read_text() == Path(study.path / "submit.slurm.sh").read_text()
+    script = submit_sweep(study, "slurm")
+    assert (tmp_path / "given").read_text() == (study.path / "submit.slurm.sh").read_text() == script
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    call = ["sweep", "quickstart", "run.seed=1,2", "--dir", tmp_path / "study", "--submit", "slurm", "--dry-run"]
+    assert "#SBATCH --array=0,1" in windlass(*call, cwd=tmp_path).stdout
+    assert list(tmp_path.iterdir()) == []

@@ -206,13 +206,14 @@ class Study:
         path = Path(path)
         if not Study.is_study(path):
             raise UserError(f"{path} is no study: it has no study.json")
-        recipe, stored = Recipe.load(path / "recipe.toml"), read_json(path / "study.json")
+        stored = read_json(path / "study.json")
         try:
             axes, keys = list(stored["axes"]), [str(cell["key"]) for cell in stored["cells"]]
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{path / 'study.json'} is damaged ({error!r}); restore it, or give another --dir"
             ) from None
+        recipe = Recipe.load(path / "recipe.toml")
         cells = expand(recipe, [parse_axis(text) for text in axes])
         if [cell.key for cell in cells] != keys:
             raise UserError(
