@@ -12,7 +12,7 @@ from harness import Join, recipe, run_ranks
 
 from windlass.data.rows import Rows
 from windlass.data.squad import Question
-from windlass.data.tokenizer import ByteTokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation.generate import generate
 from windlass.evaluation.lm_eval import write_texts
 from windlass.evaluation.hellaswag import Item, evaluate_hellaswag
@@ -29,7 +29,7 @@ from windlass.parallel.parallelize import unwrap, parallelize
 pytestmark = pytest.mark.dist
 
 SHAPE = {"model__layers": 2, "model__heads": 2, "model__width": 32, "model__context": 64, "model__init_std": 0.3}
-TOKENIZER = ByteTokenizer()
+TOKENIZER = byte_tokenizer()
 
 
 def rows(count: int) -> Rows:

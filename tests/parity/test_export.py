@@ -12,14 +12,14 @@ from torch import Tensor
 
 import hf_fixtures
 import tokenizer_fixtures
-from windlass.data import bpe
 from windlass.data.chat import Template
-from windlass.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer, train_bpe
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export, merge_adapters, save_weights
-from windlass.interop.export_tokenizer import as_json, save_tokenizer
+from windlass.interop.export_tokenizer import save_tokenizer
 from windlass.interop.init_from import load_initial
 from windlass.model import convert
 from windlass.model.build import build_model, initialise
@@ -175,10 +175,10 @@ def test_an_exported_tokenizer_gives_the_same_ids_and_text(kind: str, tmp_path: 
     from transformers import AutoTokenizer
 
     made: dict[str, Any] = {
-        "byte": ByteTokenizer,
-        "char": lambda: CharTokenizer(PROBE, with_eot=True),
-        "bpe": lambda: bpe.train_bpe([PROBE] * 3, 300),
-        "gpt2": lambda: bpe.gpt2(str(data_files / "gpt2")),
+        "byte": byte_tokenizer,
+        "char": lambda: char_tokenizer(PROBE, with_eot=True),
+        "bpe": lambda: train_bpe([PROBE] * 3, 300),
+        "gpt2": lambda: gpt2_tokenizer(str(data_files / "gpt2")),
     }
     tokenizer: Tokenizer = made[kind]()
     save_tokenizer(tokenizer, Template(), 64, tmp_path)
@@ -188,14 +188,14 @@ def test_an_exported_tokenizer_gives_the_same_ids_and_text(kind: str, tmp_path: 
     assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
     assert theirs.decode(tokenizer.encode(text)) == text == tokenizer.decode(tokenizer.encode(text))
     assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab
-    again = bpe.hugging_face(str(tmp_path))
+    again = hf_tokenizer(str(tmp_path))
     assert again.encode(text).tolist() == tokenizer.encode(text).tolist() and again.eot == tokenizer.eot
 
 
 def test_gpt2s_own_text_is_tokenized_alike(data_files: Path) -> None:
-    ours = bpe.gpt2(str(data_files / "gpt2"))
+    ours = gpt2_tokenizer(str(data_files / "gpt2"))
     text = (data_files / "web" / "c4-style.txt").read_text(encoding="utf-8")[:200_000]
-    assert as_json(ours).encode(text).ids == ours.encode(text).tolist()
+    assert ours.inner.encode(text).ids == ours.encode(text).tolist()
 
 
 def test_large_weights_are_split_into_files_with_an_index(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.dataset import open_data
-from windlass.data.tokenizer import ByteTokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import InOrder, TextDecoder
 from windlass.recipe import Recipe
 
-BYTES = ByteTokenizer()
+BYTES = byte_tokenizer()
 TALK = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "Hi"},

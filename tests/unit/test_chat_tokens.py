@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import tokenizer_fixtures
-from windlass.data import bpe, chat
+from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.items import open_items
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import hf_tokenizer
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
@@ -25,12 +27,11 @@ CASES = list(tokenizer_fixtures.KINDS)
 WITH_SYSTEM = ["chatml", "marked", "llama3"]
 
 
-def opened(kind: str, directory: Path) -> tuple[bpe.JsonTokenizer, Template, Any]:
+def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
     from transformers import AutoTokenizer
 
     place = tokenizer_fixtures.save(kind, directory)
-    ours = bpe.hugging_face(str(place))
-    assert isinstance(ours, bpe.JsonTokenizer)
+    ours = hf_tokenizer(str(place))
     return ours, Template.of_directory(place), AutoTokenizer.from_pretrained(place)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from windlass.data import verify
 from windlass.data.dataset import DocumentSamples, PackedSamples, Samples, describe, open_data
 from windlass.data.shards import ShardWriter, Stream
+from windlass.data.vocabulary import char_tokenizer, train_bpe
 from windlass.errors import UserError
 
 
@@ -211,22 +212,18 @@ def test_a_directory_that_cannot_be_written_is_remembered_elsewhere(prepared, mo
 
 def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     recipe, data = prepared
-    from windlass.data.tokenizer import CharTokenizer
-
-    CharTokenizer("abc", with_eot=True).save(data.directory)
+    char_tokenizer("abc", with_eot=True).save(data.directory)
     with pytest.raises(UserError, match="wrong tokenizer"):
         again(recipe)
 
 
 def test_a_tokenizer_file_that_changed_is_refused(tmp_path):
-    from windlass.data import bpe
-
-    bpe.train_bpe(documents(20), 270).save(tmp_path / "mine")
+    train_bpe(documents(20), 270).save(tmp_path / "mine")
     file = tmp_path / "mine" / "tokenizer" / "tokenizer.json"
     source = jsonl(tmp_path / "x.jsonl", documents(30))
     recipe = recipe_for(source, tmp_path / "data", tokenizer=f"hf:{file.parent}")
     first = again(recipe)
-    bpe.train_bpe(documents(20, seed=4), 266).save(tmp_path / "mine")
+    train_bpe(documents(20, seed=4), 266).save(tmp_path / "mine")
     with pytest.raises(UserError, match=r"wrong tokenizer: .*tokenizer\.json has changed since the data in"):
         again(recipe)
     file.unlink()

@@ -18,7 +18,7 @@ from windlass.data import shards as shards_module
 from windlass.data.dataset import open_data
 from windlass.data.prepare import data_dir, prepare, ready
 from windlass.data.shards import Index, Stream, dtype_for
-from windlass.data.tokenizer import load_tokenizer
+from windlass.data.vocabulary import load_tokenizer, train_bpe
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import Recipe
 
@@ -78,7 +78,7 @@ def test_shakespeare_in_gpt2_tokens_as_published(data_files, tmp_path):
 def test_documents_lie_end_to_end(tmp_path):
     texts = documents(60)
     directory, index = run(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.25))
-    tokenizer = load_tokenizer(recipe_for("x").data, directory)
+    tokenizer = load_tokenizer(recipe_for("x"), directory)
     wanted = packed(texts, tokenizer)
     stream = Stream(directory, index.streams["shard"])
     assert stream.read(0, len(stream)).tolist() == wanted
@@ -164,7 +164,7 @@ def test_interrupted_in_a_single_text(tmp_path, monkeypatch, data_files):
         assert deaths > 2 and index.fingerprint == whole.fingerprint
         assert files_of(folder / "broken") == files_of(whole_directory)
         tokens = [split_tokens(whole_directory, whole, name) for name in ("train", "val")]
-        found = [load_tokenizer(recipe_for("x", tokenizer=tokenizer).data, whole_directory).decode(t) for t in tokens]
+        found = [load_tokenizer(recipe_for("x", tokenizer=tokenizer), whole_directory).decode(t) for t in tokens]
         assert found == [text[:9600], text[9600:]]
 
 
@@ -265,7 +265,7 @@ def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, s
     except UserError as error:
         assert "none is left" in str(error) or "one document" in str(error)
         return
-    tokenizer = load_tokenizer(recipe.data, directory)
+    tokenizer = load_tokenizer(recipe, directory)
     sizes = np.cumsum([1 + len(tokenizer.encode(t)) for t in texts if t])
     total = sum(s.tokens for s in index.shards)
     assert total in sizes
@@ -286,7 +286,7 @@ def test_max_documents(tmp_path):
     texts = documents(60)
     source = jsonl(tmp_path / "x.jsonl", texts)
     directory, index = run(recipe_for(source, tmp_path / "data", max_documents=10, val_fraction=0))
-    tokenizer = load_tokenizer(recipe_for("x").data, directory)
+    tokenizer = load_tokenizer(recipe_for("x"), directory)
     assert split_tokens(directory, index, "train").tolist() == packed(texts[:10], tokenizer)
 
 
@@ -304,7 +304,7 @@ def test_a_validation_source_of_its_own(tmp_path):
     texts, held = documents(40), documents(40, seed=5)
     source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)
     directory, index = run(recipe_for(source, tmp_path / "data", eval_source=str(other)))
-    tokenizer = load_tokenizer(recipe_for("x").data, directory)
+    tokenizer = load_tokenizer(recipe_for("x"), directory)
     assert split_tokens(directory, index, "train").tolist() == packed(texts, tokenizer)
     assert split_tokens(directory, index, "val").tolist() == packed(held, tokenizer)
     _, few = run(recipe_for(source, tmp_path / "few", eval_source=str(other), max_documents=20, val_fraction=0.25))
@@ -320,7 +320,7 @@ def test_splits_of_a_data_set(tmp_path):
     for streaming in (True, False):
         changes = {"eval_split": "validation", "streaming": streaming}
         directory, index = run(recipe_for(f"hf:{tmp_path / 'x'}", tmp_path / f"data{streaming}", **changes))
-        tokenizer = load_tokenizer(recipe_for("x").data, directory)
+        tokenizer = load_tokenizer(recipe_for("x"), directory)
         assert split_tokens(directory, index, "train").tolist() == packed(texts, tokenizer)
         assert split_tokens(directory, index, "val").tolist() == packed(texts[20:], tokenizer)
         found.append(index.fingerprint)
@@ -333,15 +333,13 @@ def test_characters_of_many_documents_end_with_one_more(tmp_path):
     recipe = recipe_for(f"{tmp_path}/*.txt", tmp_path / "data", tokenizer="char", val_fraction=0)
     directory, index = run(recipe)
     assert index.tokenizer["vocab"] == 8 and index.tokenizer["eot"] == 7
-    tokenizer = load_tokenizer(recipe.data, directory)
+    tokenizer = load_tokenizer(recipe, directory)
     end = "<|endoftext|>"
     assert tokenizer.decode(split_tokens(directory, index, "train")) == f"{end}hello{end}world"
 
 
 def test_a_tokenizer_that_cannot_end_a_text(tmp_path):
-    from windlass.data import bpe
-
-    bpe.train_bpe(["some text"], 270).save(tmp_path)
+    train_bpe(["some text"], 270).save(tmp_path)
     file = tmp_path / "tokenizer" / "tokenizer.json"
     tree = json.loads(file.read_text())
     tree["added_tokens"] = []

@@ -10,16 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer_fixtures
-from windlass.data import bpe
-from windlass.data.tokenizer import (
-    END_OF_TEXT,
-    ByteTokenizer,
-    CharTokenizer,
-    load_tokenizer,
-    named_tokenizer,
-)
+from windlass.data import tokenizer as tokenizer_module
+from windlass.data.gpt2 import END_OF_TEXT
+from windlass.data.tokenizer import cut_at_lines
+from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, load_tokenizer, named_tokenizer, train_bpe
 from windlass.errors import UserError
-from windlass.recipe import DataSettings
+from windlass.recipe import DataSettings, Recipe
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
 SAMPLE = "It's 3 o'clock.\n\n\tdef f(x):  return x**2   # \u00e4\u00f6\u00fc \u4e2d\u6587 \U0001f642\r\n" * 3
@@ -32,14 +28,14 @@ def gpt2(data_files):
 
 @given(TEXT)
 def test_bytes_round_trip(text):
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int64 and ids.tolist() == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
 def test_bytes_special():
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     assert (tokenizer.vocab, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([65, 256, 66, 0xFF, 300]) == f"A{END_OF_TEXT}B\ufffd\ufffd"
     assert tokenizer.decode(np.array([104, 105])) == "hi"
@@ -48,14 +44,14 @@ def test_bytes_special():
 
 @given(TEXT.filter(bool))
 def test_characters_round_trip(text):
-    tokenizer = CharTokenizer(text, with_eot=False)
+    tokenizer = char_tokenizer(text, with_eot=False)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.vocab == len(set(text)) and int(ids.max()) == tokenizer.vocab - 1
 
 
 def test_characters_are_numbered_by_code_point_and_unknown_ones_named():
-    tokenizer = CharTokenizer("banana", with_eot=True)
+    tokenizer = char_tokenizer("banana", with_eot=True)
     assert tokenizer.encode("nab").tolist() == [2, 0, 1]
     assert (tokenizer.vocab, tokenizer.eot) == (4, 3)
     assert tokenizer.decode([0, 3, 9]) == f"a{END_OF_TEXT}\ufffd"
@@ -63,12 +59,12 @@ def test_characters_are_numbered_by_code_point_and_unknown_ones_named():
         with pytest.raises(UserError, match="does not know"):
             tokenizer.encode("ba" + unknown)
     with pytest.raises(UserError, match="at least one character"):
-        CharTokenizer("", with_eot=False)
+        char_tokenizer("", with_eot=False)
 
 
 def test_shakespeare_has_65_characters(data_files):
     text = (data_files / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
-    tokenizer = CharTokenizer(text, with_eot=False)
+    tokenizer = char_tokenizer(text, with_eot=False)
     assert tokenizer.vocab == 65
     assert tokenizer.encode("hii there").tolist() == [46, 47, 47, 1, 58, 46, 43, 56, 43]  # as nanoGPT numbers them
 
@@ -92,13 +88,13 @@ def test_gpt2_agrees_with_an_independent_tokenizer(gpt2, data_files):
 
 @given(st.text(st.sampled_from("ab1 '!\n\t\r\u00e9\u00a0s"), max_size=60))
 def test_cutting_a_long_text_changes_no_token(gpt2, text):
-    before = bpe.LONGEST_PIECE
+    before = tokenizer_module.LONGEST_PIECE
     try:
-        bpe.LONGEST_PIECE = 12
-        parts = list(bpe.pieces(text))
+        tokenizer_module.LONGEST_PIECE = 12
+        parts = list(cut_at_lines(text))
         cut = gpt2.encode(text).tolist()
     finally:
-        bpe.LONGEST_PIECE = before
+        tokenizer_module.LONGEST_PIECE = before
     assert "".join(parts) == text
     places = np.cumsum([len(p) for p in parts])[:-1].tolist()
     if all(text[p - 1] == "\n" and not text[p - 2].isspace() and not text[p].isspace() for p in places):
@@ -113,7 +109,7 @@ def test_gpt2_survives_long_runs(gpt2, text):
 
 
 def test_bytes_of_each_token_add_up(gpt2, data_files):
-    for tokenizer in (gpt2, ByteTokenizer(), CharTokenizer(SAMPLE, True), named_hf(data_files)):
+    for tokenizer in (gpt2, byte_tokenizer(), char_tokenizer(SAMPLE, True), named_hf(data_files)):
         ids = tokenizer.encode(SAMPLE)
         lengths = tokenizer.byte_lengths()
         assert lengths.shape == (tokenizer.vocab,) and lengths[tokenizer.eot] == 0
@@ -137,7 +133,7 @@ def test_bytes_of_each_character_add_up_in_a_tokenizer_file(tmp_path):
     from windlass.interop.export_tokenizer import save_tokenizer
 
     text = "é ü \u2581 \u0120 \u4e2d \U0001f642 x" + END_OF_TEXT
-    save_tokenizer(CharTokenizer(text, True), Template(), 64, tmp_path)
+    save_tokenizer(char_tokenizer(text, True), Template(), 64, tmp_path)
     tokenizer = named_tokenizer(f"hf:{tmp_path}")
     assert int(tokenizer.byte_lengths()[tokenizer.encode(text)].sum()) == len(text.encode())
 
@@ -155,7 +151,7 @@ def test_a_tokenizer_file(gpt2, data_files):
 
 
 def test_a_tokenizer_directory_says_how_a_text_ends(tmp_path):
-    tokenizer = bpe.train_bpe([SAMPLE], 300)
+    tokenizer = train_bpe([SAMPLE], 300)
     tokenizer.save(tmp_path)
     saved = tmp_path / "tokenizer" / "tokenizer.json"
     folder = tmp_path / "model"
@@ -171,22 +167,22 @@ def test_a_tokenizer_directory_says_how_a_text_ends(tmp_path):
 
 def test_trained_byte_pairs():
     texts = ["the cat sat on the mat\n", "that other hat is another matter\n"] * 50
-    tokenizer = bpe.train_bpe(texts, 280)
+    tokenizer = train_bpe(texts, 280)
     assert tokenizer.vocab == 280 and tokenizer.eot == 0
     assert len(tokenizer.encode("the cat")) < 7
     for text in ("the cat", SAMPLE, f"x{END_OF_TEXT}y"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert 0 not in tokenizer.encode(text)
-    assert bpe.train_bpe(texts, 280).fingerprint == tokenizer.fingerprint
-    assert bpe.train_bpe(texts, 270).fingerprint != tokenizer.fingerprint
+    assert train_bpe(texts, 280).fingerprint == tokenizer.fingerprint
+    assert train_bpe(texts, 270).fingerprint != tokenizer.fingerprint
 
 
 def every_kind(data_files):
     return {
-        "byte": ByteTokenizer(),
-        "char": CharTokenizer(SAMPLE, True),
+        "byte": byte_tokenizer(),
+        "char": char_tokenizer(SAMPLE, True),
         "gpt2": named_tokenizer(f"gpt2:{data_files / 'gpt2'}"),
-        "bpe": bpe.train_bpe([SAMPLE], 300),
+        "bpe": train_bpe([SAMPLE], 300),
         f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}": named_hf(data_files),
     }
 
@@ -195,54 +191,54 @@ def test_saved_is_loaded_and_wrong_or_changed_is_refused(tmp_path, data_files):
     for number, (setting, tokenizer) in enumerate(every_kind(data_files).items()):
         folder = tmp_path / str(number)
         tokenizer.save(folder)
-        loaded = load_tokenizer(DataSettings(tokenizer=setting), folder)
+        loaded = load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)), folder)
         assert (loaded.fingerprint, loaded.vocab, loaded.eot) == (tokenizer.fingerprint, tokenizer.vocab, tokenizer.eot)
         assert loaded.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
         wrong = "byte" if setting != "byte" else "char"
         with pytest.raises(UserError, match="wrong tokenizer"):
-            load_tokenizer(DataSettings(tokenizer=wrong), folder)
+            load_tokenizer(Recipe(data=DataSettings(tokenizer=wrong)), folder)
         description = folder / "tokenizer" / "windlass.json"
         changed = {**json.loads(description.read_text()), "fingerprint": "0" * 64}
         description.write_text(json.dumps(changed))
         with pytest.raises(UserError, match="was changed after it was saved"):
-            load_tokenizer(DataSettings(tokenizer=setting), folder)
+            load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)), folder)
         description.write_text("{")
         with pytest.raises(UserError, match="cannot be read"):
-            load_tokenizer(DataSettings(tokenizer=setting), folder)
+            load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)), folder)
 
 
-@pytest.mark.parametrize("file", ["gpt2.tiktoken", "tokenizer.json"])
-def test_a_damaged_file_is_refused(tmp_path, data_files, file):
-    setting = f"gpt2:{data_files / 'gpt2'}" if file == "gpt2.tiktoken" else "bpe"
-    tokenizer = named_tokenizer(setting) if setting != "bpe" else bpe.train_bpe([SAMPLE], 280)
+@pytest.mark.parametrize("kind", ["gpt2", "bpe"])
+def test_a_damaged_file_is_refused(tmp_path, data_files, kind):
+    setting = f"gpt2:{data_files / 'gpt2'}" if kind == "gpt2" else "bpe"
+    tokenizer = named_tokenizer(setting) if kind == "gpt2" else train_bpe([SAMPLE], 280)
     tokenizer.save(tmp_path)
-    path = tmp_path / "tokenizer" / file
+    path = tmp_path / "tokenizer" / "tokenizer.json"
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"\x00" + whole[1:], b""):
         path.write_bytes(damaged)
         with pytest.raises(UserError):
-            load_tokenizer(DataSettings(tokenizer=setting), tmp_path)
+            load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)), tmp_path)
     path.unlink()
     with pytest.raises(UserError):
-        load_tokenizer(DataSettings(tokenizer=setting), tmp_path)
+        load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)), tmp_path)
 
 
 @pytest.mark.parametrize("setting", ["bytes", "byte:x", "gpt3", "hf", "hf:", "", "bpe:500"])
 def test_there_is_no_such_tokenizer(setting):
     with pytest.raises(UserError, match=r"data\.tokenizer: there is no tokenizer"):
-        load_tokenizer(DataSettings(tokenizer=setting))
+        load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)))
 
 
 @pytest.mark.parametrize("setting", ["char", "bpe"])
 def test_made_from_the_corpus(setting, tmp_path):
     with pytest.raises(UserError, match="run `windlass prepare` first"):
-        load_tokenizer(DataSettings(tokenizer=setting), tmp_path)
+        load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)), tmp_path)
 
 
 @pytest.mark.parametrize("setting", ["char", "bpe"])
 def test_shards_of_others_come_without_a_tokenizer(setting):
-    with pytest.raises(UserError, match="shards that others wrote come with none: name the one"):
-        load_tokenizer(DataSettings(tokenizer=setting))
+    with pytest.raises(UserError, match="come with none: name theirs"):
+        load_tokenizer(Recipe(data=DataSettings(tokenizer=setting)))
 
 
 def test_gpt2_from_a_wrong_directory(tmp_path, data_files):

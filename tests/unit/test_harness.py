@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
 from harness import Join, recipe, run_ranks
 
-from windlass.data.tokenizer import ByteTokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import Interrupted, _pair, adapter, run_harness, write_texts
@@ -30,7 +30,7 @@ from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Recipe
 
 ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
-BYTES = ByteTokenizer()
+BYTES = byte_tokenizer()
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.data.tokenizer import ByteTokenizer
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
 from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan
@@ -87,7 +88,7 @@ ITEMS = [
 
 
 def test_accuracies_are_those_of_the_likeliest_ending() -> None:
-    model, tokenizer = gpt(context=64), ByteTokenizer()
+    model, tokenizer = gpt(context=64), byte_tokenizer()
     result = evaluate_hellaswag(model, tokenizer, ITEMS, ALONE)
     right = right_norm = 0
     for item in ITEMS:
@@ -115,7 +116,7 @@ def test_a_model_that_knows_the_endings_is_right() -> None:
                             logits[row, t, whole[t + 1]] = 30.0
             return logits
 
-    result = evaluate_hellaswag(Oracle(), ByteTokenizer(), ITEMS, ALONE)
+    result = evaluate_hellaswag(Oracle(), byte_tokenizer(), ITEMS, ALONE)
     assert result is not None and (result["acc"], result["acc_norm"]) == (1.0, 1.0)
 
 
@@ -134,7 +135,7 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
 
 
 def test_items_are_tokenized_once_and_again_where_they_or_the_tokenizer_change() -> None:
-    class Counting(ByteTokenizer):
+    class Counting(Tokenizer):
         asked = 0
 
         def encode(self, text: str) -> Any:
@@ -142,7 +143,7 @@ def test_items_are_tokenized_once_and_again_where_they_or_the_tokenizer_change()
             return super().encode(text)
 
     items, model = [Item("A man", ("a", "bc"), 1), Item("A cat", ("d", "ef"), 0)], gpt(context=32, layers=1)
-    tokenizer = Counting()
+    tokenizer = Counting("byte", byte_tokenizer().inner, 256)
     first = evaluate_hellaswag(model, tokenizer, items, ALONE)
     asked = Counting.asked
     again = evaluate_hellaswag(model, tokenizer, list(items), ALONE)
@@ -151,14 +152,14 @@ def test_items_are_tokenized_once_and_again_where_they_or_the_tokenizer_change()
     evaluate_hellaswag(model, tokenizer, items[:1], ALONE)
     assert Counting.asked > asked
     asked = Counting.asked
-    evaluate_hellaswag(model, Counting(), items[:1], ALONE)
+    evaluate_hellaswag(model, Counting("byte", byte_tokenizer().inner, 256), items[:1], ALONE)
     assert Counting.asked > asked
 
 
 def test_a_hundred_real_items_have_the_scores_of_the_plain_reference(data_files: Path) -> None:
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=100)
     model = gpt(context=320, layers=1)
-    given = continuations(items, ByteTokenizer())
+    given = continuations(items, byte_tokenizer())
     found = log_likelihoods(model, given, ALONE)
     assert found is not None and len(found.sums) == 400
     for i, row in enumerate(given):
@@ -175,7 +176,7 @@ def test_a_hundred_real_items_have_the_scores_of_the_plain_reference(data_files:
 def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path) -> None:
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"))
     assert len(items) == 10_042
-    result = evaluate_hellaswag(gpt(context=256, layers=1, seed=seed, init_std=0.02), ByteTokenizer(), items, ALONE)
+    result = evaluate_hellaswag(gpt(context=256, layers=1, seed=seed, init_std=0.02), byte_tokenizer(), items, ALONE)
     assert result is not None
     print(f"acc {result['acc']:.4f}, acc_norm {result['acc_norm']:.4f}, {result['tokens_per_s']:,.0f} tokens/s")
     assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015
@@ -186,7 +187,7 @@ def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path
 def test_bf16_moves_the_scores_and_fp32_does_not(std: float, data_files: Path) -> None:
     """Against float64; why `windlass eval` computes in fp32."""
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=200)
-    rows, model = continuations(items, ByteTokenizer()), gpt(context=256, layers=1, init_std=std)
+    rows, model = continuations(items, byte_tokenizer()), gpt(context=256, layers=1, init_std=std)
 
     def sums(autocast: Any = nullcontext) -> Tensor:
         found = log_likelihoods(model, rows, ALONE, autocast=autocast)

@@ -10,9 +10,10 @@ import pytest
 
 import hf_fixtures
 import tokenizer_fixtures
-from windlass.data import bpe, squad
+from windlass.data import squad
 from windlass.data.squad import Question
-from windlass.data.tokenizer import as_trained, joined, load_tokenizer, prompt_of, starting
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import gpt2_tokenizer, hf_tokenizer, load_tokenizer
 from windlass.evaluation.generate import TextDecoder, text_after
 from windlass.evaluation.hellaswag import Item, continuations
 from windlass.evaluation.source import alone, find_source, open_model, stop_tokens
@@ -22,12 +23,11 @@ KINDS = list(tokenizer_fixtures.KINDS)
 STARTS = ["llama3", "gemma", "mistral", "llama2"]
 
 
-def opened(kind: str, directory: Path) -> tuple[bpe.JsonTokenizer, Any]:
+def opened(kind: str, directory: Path) -> tuple[Tokenizer, Any]:
     from transformers import AutoTokenizer
 
     place = tokenizer_fixtures.save(kind, directory)
-    ours = bpe.hugging_face(str(place))
-    assert isinstance(ours, bpe.JsonTokenizer)
+    ours = hf_tokenizer(str(place))
     return ours, AutoTokenizer.from_pretrained(place)
 
 
@@ -35,37 +35,45 @@ def opened(kind: str, directory: Path) -> tuple[bpe.JsonTokenizer, Any]:
 def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(kind: str, tmp_path: Path) -> None:
     ours, theirs = opened(kind, tmp_path)
     text = "Who are you? é 中"
-    assert prompt_of(ours, text) == starting(ours, text) == theirs(text)["input_ids"]
-    assert list(ours.start) == ([theirs.bos_token_id] if kind in STARTS else [])
-    assert prompt_of(ours, "") == (list(ours.start) or [theirs.eos_token_id])
+    assert ours.encode_prompt(text) == ours.encode_with_bos(text) == theirs(text)["input_ids"]
+    assert list(ours.bos) == ([theirs.bos_token_id] if kind in STARTS else [])
+    assert ours.encode_prompt("") == (list(ours.bos) or [theirs.eos_token_id])
     ours.save(tmp_path / "saved")
-    again = load_tokenizer(Recipe.model_validate({"data": {"tokenizer": f"hf:{tmp_path}"}}).data, tmp_path / "saved")
-    assert starting(again, text) == theirs(text)["input_ids"]
+    again = load_tokenizer(
+        Recipe.model_validate({"data": {"tokenizer": f"hf:{tmp_path}"}, "model": {"kind": "hf", "name": "x"}}),
+        tmp_path / "saved",
+    )
+    assert again.encode_with_bos(text) == theirs(text)["input_ids"]
 
 
 def test_gpt2_puts_nothing_before_a_text(data_files: Path) -> None:
     for ours in (
-        bpe.gpt2(str(data_files / "gpt2")),
-        bpe.hugging_face(str(data_files / "gpt2" / "gpt2-tokenizer.json")),
+        gpt2_tokenizer(str(data_files / "gpt2")),
+        hf_tokenizer(str(data_files / "gpt2" / "gpt2-tokenizer.json")),
     ):
-        assert prompt_of(ours, "Hello, é") == ours.encode("Hello, é").tolist() and prompt_of(ours, "") == [50256]
+        assert ours.encode_prompt("Hello, é") == ours.encode("Hello, é").tolist() and ours.encode_prompt("") == [50256]
 
 
 def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
-    ours, _ = opened("llama3", tmp_path)
+    place = tokenizer_fixtures.save("llama3", tmp_path)
+
+    def load(tree: dict[str, Any]) -> Tokenizer:
+        data = {"tokenizer": f"hf:{place}", **tree.get("data", {})}
+        return load_tokenizer(Recipe.model_validate({**tree, "data": data}))
+
     model = {"kind": "hf", "name": "x"}
     for tree in ({"model": model}, {"model": {"init_from": "x"}}, {"data": {"format": "chat"}}):
-        assert as_trained(ours, Recipe.model_validate(tree)).start  # type: ignore[attr-defined]
-    assert as_trained(ours, Recipe.model_validate({"model": {**model, "from_scratch": True}})) is ours
-    assert starting(ours, "Who") == ours.encode("Who").tolist()
+        assert load(tree).bos
+    ours = load({"model": {**model, "from_scratch": True}})
+    assert ours.bos == () and ours.encode_with_bos("Who") == ours.encode("Who").tolist()
     ours.save(tmp_path / "saved")
-    assert bpe.hugging_face(str(tmp_path / "saved" / "tokenizer" / "tokenizer.json")).start == ()  # type: ignore[attr-defined]
+    assert hf_tokenizer(str(tmp_path / "saved" / "tokenizer" / "tokenizer.json")).bos == ()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_space_after_a_prompt_is_shown(kind: str, tmp_path: Path) -> None:
     ours, theirs = opened(kind, tmp_path)
-    prompt, whole = prompt_of(ours, "Who are"), prompt_of(ours, "Who are you? é 中 cat")
+    prompt, whole = ours.encode_prompt("Who are"), ours.encode_prompt("Who are you? é 中 cat")
     made = whole[len(prompt) :]
     assert whole[: len(prompt)] == prompt
     expected = theirs.decode(whole)[len(theirs.decode(prompt)) :]
@@ -82,7 +90,7 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
         assert row.context == theirs(item.context)["input_ids"]
         assert [*row.context, *row.ending] == theirs(f"{item.context} {ending}")["input_ids"]
     for ending in ("x", " x"):  # glued to a word that changes: the prompt keeps its tokens
-        ids, before = joined(ours, "Who are you the ca", ending)
+        ids, before = ours.encode_pair("Who are you the ca", ending)
         assert ids[:before] == theirs("Who are you the ca")["input_ids"]
         assert theirs.decode(ids).endswith("Who are you the ca" + ending)
 
@@ -90,7 +98,7 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
 def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
     from windlass.evaluation.hellaswag import read_items
 
-    ours = bpe.gpt2(str(data_files / "gpt2"))
+    ours = gpt2_tokenizer(str(data_files / "gpt2"))
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500)
     apart = [
         (ours.encode(item.context).tolist(), ours.encode(" " + ending).tolist())
@@ -108,19 +116,19 @@ def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_pat
     item = Question("q", "Who ran?", context, ("Žluťoučký kůň.",), context.index("Ž"))
     for room in (2000, 150):
         ids, marks = squad.row(item, ours, room, theirs.eos_token_id)  # type: ignore[misc]
-        text = theirs.decode(ids[len(ours.start) : -1])
+        text = theirs.decode(ids[len(ours.bos) : -1])
         assert len(ids) <= room + 1 and text.endswith("Žluťoučký kůň. Answer: Žluťoučký kůň.")
         assert ids == [*theirs(text)["input_ids"], theirs.eos_token_id]
         answer = [i for i, mark in zip(ids, marks, strict=True) if mark]
         assert theirs.decode(answer[:-1]).strip() == "Žluťoučký kůň." and answer[-1] == theirs.eos_token_id
         prompt = squad.prompt(item, ours, room)
-        assert len(prompt) <= room and prompt[: len(ours.start)] == list(ours.start)
+        assert len(prompt) <= room and prompt[: len(ours.bos)] == list(ours.bos)
         assert theirs.decode(prompt).endswith(" Answer:")
     long = Question("long", "who are you " * 300, context, item.answers, item.start)
     assert squad.row(long, ours, 150, theirs.eos_token_id) is None
     for room in (1, 2, 40):
         prompt = squad.prompt(long, ours, room)
-        assert len(prompt) == room and (room < 3 or prompt[: len(ours.start)] == list(ours.start))
+        assert len(prompt) == room and (room < 3 or prompt[: len(ours.bos)] == list(ours.bos))
     assert len(squad.rows([long, item], ours, 150)) == 1
 
 

@@ -17,11 +17,11 @@ from windlass.data.items import open_items, prepare_items
 from windlass.data.loader import eval_batches
 from windlass.data.rows import Rows, choose
 from windlass.data.squad import Question
-from windlass.data.tokenizer import ByteTokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
-BYTES = ByteTokenizer()
+BYTES = byte_tokenizer()
 
 
 def question(context: str, answer: str, key: str = "q", group: str = "") -> Question:

@@ -40,7 +40,6 @@ def sample(
     """
     from dataclasses import replace
 
-    from windlass.data.tokenizer import prompt_of
     from windlass.evaluation import source as sources
     from windlass.evaluation.generate import Sampling
 
@@ -60,7 +59,7 @@ def sample(
         _talk(source, model, ranks, sampling)
         return
     text = _piped(wait=prompt == "-") if prompt in ("", "-") else prompt
-    _show(source, model, ranks, sampling, [prompt_of(source.tokenizer, text)] * n, text)
+    _show(source, model, ranks, sampling, [source.tokenizer.encode_prompt(text)] * n, text)
 
 
 def _show(source: Source, model: Any, ranks: Any, sampling: Any, prompts: list[list[int]], text: str) -> None:

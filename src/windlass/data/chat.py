@@ -280,7 +280,7 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], li
     """
     known = [(tokenizer.eot if piece is None else piece, counts) for piece, counts in pieces]
     parts = [(piece, counts) for piece, counts in known if piece is not None]
-    if hasattr(tokenizer, "encode_marked"):
+    if True:
         ids, marks = tokenizer.encode_marked(parts)
         return list(ids), list(marks)
     found = [

@@ -18,7 +18,8 @@ from windlass.data.items import open_items
 from windlass.data.prepare import data_dir, prepare, ready
 from windlass.data.progress import Progress, console
 from windlass.data.shards import Index, Stream
-from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenizer, tokenizer_files
+from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.vocabulary import load_tokenizer, tokenizer_files
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
@@ -177,7 +178,7 @@ def open_data(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Prog
         assert index is not None
     shown = progress or console()
     try:
-        tokenizer = as_trained(_checked(recipe, directory, index, shown), recipe)
+        tokenizer = _checked(recipe, directory, index, shown)
     finally:
         shown.close()
     train, val = samples_of(recipe, directory, index, tokenizer)
@@ -200,7 +201,7 @@ def describe(recipe: Recipe, data: Data) -> dict[str, str]:
 
 
 def _checked(recipe: Recipe, directory: Path, index: Index, shown: Progress) -> Tokenizer:
-    tokenizer = load_tokenizer(recipe.data, directory)
+    tokenizer = load_tokenizer(recipe, directory)
     if tokenizer.fingerprint != index.tokenizer["fingerprint"]:
         raise UserError(
             f"wrong tokenizer: {directory} was prepared with another {index.tokenizer['name']} than the one that lies "

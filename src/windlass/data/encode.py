@@ -60,7 +60,7 @@ def encode_documents(
 
 def _pieces(texts: Iterator[str], first: int, tokenizer: Tokenizer) -> Iterator[Piece]:
     for number, text in enumerate(texts, first):
-        parts = list(tokenizer.pieces(text)) or [""]
+        parts = list(tokenizer.stretches(text)) or [""]
         for place, part in enumerate(parts, 1):
             yield number, part, place == 1, place == len(parts)
 

@@ -16,15 +16,14 @@ from windlass.data import chat, squad
 from windlass.data.lock import only_one
 from windlass.data.progress import Progress, console
 from windlass.data.rows import Rows, choose
-from windlass.data.tokenizer import (
-    FOLDER,
-    CharTokenizer,
-    Tokenizer,
+from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.vocabulary import (
+    char_tokenizer,
     kind_of,
-    layout_files,
     load_tokenizer,
     named_tokenizer,
     tokenizer_files,
+    train_bpe,
 )
 from windlass.errors import UserError
 
@@ -55,7 +54,7 @@ class Items:
 def shaping(recipe: Recipe) -> dict[str, Any]:
     """Everything that determines the rows: settings, and the content of the files, those of a local tokenizer too."""
     data = recipe.data
-    tokenizer = tokenizer_files(data.tokenizer) | layout_files(data.tokenizer)
+    tokenizer = tokenizer_files(data.tokenizer, layout=True)
     files = [s.removeprefix("squad:") for s in (data.source, data.eval_source) if s and s != "squad"]
     sums = {file: _sha256(path) for file in files for path in sorted(_paths(file))}
     return {
@@ -128,7 +127,7 @@ def open_items(recipe: Recipe, *, prepare_if_missing: bool = True, progress: Pro
             raise UserError(f"{path} cannot be read ({error}); delete {directory} and prepare the data again") from None
         if found[name].fingerprint != fingerprint:
             raise UserError(f"{path} was changed after it was made; delete {directory} and prepare the data again")
-    tokenizer = load_tokenizer(recipe.data, directory)
+    tokenizer = load_tokenizer(recipe, directory)
     whole = hashlib.sha256(json.dumps([index["rows"], tokenizer.fingerprint]).encode()).hexdigest()
     template = chat.Template.load(directory / FOLDER)
     return Items(found["train"], found.get("val"), tokenizer, template, whole, directory)
@@ -215,12 +214,10 @@ def _tokenizer(recipe: Recipe, directory: Path, texts: list[str], shown: Progres
     """The tokenizer that the recipe names, or one made from the training texts."""
     kind = kind_of(recipe.data.tokenizer)
     if kind == "bpe":
-        from windlass.data import bpe
-
         shown.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from the training items")
-        return bpe.train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
+        return train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
     if kind == "char":
-        return CharTokenizer("".join(set("".join(texts)) | set(LAYOUT)), with_eot=True)
+        return char_tokenizer([*texts, LAYOUT], with_eot=True)
     return named_tokenizer(recipe.tokenizer)
 
 

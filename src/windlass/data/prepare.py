@@ -36,7 +36,15 @@ from windlass.data.shards import (
     write_json,
 )
 from windlass.data.splits import Part, budget, cut, halves, make_splits
-from windlass.data.tokenizer import CharTokenizer, Tokenizer, kind_of, load_tokenizer, named_tokenizer, tokenizer_files
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import (
+    char_tokenizer,
+    kind_of,
+    load_tokenizer,
+    named_tokenizer,
+    tokenizer_files,
+    train_bpe,
+)
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings, Recipe
 
@@ -198,15 +206,13 @@ class _Preparation:
         if kind not in ("char", "bpe"):
             tokenizer = named_tokenizer(self.recipe.tokenizer)
         elif "tokenizer" in self.state:
-            return load_tokenizer(self.data, self.directory)
+            return load_tokenizer(self.recipe, self.directory)
         elif kind == "char":
             tokenizer = self._characters(parts)
         else:
-            from windlass.data import bpe
-
             self.shown.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {parts[0].corpus.name}")
             texts = _first(parts[0].corpus.documents(), BPE_CHARACTERS)
-            tokenizer = bpe.train_bpe(texts, self.data.tokenizer_vocab)
+            tokenizer = train_bpe(texts, self.data.tokenizer_vocab)
         tokenizer.save(self.directory)
         return tokenizer
 
@@ -221,7 +227,7 @@ class _Preparation:
                     break
         if not found:
             raise UserError(f"data.source: there is no text in {parts[0].corpus.name}")
-        return CharTokenizer("".join(found), with_eot=not all(part.corpus.single_text for part in parts))
+        return char_tokenizer(found, with_eot=not all(part.corpus.single_text for part in parts))
 
     def _write(self, part: Part, tokenizer: Tokenizer) -> list[Shard]:
         before = self.state["streams"].get(part.stem, {"shards": [], "resume": [0, 0], "done": False})
@@ -296,7 +302,7 @@ class _Preparation:
     def _foreign(self) -> Index:
         """The index of shards that others wrote: they are read once, and stay where they are."""
         d = self.data
-        tokenizer = load_tokenizer(d)
+        tokenizer = load_tokenizer(self.recipe)
         main = find_files(d.source.removeprefix("shards:"))
         held: list[Path] = []
         if d.eval_source:

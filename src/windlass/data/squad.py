@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import hub
 from windlass.data.rows import Rows, choose
-from windlass.data.tokenizer import joined, starting
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[l
     """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit."""
 
     def whole(text: str) -> tuple[list[int], int]:
-        return joined(tokenizer, PROMPT.format(question=item.question, context=text), " " + item.answers[0])
+        return tokenizer.encode_pair(PROMPT.format(question=item.question, context=text), " " + item.answers[0])
 
     # n tokens make n - 1 positions, and the end-of-text is one more token.
     window = longest(item, lambda text: len(whole(text)[0]) <= context)
@@ -251,7 +250,7 @@ def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
 
     def tokens(characters: int) -> list[int]:
         text = item.context[:characters].rstrip()
-        return starting(tokenizer, PROMPT.format(question=item.question, context=text))
+        return tokenizer.encode_with_bos(PROMPT.format(question=item.question, context=text))
 
     ids = tokens(len(item.context))
     low, high = 0, len(item.context)
@@ -262,5 +261,5 @@ def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
         low, high = (middle, high) if len(tokens(middle)) <= room else (low, middle)
     cut = max((i for i in range(low + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0)
     ids = tokens(cut)
-    begin = len(getattr(tokenizer, "start", ()))
+    begin = len(tokenizer.bos)
     return [*ids[:begin], *ids[begin + max(0, len(ids) - room) :]][-room:]

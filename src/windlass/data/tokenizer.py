@@ -1,293 +1,282 @@
-"""From text to token ids and back: bytes, characters, GPT-2's byte pairs, `tokenizers` files, or byte pairs trained here.
+"""Text to token ids and back: one class for bytes, characters, GPT-2, `tokenizer.json` files and byte pairs trained here.
 
-A tokenizer is saved beside the shards that it made, so that a data directory or a run can be read offline and for good.
+What is unusual:
+- Every kind is held as an object of the `tokenizers` library, so that each is saved the same way: as a `tokenizer.json`
+  that `transformers` reads too, beside the shards and in the run. Bytes, characters and GPT-2 are encoded by numpy and
+  `tiktoken`, which give the same ids and are faster.
+- What looks like a special token in a text is text: `encode` never gives the end-of-text token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
+from windlass.data import gpt2
+from windlass.data.gpt2 import END_OF_TEXT
 from windlass.errors import UserError
-from windlass.recipe.settings import DataSettings
+from windlass.fileio import write_atomic
 
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
-
-END_OF_TEXT = "<|endoftext|>"
-"""How the end-of-text token is written in decoded text."""
+FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
+UNKNOWN = "\ufffd"
 STRETCH = 1 << 20
-"""Characters in a stretch."""
-FOLDER, DESCRIPTION = "tokenizer", "windlass.json"
+"""Characters of a text that one worker encodes at once."""
+LONGEST_PIECE = 400_000
+"""Characters that go to `tiktoken` at once: its regular expressions run out of stack on a million of white space."""
+PROBE = (
+    "def f(x):\n\treturn x ** 2  # It's 3.14159, isn't it?\r\n\r\n    Žluťoučký kůň 12345 中文字符 "
+    "Ελλάδα кот 🙂👩‍👩‍👧 e\u0301 ﬁ №  \u00a0end <|endoftext|></s>"
+)
+"""A text whose ids tell tokenizers with equal vocabularies apart."""
 
 
-class Tokenizer(Protocol):
-    """What the rest of Windlass knows of a tokenizer."""
+class Description(BaseModel):
+    """What stands beside a saved `tokenizer.json`."""
 
-    @property
-    def vocab(self) -> int:
-        """Number of token ids, the end-of-text token included."""
+    kind: str
+    fingerprint: str
+    eot: int | None
 
-    @property
-    def eot(self) -> int | None:
-        """The id that separates documents; None where a corpus is one text and needs none."""
 
-    @property
-    def fingerprint(self) -> str:
+class Tokenizer:
+    """A tokenizer of any kind.
+
+    Args:
+        kind: `byte`, `char`, `gpt2`, `bpe` or `hf`.
+        inner: The `tokenizers.Tokenizer` that gives the same ids.
+        eot: The id that separates documents; None where a corpus is one text and needs none.
+    """
+
+    def __init__(self, kind: str, inner: Any, eot: int | None):
+        self.kind, self.inner, self.eot = kind, inner, eot
+        inner.no_padding()
+        inner.no_truncation()
+        inner.encode_special_tokens = True  # what looks like a special token in a text is text
+        pieces = inner.get_vocab(with_added_tokens=True)
+        self.vocab = max(pieces.values()) + 1
+        """Number of token ids, the special ones included."""
+        probe = inner.encode(PROBE, add_special_tokens=False).ids
+        self.fingerprint = hashlib.sha256(json.dumps([sorted(pieces.items()), eot, probe]).encode()).hexdigest()
         """Equal for tokenizers that turn every text into the same ids."""
+        self.special: dict[str, int] = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
+        """Texts and ids of the special tokens: what a chat template writes, and a user does not."""
+        if eot is not None:
+            self.special[inner.id_to_token(eot)] = eot
+        encoded = inner.encode("a")
+        self.bos: tuple[int, ...] = tuple(encoded.ids[: [*encoded.special_tokens_mask, 0].index(0)])
+        """What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not."""
+
+    @cached_property
+    def _bytes(self) -> list[bytes] | None:
+        """The UTF-8 bytes of each id for bytes, characters and GPT-2; None where only the library knows."""
+        if self.kind not in ("byte", "char", "gpt2"):
+            return None
+        letters = gpt2.byte_letters()
+        table = [b""] * self.vocab
+        for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
+            table[i] = piece.encode() if self.kind == "char" else bytes(letters[c] for c in piece)
+        if self.eot is not None:
+            table[self.eot] = END_OF_TEXT.encode()
+        return table
+
+    @cached_property
+    def _character_ids(self) -> np.ndarray:
+        """The id of each code point, -1 where the corpus has no such character, int64 [largest code point + 1]."""
+        points = np.array([ord(c) for c in self.inner.get_vocab(with_added_tokens=False)], dtype=np.int64)
+        ids = np.full(int(points.max()) + 1, -1, dtype=np.int64)
+        ids[np.sort(points)] = np.arange(len(points))
+        return ids
+
+    @cached_property
+    def _tiktoken(self) -> Any:
+        import tiktoken
+
+        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i != self.eot}
+        special = {END_OF_TEXT: len(ranks)}
+        return tiktoken.Encoding("gpt2", pat_str=gpt2.PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]; never the end-of-text token, whatever the text says."""
+        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?".
 
-    def pieces(self, text: str) -> Iterable[str]:
-        """The text in stretches that can be encoded one by one with the same result, so that many can share the work."""
+        Raises:
+            UserError: A character tokenizer is given a character that its corpus does not have.
+        """
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
+        if self.kind == "char":
+            points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4").astype(np.int64)
+            table = self._character_ids
+            ids = table[np.minimum(points, len(table) - 1)]
+            unknown = points[(ids < 0) | (points >= len(table))]
+            if unknown.size:
+                named = ", ".join(repr(chr(int(c))) for c in np.unique(unknown)[:8])
+                raise UserError(f"the character tokenizer does not know {named}: its corpus has none of them")
+            return np.asarray(ids)
+        text = text.encode("utf-8", "replace").decode()
+        if self.kind == "gpt2":
+            parts = [self._tiktoken.encode_to_numpy(part, disallowed_special=()) for part in cut_at_lines(text)]
+            return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
+        ids = np.array(self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64)
+        return ids if self.eot is None else ids[ids != self.eot]
+
+    def stretches(self, text: str) -> Iterable[str]:
+        """The text in parts that can be encoded one by one with the same result, so that many workers share a long text."""
+        if self.kind in ("byte", "char"):
+            return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
+        # Of other tokenizers it is not known what a normaliser does across a cut.
+        return cut_at_lines(text) if self.kind == "gpt2" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
+        table = self._bytes
+        if table is not None:
+            pieces = (table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
+            return b"".join(pieces).decode("utf-8", "replace")
+        parts: list[str] = []
+        known: list[int] = []
+        for i in [*map(int, ids), self.vocab]:
+            if i < self.vocab:
+                known.append(i)
+            else:
+                parts += [self.inner.decode(known, skip_special_tokens=False), UNKNOWN]
+                known = []
+        return "".join(parts[:-1])
 
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of UTF-8 text that each id stands for, int64 [V]; 0 for the end-of-text token."""
+        """Bytes of UTF-8 text that each id stands for when decoded after another token, int64 [V]; 0 for special tokens.
 
-    def save(self, directory: Path) -> None:
-        """Write what `load_tokenizer` needs into `directory/tokenizer`."""
-
-
-def stretches(text: str) -> Iterable[str]:
-    """A text cut anywhere: for tokenizers whose tokens are no longer than a character."""
-    return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
-
-
-def hash_of(kind: str, *parts: str | bytes) -> str:
-    """A fingerprint over the parts, which cannot run into each other."""
-    digest = hashlib.sha256(f"windlass/tokenizer/{kind}".encode())
-    for part in parts:
-        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return digest.hexdigest()
-
-
-def save_description(directory: Path, kind: str, **fields: object) -> Path:
-    """Write the description of a tokenizer; returns the folder for whatever else belongs to it."""
-    folder = Path(directory) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / DESCRIPTION
-    partial = target.with_suffix(".tmp")
-    partial.write_text(json.dumps({"kind": kind, **fields}, ensure_ascii=True, indent=1) + "\n", encoding="utf-8")
-    partial.replace(target)
-    return folder
-
-
-class ByteTokenizer:
-    """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a text."""
-
-    vocab = 257
-    eot = 256
-    fingerprint = hash_of("byte")
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]."""
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
-
-    def pieces(self, text: str) -> Iterable[str]:
-        """The text in stretches that can be encoded one by one."""
-        return stretches(text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        text: list[bytes] = []
-        for i in ids:
-            text.append(bytes([i]) if i < 256 else END_OF_TEXT.encode() if i == self.eot else b"\xef\xbf\xbd")
-        return b"".join(text).decode("utf-8", "replace")
-
-    def byte_lengths(self) -> np.ndarray:
-        """Bytes that each id stands for, int64 [V]."""
-        return np.array([1] * 256 + [0], dtype=np.int64)
-
-    def save(self, directory: Path) -> None:
-        """Write the description."""
-        save_description(directory, "byte", fingerprint=self.fingerprint)
-
-
-class CharTokenizer:
-    """One id a character: those of the corpus, sorted by code point; the end of a text after them where it is needed."""
-
-    def __init__(self, characters: str, with_eot: bool):
-        if not characters:
-            raise UserError("a character tokenizer needs a corpus with at least one character")
-        self.characters = "".join(sorted(set(characters)))
-        points = np.array([ord(c) for c in self.characters], dtype=np.int64)
-        self._ids = np.full(int(points[-1]) + 1, -1, dtype=np.int64)
-        self._ids[points] = np.arange(len(points))
-        self.eot = len(points) if with_eot else None
-        self.vocab = len(points) + int(with_eot)
-        self.fingerprint = hash_of("char", self.characters, str(with_eot))
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]; raises UserError for a character that the corpus does not have."""
-        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.int64)
-        ids = self._ids[np.minimum(points, len(self._ids) - 1)]
-        unknown = points[(ids < 0) | (points >= len(self._ids))]
-        if unknown.size:
-            named = ", ".join(repr(chr(int(c))) for c in np.unique(unknown)[:8])
-            raise UserError(
-                f"the character tokenizer does not know {named}: the corpus it was made from has none of them"
-            )
-        return ids
-
-    def pieces(self, text: str) -> Iterable[str]:
-        """The text in stretches that can be encoded one by one."""
-        return stretches(text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids."""
-        return "".join(self._text(int(i)) for i in ids)
-
-    def _text(self, i: int) -> str:
-        if i < len(self.characters):
-            return self.characters[i]
-        return END_OF_TEXT if i == self.eot else "\ufffd"
-
-    def byte_lengths(self) -> np.ndarray:
-        """Bytes that each id stands for, int64 [V]."""
-        sizes = [len(c.encode("utf-8", "surrogatepass")) for c in self.characters]
-        return np.array(sizes + [0] * (self.eot is not None), dtype=np.int64)
-
-    def save(self, directory: Path) -> None:
-        """Write the characters."""
-        save_description(
-            directory, "char", fingerprint=self.fingerprint, characters=self.characters, with_eot=self.eot is not None
-        )
-
-
-def starting(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text from its beginning: those that the tokenizer puts before texts, if any, and the text's."""
-    return [*getattr(tokenizer, "start", ()), *(int(i) for i in tokenizer.encode(text))]
-
-
-def prompt_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model goes on; without a text those that a text begins after."""
-    found = starting(tokenizer, text) if text else []
-    start = [*getattr(tokenizer, "start", ())] or ([] if tokenizer.eot is None else [tokenizer.eot])
-    return found or start or [int(i) for i in tokenizer.encode("\n")[:1]]
-
-
-def joined(tokenizer: Tokenizer, prompt: str, answer: str, alone: list[int] | None = None) -> tuple[list[int], int]:
-    """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
-
-    Tokenized as one text where the prompt's own tokens (`alone`, where they are known) stay what they are in generation,
-    else piece by piece.
-    """
-    alone = starting(tokenizer, prompt) if alone is None else alone
-    both = starting(tokenizer, prompt + answer)
-    if both[: len(alone)] != alone or len(both) == len(alone):
-        # After a letter, so that what the tokenizer puts before a text is not put before the answer.
-        letter, after = tokenizer.encode("a").tolist(), tokenizer.encode("a" + answer).tolist()
-        split = after[: len(letter)] == letter
-        both = alone + (after[len(letter) :] if split else tokenizer.encode(answer).tolist())
-    return both, len(alone)
-
-
-def as_trained(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
-    """The tokenizer as a recipe's model knows it: from texts alone it learns no token that stands before a text."""
-    begun = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
-    if recipe.data.format == "text" and not begun and hasattr(tokenizer, "drop_start"):
-        tokenizer.drop_start()
-    return tokenizer
-
-
-def kind_of(setting: str) -> str:
-    """The part of `data.tokenizer` before the colon; raises UserError where there is no such tokenizer."""
-    kind, colon, place = setting.partition(":")
-    known = {"byte", "char", "bpe", "gpt2"} if not colon else {"gpt2", "hf"}
-    if kind not in known or (colon and not place):
-        raise UserError(
-            f"data.tokenizer: there is no tokenizer {setting!r}; write byte, char, gpt2, gpt2:DIR (with vocab.bpe and "
-            "encoder.json), hf:NAME_OR_DIR, or bpe (trained on the corpus)"
-        )
-    return kind
-
-
-def load_tokenizer(data: DataSettings, directory: str | Path | None = None) -> Tokenizer:
-    """The tokenizer saved in `directory`, or, where none is saved, the one that `data.tokenizer` names.
-
-    Raises:
-        UserError: What is saved is of another kind than the recipe's, was changed since, or nothing is saved and the
-            tokenizer is one that is made from the corpus (`char`, `bpe`).
-    """
-    wanted = kind_of(data.tokenizer)
-    folder = None if directory is None else Path(directory) / FOLDER
-    if folder is not None and (folder / DESCRIPTION).is_file():
-        return _load_saved(folder, wanted)
-    if wanted in ("char", "bpe") and directory is None:
-        raise UserError(
-            f'data.tokenizer = "{wanted}" is made from the corpus, and shards that others wrote come with none: name the one '
-            "that they were made with (byte, gpt2, gpt2:DIR, hf:NAME_OR_DIR)"
-        )
-    if wanted in ("char", "bpe"):
-        raise UserError(
-            f'data.tokenizer = "{wanted}" is made from the corpus, and there is none saved in {directory}: '
-            "run `windlass prepare` first"
-        )
-    return named_tokenizer(data.tokenizer)
-
-
-def named_tokenizer(setting: str) -> Tokenizer:
-    """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`."""
-    from windlass.data import bpe
-
-    kind, place = kind_of(setting), setting.partition(":")[2]
-    if kind == "byte":
-        return ByteTokenizer()
-    return bpe.gpt2(place) if kind == "gpt2" else bpe.hugging_face(place)
-
-
-def tokenizer_files(setting: str) -> dict[str, str]:
-    """The SHA-256 of each local file that a setting names, by path; empty where it names none."""
-    from windlass.data import bpe
-
-    kind, place = kind_of(setting), setting.partition(":")[2]
-    path = Path(place).expanduser()
-    names = {"gpt2": (bpe.GPT2_MERGES, bpe.GPT2_IDS), "hf": (bpe.JSON_FILE,)}.get(kind, ())
-    if kind == "hf" and not (path / bpe.JSON_FILE).is_file():
-        names = bpe.OLDER_FILES
-    files = [path] if place and path.is_file() else [path / name for name in names if place]
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-
-
-def layout_files(setting: str) -> dict[str, str]:
-    """The SHA-256 of each local file beside an `hf:` tokenizer that says how texts begin and end, and its chat template."""
-    kind, _, place = setting.partition(":")
-    if kind != "hf":
-        return {}
-    path = Path(place).expanduser()
-    folder = path.parent if path.is_file() else path
-    files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")]
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-
-
-def _load_saved(folder: Path, wanted: str) -> Tokenizer:
-    from windlass.data import bpe
-
-    try:
-        saved = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        kind, fingerprint = saved["kind"], saved["fingerprint"]
-        if kind != wanted:
-            raise UserError(
-                f"{folder} holds a tokenizer of kind {kind}, and data.tokenizer is {wanted}: wrong tokenizer"
-            )
-        if kind == "byte":
-            tokenizer: Tokenizer = ByteTokenizer()
-        elif kind == "char":
-            tokenizer = CharTokenizer(saved["characters"], saved["with_eot"])
+        Where a tokenizer puts a space before a text, as sentencepiece does, that space is counted in the first token.
+        """
+        if self._bytes is not None:
+            sizes = np.array([len(piece) for piece in self._bytes], dtype=np.int64)
         else:
-            tokenizer = bpe.load(kind, folder, saved)
-    except (KeyError, TypeError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the tokenizer saved in {folder} cannot be read ({error}); prepare the data again") from None
-    if tokenizer.fingerprint != fingerprint:
-        raise UserError(f"the tokenizer saved in {folder} was changed after it was saved; prepare the data again")
-    return tokenizer
+            sizes = np.zeros(self.vocab, dtype=np.int64)
+            # The decoder says what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
+            decoder, splitter = _state(self.inner.decoder), _state(self.inner.pre_tokenizer)
+            letters = gpt2.byte_letters() if '"ByteLevel"' in decoder + splitter else {}
+            space = " " if "\u2581" in decoder else "\u2581"
+            for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
+                if letters and all(c in letters for c in piece):
+                    sizes[i] = len(piece)
+                elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+                    sizes[i] = 1  # a byte on its own, as sentencepiece writes it
+                else:
+                    sizes[i] = len(piece.replace("\u2581", space).encode())
+            for i, token in self.inner.get_added_tokens_decoder().items():
+                sizes[i] = len(token.content.encode())  # as it stands, whatever the pieces are made of
+        sizes[list(self.special.values())] = 0
+        return sizes
+
+    # -- prompts, answers, conversations
+
+    def encode_with_bos(self, text: str) -> list[int]:
+        """The tokens of a text from its beginning: BOS, where the tokenizer writes one, and the text's."""
+        return [*self.bos, *self.encode(text).tolist()]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens from which a model generates; without a text those that a text begins after (BOS, else EOS)."""
+        empty = list(self.bos) or ([] if self.eot is None else [self.eot]) or self.encode("\n").tolist()[:1]
+        return (self.encode_with_bos(text) if text else []) or empty
+
+    def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
+        """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
+
+        They are encoded as one text where the prompt keeps the tokens that it has alone (`prompt_ids`), as in generation;
+        else one by one.
+        """
+        alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
+        both = self.encode_with_bos(prompt + answer)
+        if both[: len(alone)] != alone or len(both) == len(alone):
+            # After a letter, so that what the tokenizer puts before a text is not put before the answer.
+            letter, after = self.encode("a").tolist(), self.encode("a" + answer).tolist()
+            same = after[: len(letter)] == letter
+            both = alone + (after[len(letter) :] if same else self.encode(answer).tolist())
+        return both, len(alone)
+
+    def encode_marked(self, parts: Sequence[tuple[str | int, bool]]) -> tuple[list[int], list[bool]]:
+        """The tokens of texts and special tokens (by id) in one sequence, each with the mark of the part it is of.
+
+        They are those of the parts' texts joined, special tokens recognised in the parts that are ids and in no other. A
+        token that reaches over two parts is marked where one of them is.
+        """
+        ids: list[int] = []
+        marks: list[bool] = []
+        if self._bytes is not None:
+            for part, mark in parts:
+                tokens = [part] if isinstance(part, int) else self.encode(part).tolist()
+                ids += tokens
+                marks += [mark] * len(tokens)
+            return ids, marks
+        inner, sentinels = self._sentinels
+        texts = [sentinels[part][0] if isinstance(part, int) else part for part, _ in parts]
+        marked = [mark for text, (_, mark) in zip(texts, parts, strict=True) for _ in text]
+        whole = "".join(texts).encode("utf-8", "replace").decode()
+        special = iter([(part, mark) for part, mark in parts if isinstance(part, int)])
+        sentinel_ids = {i for _, i in sentinels.values()}
+        encoded = inner.encode(whole, add_special_tokens=False)
+        for i, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            if i not in sentinel_ids and self.special.get(whole[start:stop]) == i:
+                continue  # a special token's text out of the common vocabulary: `encode` has none either
+            token, mark = next(special) if i in sentinel_ids else (i, any(marked[start : max(stop, start + 1)]))
+            ids.append(token)
+            marks.append(mark)
+        return ids, marks
+
+    @cached_property
+    def _sentinels(self) -> tuple[Any, dict[int, tuple[str, int]]]:
+        """A copy of the tokenizer in which a text that nobody can guess stands for each special token, and cuts a text as
+        that does: (copy, id -> text and id of its sentinel). The special tokens' own texts are plain text to the copy."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Inner
+
+        copy = Inner.from_str(self.inner.to_str())
+        copy.post_processor = None  # it would leave the white space out of the tokens' offsets
+        copy.encode_special_tokens = True
+        added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)
+        sentinels: dict[int, tuple[str, int]] = {}
+        for i in self.special.values():
+            flags = {name: getattr(added[i], name) for name in ("lstrip", "rstrip", "normalized") if i in added}
+            text = f"\U000f0010{nonce}-{i}\U000f0011"
+            copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
+            sentinels[i] = (text, int(copy.token_to_id(text) or 0))
+        return copy, sentinels
+
+    def save(self, directory: Path) -> None:
+        """Write `directory/tokenizer`, which `load_tokenizer` reads."""
+        folder = Path(directory) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))
+        description = Description(kind=self.kind, fingerprint=self.fingerprint, eot=self.eot)
+        write_atomic(folder / DESCRIPTION, description.model_dump_json(indent=1) + "\n")
+
+
+def cut_at_lines(text: str) -> Iterator[str]:
+    """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words: no pair reaches over it.
+
+    Where a stretch has no such place it is cut anyway, which changes tokens only in a run of 400,000 characters without one.
+    """
+    start = 0
+    while len(text) - start > LONGEST_PIECE:
+        stop = start + LONGEST_PIECE
+        at = text.rfind("\n", start, stop)
+        while at > start and (text[at - 1].isspace() or text[at + 1].isspace()):
+            at = text.rfind("\n", start, at)
+        end = at + 1 if at > start else stop
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _state(part: Any) -> str:
+    """The settings of a part of a `tokenizers.Tokenizer`, as JSON; empty where it has none."""
+    return "" if part is None else json.dumps(json.loads(part.__getstate__()), ensure_ascii=False)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import hub
-from windlass.data.tokenizer import joined, starting
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 
@@ -72,8 +71,8 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
     """Each ending after its context, item by item, ending by ending: one text, cut where the context's tokens end."""
     rows = []
     for item in items:
-        context = starting(tokenizer, item.context)
-        both = [joined(tokenizer, item.context, " " + ending, context)[0] for ending in item.endings]
+        context = tokenizer.encode_with_bos(item.context)
+        both = [tokenizer.encode_pair(item.context, " " + ending, context)[0] for ending in item.endings]
         rows += [Continuation(context, ids[len(context) :]) for ids in both]
     return rows
 

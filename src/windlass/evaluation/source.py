@@ -16,7 +16,8 @@ from windlass.checkpoint.reshard import restore
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.prepare import data_dir
-from windlass.data.tokenizer import FOLDER, Tokenizer, as_trained, load_tokenizer, named_tokenizer
+from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError
 from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
@@ -73,7 +74,7 @@ def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
         raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
     recipe = run.recipe.with_overrides(*overrides) if overrides else run.recipe
     home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
-    tokenizer = as_trained(load_tokenizer(run.recipe.data, home), run.recipe)
+    tokenizer = load_tokenizer(run.recipe, home)
     return Source(str(run.path), recipe, tokenizer, Template.load(home / FOLDER), choice.path, choice.step, run)
 
 
@@ -117,7 +118,7 @@ def same_tokenizer(source: Source, directory: Path) -> bool:
     if not (directory / "tokenizer.json").is_file():
         return recipe.tokenizer.partition("@")[0] in (f"hf:{recipe.model.name}", f"hf:{directory}")
     theirs, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
-    return theirs.fingerprint == ours.fingerprint and getattr(theirs, "start", ()) == getattr(ours, "start", ())
+    return theirs.fingerprint == ours.fingerprint and theirs.bos == ours.bos
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:

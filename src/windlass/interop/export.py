@@ -86,7 +86,7 @@ def generation(tokenizer: Tokenizer, template: Template, rows: int) -> dict[str,
     found: dict[str, Any] = {}
     if tokenizer.eot is not None:
         ends = [tokenizer.eot, *sorted(stop_tokens(tokenizer, template) - {tokenizer.eot})]
-        start = [*getattr(tokenizer, "start", ()), tokenizer.eot][0]
+        start = [*tokenizer.bos, tokenizer.eot][0]
         found = {
             "bos_token_id": start, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.eot,
         }  # fmt: skip

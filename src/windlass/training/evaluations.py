@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from windlass.checkpoint.retention import better
 from windlass.data.chat import stop_tokens
-from windlass.data.tokenizer import prompt_of
 from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.loss import evaluate_loss
 from windlass.parallel.parallelize import autocast
@@ -103,7 +102,7 @@ def generate_samples(session: Session, poll: Poll) -> list[str] | None:
     """Texts from the recipe's prompt, the same on every rank and world; None where a stop signal cut them short."""
     recipe, tokenizer = session.recipe, session.data.tokenizer
     settings = recipe.eval
-    prompt = prompt_of(tokenizer, settings.prompt)
+    prompt = tokenizer.encode_prompt(settings.prompt)
     sampling = Sampling(
         max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k, seed=recipe.run.seed,
         stop=stop_tokens(tokenizer, session.data.template),

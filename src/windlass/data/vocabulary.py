@@ -1,0 +1,238 @@
+"""Where tokenizers come from: the recipe's name for one, a directory it was saved in, or the corpus it is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from windlass import hub
+from windlass.data import gpt2
+from windlass.data.gpt2 import END_OF_TEXT
+from windlass.data.tokenizer import DESCRIPTION, FOLDER, JSON_FILE, Description, Tokenizer
+from windlass.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+
+OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
+"""What a directory of `transformers` holds where it has no `tokenizer.json`."""
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
+"""What says how texts begin and end, and how a conversation is written down."""
+END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+"""How well-known tokenizers write the end of a text, where no configuration says it."""
+
+
+def kind_of(setting: str) -> str:
+    """The part of `data.tokenizer` before the colon; raises UserError where there is no such tokenizer."""
+    kind, colon, place = setting.partition(":")
+    known = {"byte", "char", "bpe", "gpt2"} if not colon else {"gpt2", "hf"}
+    if kind not in known or (colon and not place):
+        raise UserError(
+            f"data.tokenizer: there is no tokenizer {setting!r}; write byte, char, gpt2, gpt2:DIR (with vocab.bpe and "
+            "encoder.json), hf:NAME_OR_DIR, or bpe (trained on the corpus)"
+        )
+    return kind
+
+
+def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Tokenizer:
+    """The tokenizer saved in `directory`, or, where none is saved, the one that `data.tokenizer` names.
+
+    A model that is trained from scratch on texts learns no token that stands before a text: its tokenizer writes no BOS.
+
+    Raises:
+        UserError: What is saved is of another kind than the recipe's or was changed since; or nothing is saved and the
+            tokenizer is one that is made from the corpus (`char`, `bpe`).
+    """
+    wanted = kind_of(recipe.data.tokenizer)
+    folder = None if directory is None else Path(directory) / FOLDER
+    if folder is not None and (folder / DESCRIPTION).is_file():
+        tokenizer = _load_saved(folder, wanted)
+    elif wanted in ("char", "bpe"):
+        raise UserError(
+            f'data.tokenizer = "{wanted}" is made from the corpus, and '
+            + (
+                f"there is none saved in {directory}: run `windlass prepare` first"
+                if directory
+                else "shards that others wrote come with none: name theirs (byte, gpt2, gpt2:DIR, hf:NAME_OR_DIR)"
+            )
+        )
+    else:
+        tokenizer = named_tokenizer(recipe.tokenizer)
+    pretrained = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
+    if recipe.data.format == "text" and not pretrained and tokenizer.bos:
+        tokenizer.inner.post_processor, tokenizer.bos = None, ()
+    return tokenizer
+
+
+def _load_saved(folder: Path, wanted: str) -> Tokenizer:
+    try:
+        saved = Description.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValidationError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the tokenizer saved in {folder} cannot be read ({first_line(error)}); prepare the data again"
+        ) from None
+    if saved.kind != wanted:
+        raise UserError(
+            f"{folder} holds a tokenizer of kind {saved.kind}, and data.tokenizer is {wanted}: wrong tokenizer"
+        )
+    tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot)
+    if tokenizer.fingerprint != saved.fingerprint:
+        raise UserError(f"the tokenizer saved in {folder} was changed after it was saved; prepare the data again")
+    return tokenizer
+
+
+def named_tokenizer(setting: str) -> Tokenizer:
+    """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`."""
+    kind, place = kind_of(setting), setting.partition(":")[2]
+    if kind == "byte":
+        return byte_tokenizer()
+    return gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place)
+
+
+def tokenizer_files(setting: str, layout: bool = False) -> dict[str, str]:
+    """The SHA-256 of each local file that a setting names, by path; empty where it names none.
+
+    Args:
+        setting: `data.tokenizer`.
+        layout: Also the files beside an `hf:` tokenizer that say how texts begin and end, and its chat template.
+    """
+    kind, place = kind_of(setting), setting.partition(":")[2]
+    if not place:
+        return {}
+    path = Path(place).expanduser()
+    folder = path.parent if path.is_file() else path
+    files = [path] if path.is_file() else [path / name for name in (gpt2.MERGES_FILE, gpt2.IDS_FILE)]
+    if kind == "hf" and not path.is_file():
+        files = [path / name for name in ((JSON_FILE,) if (path / JSON_FILE).is_file() else OLDER_FILES)]
+    if kind == "hf" and layout:
+        files += [folder / name for name in LAYOUT_FILES]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
+# -- the kinds
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a text."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers
+
+    inner = Inner(models.BPE(vocab=gpt2.byte_letters(), merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return Tokenizer("byte", inner, _add_end(inner))
+
+
+def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
+    """One id a character, sorted by code point; the end of a text after them where it is needed."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Inner
+
+    alphabet = sorted(set("".join(characters).encode("utf-8", "replace").decode()))
+    if not alphabet:
+        raise UserError("a character tokenizer needs a corpus with at least one character")
+    inner = Inner(models.WordLevel(vocab={c: i for i, c in enumerate(alphabet)}, unk_token=alphabet[0]))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    return Tokenizer("char", inner, _add_end(inner) if with_eot else None)
+
+
+def gpt2_tokenizer(directory: str = "") -> Tokenizer:
+    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else through `tiktoken`'s download."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers
+
+    ids, pairs = gpt2.read_vocabulary(Path(directory).expanduser()) if directory else gpt2.download_vocabulary()
+    letters = {b: c for c, b in gpt2.byte_letters().items()}
+    spelled = {piece: "".join(letters[b] for b in piece) for piece in ids}
+    merges = [(spelled[first], spelled[second]) for first, second in pairs]
+    inner = Inner(models.BPE(vocab={spelled[piece]: i for piece, i in ids.items()}, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return Tokenizer("gpt2", inner, _add_end(inner))
+
+
+def _add_end(inner: Any) -> int:
+    from tokenizers import AddedToken
+
+    inner.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return int(inner.token_to_id(END_OF_TEXT))
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, of which 0 ends a text."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator((t.encode("utf-8", "replace").decode() for t in texts), trainer)
+    return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
+
+
+def hf_tokenizer(place: str) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`, of a directory, or of a name on the Hub (`NAME` or `NAME@REVISION`).
+
+    A directory without a `tokenizer.json` is read through `transformers`, which makes one of older files.
+    """
+    # The threads are ours; the library would warn that they were forked.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = Path(place).expanduser()
+    folder = hub.tokenizer_directory(place)
+    file = path if path.is_file() else folder / JSON_FILE
+    if file.is_file():
+        inner = _read_json(file)
+        return Tokenizer("hf", inner, _end_of_text(inner, file.parent))
+    hub.prepare()
+    with hub.explained(f"data.tokenizer: {place}"):
+        from transformers import AutoTokenizer
+
+        try:
+            whole = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (ImportError, UserError):
+            raise
+        except Exception as error:  # a library behind it, at files that it does not know
+            raise UserError(
+                f"data.tokenizer: {place} has no {JSON_FILE}, and transformers reads no tokenizer there: {first_line(error)}"
+            ) from None
+    if not hasattr(whole, "backend_tokenizer"):
+        raise UserError(f"data.tokenizer: {place} has no fast tokenizer (a {JSON_FILE}); use another")
+    return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
+
+
+def _read_json(file: Path) -> Any:
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        return Inner.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(
+            f"data.tokenizer: {file} is no tokenizer of the `tokenizers` library: {first_line(error)}"
+        ) from None
+
+
+def _end_of_text(inner: Any, folder: Path) -> int | None:
+    """The id of the end-of-text token: as the configuration beside the file says, or by its usual names."""
+    names: list[str] = []
+    for config in CONFIG_FILES:
+        try:
+            eos = json.loads((folder / config).read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        names += [eos["content"] if isinstance(eos, dict) else eos] if eos else []
+    ids = (inner.token_to_id(name) for name in [*names, *END_TOKENS])
+    return next((int(i) for i in ids if i is not None), None)
