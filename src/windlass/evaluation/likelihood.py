@@ -1,4 +1,4 @@
-"""How likely a model finds given continuations: many rows in few passes, the same passes on every rank."""
+"""How likely a model finds given continuations: many rows in few passes, the same number of passes on every rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch import Tensor
 from windlass.evaluation.lockstep import StopAgreement, evaluating
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import unwrap
+from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}
-"""Logits of one pass: 256 MB on a CPU, 2 GB on a GPU in float32."""
+"""Logits of one pass: 256 MB on a CPU, 2 GB on a GPU in fp32."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text and what follows it, as token ids."""
+    """A text and what follows it, as token ids; neither is empty."""
 
     context: Sequence[int]
     ending: Sequence[int]
@@ -33,14 +34,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """What `log_likelihoods` found, the same on every rank."""
+    """What `log_likelihoods` measured, in the order of its rows and the same on every rank."""
 
     sums: list[float]
-    """Of each continuation: the log-likelihood of its ending, in nats."""
+    """Log-likelihood of each ending, in nats."""
     counts: list[int]
-    """Of each continuation: the tokens of its ending that were scored."""
+    """Tokens of each ending that were scored."""
     greedy: list[bool]
-    """Of each continuation: whether each token of its ending was the likeliest."""
+    """Whether each token of the ending was the likeliest."""
     tokens: int
     """Tokens read, padding not counted."""
     runtime_s: float
@@ -56,29 +57,30 @@ def log_likelihoods(
 ) -> Likelihoods | None:
     """Log-likelihood of each ending after its context, the rows spread over ranks, each scored once.
 
-    A row longer than the model's context loses its beginning. Every rank calls it with the same rows and makes the same
-    number of passes. Rows in a pass are of like length; padding is at their end, where a causal model does not see it.
+    A row longer than the model's context loses its beginning. Every rank calls it with the same rows. Rows in a pass are
+    of similar length; padding is at their end, where a causal model does not see it.
 
     Args:
         model: `model(tokens)` gives logits [B, T, V]; has `context` and `vocab`.
-        rows: Contexts of at least one token, endings of at least one.
+        rows: Contexts and endings.
         ranks: The process group.
         autocast: Makes the context of the forward pass's arithmetic.
         poll: Asked between passes whether to stop; when it says so on any rank, all ranks stop.
 
     Returns:
-        Scores in the order of `rows`; None where `poll` cut it short.
+        None where `poll` cut it short.
     """
     started, model = time.perf_counter(), unwrap(model)
-    kept = [_cut(row, model.context) for row in rows]
-    passes = plan([len(tokens) - 1 for tokens, _ in kept], model.vocab, ranks.device.type)
-    sums, greedy = [0.0] * len(rows), [0] * len(rows)
+    texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
+    counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+    passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
+    sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
     agreement = StopAgreement(ranks, poll)
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), ranks.world):
             mine = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
-            # A rank without work in the last round takes part with one token, for the sake of sharded parameters.
-            tokens, labels = _batch([kept[i] for i in mine] or [([0, 0], 1)], ranks.device)
+            # A rank without work in the last round takes part with one token, so that sharded parameters are gathered.
+            tokens, labels = _batch([(texts[i], counts[i]) for i in mine] or [([0, 0], 1)], ranks.device)
             with autocast():
                 logits = model(tokens)
             for i, value, likeliest in zip(mine, *_score(logits, labels), strict=False):
@@ -86,51 +88,45 @@ def log_likelihoods(
             if agreement.stop():
                 return None
     agreement.finish()
-    merged = collectives.sum_async([*sums, *map(float, greedy)], ranks).wait()
+    merged = collectives.sum_async([*sums, *greedy], ranks).wait()
     return Likelihoods(
         sums=[float(x) for x in merged[: len(rows)]],
-        counts=[count for _, count in kept],
+        counts=counts,
         greedy=[bool(x) for x in merged[len(rows) :]],
-        tokens=sum(len(tokens) - 1 for tokens, _ in kept),
+        tokens=sum(len(text) - 1 for text in texts),
         runtime_s=time.perf_counter() - started,
     )
 
 
-def _cut(row: Continuation, context: int) -> tuple[list[int], int]:
-    """The last `context` + 1 tokens of a row, and how many of them are to be scored."""
-    assert row.context and row.ending
-    tokens = [*row.context, *row.ending][-(context + 1) :]
-    return tokens, min(len(row.ending), len(tokens) - 1)
-
-
-def plan(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
+def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
     """Rows in passes, longest first: as many as the bounds on tokens and logits allow, the padding included."""
-    room = max(1, min(TOKENS_PER_PASS[device], LOGITS_PER_PASS[device] // vocab))
+    limit = max(1, min(TOKENS_PER_PASS[device], LOGITS_PER_PASS[device] // vocab))
     passes: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > room:
+        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > limit:
             passes.append([])
         passes[-1].append(i)
     return passes
 
 
 def _batch(rows: Sequence[tuple[list[int], int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, T] of texts, each with the number of its last tokens that are scored."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full((len(rows), width), -100, dtype=torch.int64)
+    labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
     for place, (row, count) in enumerate(rows):
         tokens[place, : len(row) - 1] = torch.tensor(row[:-1])
         labels[place, len(row) - 1 - count : len(row) - 1] = torch.tensor(row[-count:])
     return tokens.to(device), labels.to(device)
 
 
-def _score(logits: Tensor, labels: Tensor) -> tuple[list[float], list[int]]:
-    """Summed log-likelihood of each row's labels, and whether all of them were the likeliest tokens."""
-    counted = labels >= 0
-    row = counted.nonzero()[:, 0]
-    kind = torch.promote_types(logits.dtype, torch.float32)
-    chosen, wanted = logits[counted].to(kind), labels[counted]  # [M, V] and [M]: endings only
-    found = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
-    sums = torch.zeros(len(labels), dtype=torch.float64, device=logits.device).index_add_(0, row, found.double())
+def _score(logits: Tensor, labels: Tensor) -> tuple[list[float], list[float]]:
+    """Summed log-likelihood of each row's labels, and 1 where all of them were the likeliest tokens, else 0."""
+    unmasked = labels != IGNORE_INDEX
+    row = unmasked.nonzero()[:, 0]
+    chosen = logits[unmasked].to(torch.promote_types(logits.dtype, torch.float32))  # [M, V]: endings only
+    wanted = labels[unmasked]
+    scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
+    sums = torch.zeros(len(labels), dtype=torch.float64, device=logits.device).index_add_(0, row, scores.double())
     misses = torch.zeros(len(labels), device=logits.device).index_add_(0, row, (chosen.argmax(-1) != wanted).float())
-    return sums.tolist(), [int(m == 0) for m in misses.tolist()]
+    return sums.tolist(), (misses == 0).double().tolist()

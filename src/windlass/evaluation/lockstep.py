@@ -7,9 +7,9 @@ therefore agreed on before each pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,10 +17,6 @@ from windlass.parallel import collectives
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
-
-Request = TypeVar("Request")
-Answer = TypeVar("Answer")
-Result = TypeVar("Result")
 
 
 @contextmanager
@@ -39,7 +35,7 @@ def evaluating(model: Any) -> Iterator[None]:
 class StopAgreement:
     """Asks a `poll` function between passes, and lets all ranks act on it after the same pass.
 
-    What is said after one pass is acted on after the next, so that the exchange is never waited for.
+    What is posted after one pass is acted on after the next, so that the exchange is never waited for.
     """
 
     def __init__(self, ranks: Ranks, poll: Callable[[], bool] | None):
@@ -52,54 +48,20 @@ class StopAgreement:
             return False
         if self._alone:
             return self._poll()
-        said = self._agreement.result()
+        answer = self._agreement.result()
         self._agreement.post([int(self._poll())])
-        if said is None or not said[0]:
+        if answer is None or not answer[0]:
             return False
         self.finish()
         return True
 
     def finish(self) -> None:
-        """Wait for the last exchange; to be called once after the last pass, when there is nothing left to cut short."""
+        """Wait for the last exchange; called once after the last pass, when there is nothing left to cut short."""
         self._agreement.result()
 
 
-def in_lockstep(
-    work: Generator[Request, Answer, Result],
-    answer: Callable[[Request | None], Answer],
-    ranks: Ranks | None,
-    poll: Callable[[], bool] | None = None,
-) -> Result | None:
-    """Run a generator that asks for forward passes, while other ranks run theirs.
-
-    `work` yields requests and gets answers; `answer(request)` makes the pass, and `answer(None)` an idle one, for the sake
-    of ranks that still have work. All ranks make the same number of passes. Returns what `work` returns; None where `poll`
-    asked to stop on any rank.
-    """
-    request: Request | None
-    result: Result | None = None
-    try:
-        request = next(work)
-    except StopIteration as done:
-        request, result = None, done.value
-    while True:
-        stopping = poll is not None and poll()
-        active, stops = _exchange(request is not None, stopping, ranks)
-        if stops:
-            work.close()
-            return None
-        if not active:
-            return result
-        reply = answer(request)
-        if request is None:
-            continue
-        try:
-            request = work.send(reply)
-        except StopIteration as done:
-            request, result = None, done.value
-
-
-def _exchange(active: bool, stopping: bool, ranks: Ranks | None) -> tuple[bool, bool]:
+def agree_on_pass(active: bool, stopping: bool, ranks: Ranks | None) -> tuple[bool, bool]:
+    """Whether any rank still has work, and whether any is to stop; every rank calls it before each pass."""
     if ranks is None or ranks.world == 1:
         return active, stopping
     actives, stops = collectives.sum_async([int(active), int(stopping)], ranks).wait()

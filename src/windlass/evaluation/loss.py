@@ -35,14 +35,14 @@ def evaluate_loss(
     poll: Callable[[], bool] | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> dict[str, float] | None:
-    """Mean cross-entropy over the valid tokens of a validation set.
+    """Mean cross-entropy over the unmasked labels of a validation set.
 
     The sum of the loss and the number of tokens are added over ranks before the one division, so that neither the number
-    of ranks nor the padding weighs in. Every rank calls it and makes the same number of forward passes: where the samples
-    do not divide evenly, the surplus rows are masked.
+    of ranks nor the padding has an effect. Every rank calls it and makes the same number of forward passes: where the
+    samples do not divide evenly, the surplus rows are masked.
 
     Args:
-        model: Called as `model(tokens, labels)`, both [B, T]; gives the sum of the loss over the labels that are not -100.
+        model: `model(tokens, labels)`, both [B, T], gives the summed loss over the labels that are not IGNORE_INDEX.
         samples: The validation set.
         ranks: The process group.
         batch: Sequences in one forward pass of one rank.
@@ -53,10 +53,10 @@ def evaluate_loss(
 
     Returns:
         `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
-        `bits_per_byte` where it can be said; None where `poll` cut it short.
+        `bits_per_byte` where the bytes are known; None where `poll` cut it short.
 
     Raises:
-        UserError: The validation set has no token that counts.
+        UserError: Every label of the validation set is masked.
     """
     started = time.perf_counter()
     count = min(limit, len(samples)) if limit else len(samples)
@@ -66,34 +66,28 @@ def evaluate_loss(
     model = unwrap(model)
     with evaluating(model), torch.no_grad():
         for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=count):
-            valid = micro.labels[micro.labels != IGNORE_INDEX]
-            tokens += valid.numel()
+            unmasked = micro.labels[micro.labels != IGNORE_INDEX]
+            tokens += unmasked.numel()
             if token_bytes is not None:
-                text_bytes += int(token_bytes[valid.cpu().numpy()].sum())
+                text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
             with autocast():
                 total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
             if agreement.stop():
                 return None
     agreement.finish()
-    loss_sum, all_tokens, all_bytes = collectives.sum_async(
-        [float(total), float(tokens), float(text_bytes)], ranks
-    ).wait()
+    sums = [float(total), float(tokens), float(text_bytes)]
+    loss_sum, all_tokens, all_bytes = collectives.sum_async(sums, ranks).wait()
     if not all_tokens:
-        raise UserError("the validation set has no token that counts: every label is masked; look at data.eval_source")
-    return summarise(loss_sum, int(all_tokens), int(all_bytes), count, time.perf_counter() - started)
-
-
-def summarise(loss_sum: float, tokens: int, text_bytes: int, samples: int, runtime_s: float) -> dict[str, float]:
-    """The fields of an `eval` line from sums over all ranks; `bits_per_byte` only where bytes were counted."""
-    loss = loss_sum / tokens
+        raise UserError("every label of the validation set is masked: look at data.eval_source")
+    loss, runtime_s = loss_sum / all_tokens, time.perf_counter() - started
     result = {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "tokens": tokens,
-        "samples": samples,
+        "tokens": int(all_tokens),
+        "samples": count,
         "runtime_s": runtime_s,
-        "samples_per_s": samples / runtime_s,
+        "samples_per_s": count / runtime_s,
     }
-    if text_bytes:
-        result["bits_per_byte"] = loss_sum / (math.log(2) * text_bytes)
+    if all_bytes:
+        result["bits_per_byte"] = loss_sum / (math.log(2) * int(all_bytes))
     return result
