@@ -14,8 +14,8 @@ from windlass.data.rows import Rows
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation.generate import generate
-from windlass.evaluation.lm_eval import write_texts
-from windlass.evaluation.hellaswag import Item, evaluate_hellaswag
+from windlass.evaluation.lm_eval import generate_until
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.loss import evaluate_loss
 from windlass.evaluation.generate import Sampling
@@ -76,26 +76,26 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     uneven = generate(model, [texts[0]], brief, ranks)
     assert uneven is not None and len(uneven[0]) == (0 if ranks.rank == 0 else 24)
     lone = generate(model, texts[:1] if ranks.rank == ranks.world - 1 else [], SAMPLING, ranks)
-    hellaswag = evaluate_hellaswag(model, TOKENIZER, ITEMS, ranks)
+    hellaswag = evaluate_hellaswag(model, ITEMS, continuations(ITEMS, TOKENIZER), ranks)
     squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
     assert hellaswag is not None and squad is not None
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
         "texts": dict(zip(mine, made, strict=True)),
         "sums": scored.sums,
-        "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "items", "tokens")},
+        "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items", "tokens")},
         "squad": squad[1],
         "lone": lone or None,
         # Fewer items than ranks, and an odd number of them.
         "few": [
             (
                 log_likelihoods(model, [Continuation([1], [2, i]) for i in range(n)], ranks).counts,  # type: ignore[union-attr]
-                evaluate_hellaswag(model, TOKENIZER, ITEMS[:n], ranks)["acc"],  # type: ignore[index]
+                evaluate_hellaswag(model, ITEMS[:n], continuations(ITEMS[:n], TOKENIZER), ranks)["acc"],  # type: ignore[index]
                 evaluate_squad(model, TOKENIZER, QUESTIONS[:n], ranks, max_tokens=8)[1],
             )  # type: ignore[index]
             for n in (1, 3)
         ],
-        "written": write_texts(model, TOKENIZER, ranks, REQUESTS),
+        "written": generate_until(model, TOKENIZER, ranks, REQUESTS),
     }
 
 

@@ -25,7 +25,7 @@ PLACES = {
     "forward": ("windlass.training.step", "autocast"),
     "backward": ("torch", "Tensor.backward"),
     "evaluation": ("windlass.evaluation.lockstep", "StopAgreement.stop"),
-    "sample": ("windlass.evaluation.lockstep", "_exchange"),
+    "sample": ("windlass.evaluation.generate", "agree_on_pass"),
     "data": ("windlass.data.loader", "_Reader.read"),
     "save": ("windlass.training.saving", "gather_state"),
 }

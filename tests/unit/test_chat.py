@@ -14,7 +14,7 @@ from windlass.data.chat import Template
 from windlass.data.dataset import open_data
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.generate import InOrder, TextDecoder
+from windlass.evaluation.generate import TextDecoder, in_order
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
@@ -122,8 +122,8 @@ def test_text_is_shown_when_its_characters_are_whole() -> None:
 
 
 def test_texts_made_together_are_shown_one_after_the_other() -> None:
-    out: list[str] = []
-    stream = InOrder(BYTES, 3, out.append, lambda i: out.append(f"[{i}]"))
-    for index, token in [(0, 97), (1, 98), (2, 99), (1, None), (0, 100), (2, 101), (0, None), (2, None)]:
-        stream(index, token)
-    assert "".join(out) == "[0]ad[1]b[2]ce"
+    events = [(0, 97), (1, 98), (2, 99), (1, None), (0, 100), (2, 101), (0, None), (3, None), (2, None)]
+    shown = list(in_order(iter(events), BYTES, 4))
+    assert [index for index, _ in shown] == sorted(index for index, _ in shown)
+    assert ["".join(piece for i, piece in shown if i == text) for text in range(4)] == ["ad", "b", "ce", ""]
+    assert shown[-1] == (3, "")  # a text without a token is told too

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.evaluation.generate import Sampling, batches, choose, generate, keep, uniform
+from windlass.evaluation.generate import Sampling, batches, choose, generate, generate_events, mask_unlikely, uniform
 
 
 class Toy(nn.Module):
@@ -90,7 +90,10 @@ def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides() -> Non
 def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     model, told = Toy(), {0: [], 1: [], 2: []}
     sampling = Sampling(max_tokens=20, seed=3, stop=frozenset([2]))
-    made = generate(model, [[1], [5, 6], [7]], sampling, on_token=lambda index, token: told[index].append(token))
+    for index, token in generate_events(model, [[1], [5, 6], [7]], sampling):
+        told[index].append(token)
+        assert torch.is_grad_enabled()  # whoever reads the events between two passes computes as before
+    made = generate(model, [[1], [5, 6], [7]], sampling)
     assert made is not None and [told[i] for i in range(3)] == [[*text, None] for text in made]
 
 
@@ -167,7 +170,7 @@ def test_top_k_and_top_p_keep_what_they_say() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
 
     def kept(top_k: int, top_p: float) -> list[int]:
-        return keep(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist()
+        return mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist()
 
     assert kept(2, 1.0) == [1, 3]
     assert kept(9, 1.0) == kept(0, 1.0) == [0, 1, 2, 3]

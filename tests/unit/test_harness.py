@@ -22,7 +22,7 @@ from harness import Join, recipe, run_ranks
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
-from windlass.evaluation.lm_eval import Interrupted, _pair, adapter, run_harness, write_texts
+from windlass.evaluation.lm_eval import Interrupted, adapter, encode_request, generate_until, run_harness
 from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -64,8 +64,8 @@ def parity(folder: Path) -> Any:
 
 
 def test_a_contexts_trailing_space_belongs_to_the_ending() -> None:
-    assert _pair(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
-    assert _pair(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
+    assert encode_request(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
+    assert encode_request(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
 
 
 @pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
@@ -143,9 +143,9 @@ def test_texts_of_one_call_are_those_of_one_call_each() -> None:
     prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
     asked = [(prompt, (greedy, drawn)[i % 2]) for i, prompt in enumerate(prompts)]
     made = model()
-    together = write_texts(made, BYTES, ALONE, asked)
-    assert [together[i] for i in (0, 2, 4)] == [write_texts(made, BYTES, ALONE, [asked[i]])[0] for i in (0, 2, 4)]
-    assert together == write_texts(made, BYTES, ALONE, asked) and all(together[i] for i in (1, 3, 5))
+    together = generate_until(made, BYTES, ALONE, asked)
+    assert [together[i] for i in (0, 2, 4)] == [generate_until(made, BYTES, ALONE, [asked[i]])[0] for i in (0, 2, 4)]
+    assert together == generate_until(made, BYTES, ALONE, asked) and all(together[i] for i in (1, 3, 5))
     assert not any("e" in together[i] for i in (0, 2, 4))
     with pytest.raises(Interrupted):
-        write_texts(made, BYTES, ALONE, asked, poll=lambda: True)
+        generate_until(made, BYTES, ALONE, asked, poll=lambda: True)

@@ -16,7 +16,8 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
-from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan
+from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan_passes
+from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -74,7 +75,7 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, mon
 def test_passes_hold_each_row_once_and_keep_their_bounds() -> None:
     lengths = [random.Random(i).randrange(1, 300) for i in range(500)]
     for vocab in (257, 250_880):
-        passes = plan(lengths, vocab, "cpu")
+        passes = plan_passes(lengths, vocab, "cpu")
         assert sorted(i for rows_ in passes for i in rows_) == list(range(500))
         room = min(2048, 2**26 // vocab)
         assert all(len(p) * max(lengths[i] for i in p) <= room or len(p) == 1 for p in passes)
@@ -88,15 +89,22 @@ ITEMS = [
 
 
 def test_accuracies_are_those_of_the_likeliest_ending() -> None:
+    """`acc_norm` as lm-eval has it: per character of the ending, without the space before it."""
     model, tokenizer = gpt(context=64), byte_tokenizer()
-    result = evaluate_hellaswag(model, tokenizer, ITEMS, ALONE)
-    right = right_norm = 0
-    for item in ITEMS:
+    items = [
+        *ITEMS,
+        *(Item(f"No {i}.", ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂"), i % 4) for i in range(40)),
+    ]
+    result = evaluate_hellaswag(model, items, continuations(items, tokenizer), ALONE)
+    right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
+    for item in items:
         scores = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]
-        right += max(range(4), key=lambda i: scores[i][0]) == item.label
-        right_norm += max(range(4), key=lambda i: scores[i][0] / scores[i][1]) == item.label
-    assert result is not None
-    assert (result["acc"], result["acc_norm"], result["items"]) == (right / 3, right_norm / 3, 3)
+        right["acc"] += max(range(4), key=lambda i: scores[i][0]) == item.label
+        right["acc_norm"] += max(range(4), key=lambda i: scores[i][0] / len(item.endings[i])) == item.label
+        right["acc_per_token"] += max(range(4), key=lambda i: scores[i][0] / scores[i][1]) == item.label
+    assert result is not None and len(set(right.values())) == 3, "the three differ on these items"
+    assert {name: result[name] for name in right} == {name: count / len(items) for name, count in right.items()}
+    assert result["items"] == len(items)
     assert result["tokens_per_s"] == pytest.approx(result["tokens"] / result["runtime_s"])
 
 
@@ -116,8 +124,8 @@ def test_a_model_that_knows_the_endings_is_right() -> None:
                             logits[row, t, whole[t + 1]] = 30.0
             return logits
 
-    result = evaluate_hellaswag(Oracle(), byte_tokenizer(), ITEMS, ALONE)
-    assert result is not None and (result["acc"], result["acc_norm"]) == (1.0, 1.0)
+    result = evaluate_hellaswag(Oracle(), ITEMS, continuations(ITEMS, byte_tokenizer()), ALONE)
+    assert result is not None and (result["acc"], result["acc_norm"], result["acc_per_token"]) == (1.0, 1.0, 1.0)
 
 
 def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> None:
@@ -134,7 +142,7 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
         read_items(str(tmp_path / "none"))
 
 
-def test_items_are_tokenized_once_and_again_where_they_or_the_tokenizer_change() -> None:
+def test_items_are_read_and_tokenized_once(tmp_path: Path) -> None:
     class Counting(Tokenizer):
         asked = 0
 
@@ -142,18 +150,16 @@ def test_items_are_tokenized_once_and_again_where_they_or_the_tokenizer_change()
             Counting.asked += 1
             return super().encode(text)
 
-    items, model = [Item("A man", ("a", "bc"), 1), Item("A cat", ("d", "ef"), 0)], gpt(context=32, layers=1)
-    tokenizer = Counting("byte", byte_tokenizer().inner, 256)
-    first = evaluate_hellaswag(model, tokenizer, items, ALONE)
-    asked = Counting.asked
-    again = evaluate_hellaswag(model, tokenizer, list(items), ALONE)
+    path = tmp_path / "h.jsonl"
+    path.write_text(json.dumps({"ctx": "A man", "endings": ["a", "bc"], "label": 1}))
+    settings = Recipe.model_validate({"eval": {"hellaswag_file": str(path)}})
+    suites = Suites(settings, Counting("byte", byte_tokenizer().inner, 256), ALONE)
+    model = gpt(context=32, layers=1)
+    first, asked = suites.measure("hellaswag", model), Counting.asked
+    path.unlink()
+    again = suites.measure("hellaswag", model)
     assert asked and Counting.asked == asked and first is not None and again is not None
-    assert (first["acc"], first["tokens"]) == (again["acc"], again["tokens"])
-    evaluate_hellaswag(model, tokenizer, items[:1], ALONE)
-    assert Counting.asked > asked
-    asked = Counting.asked
-    evaluate_hellaswag(model, Counting("byte", byte_tokenizer().inner, 256), items[:1], ALONE)
-    assert Counting.asked > asked
+    assert (first[0]["acc"], first[0]["tokens"]) == (again[0]["acc"], again[0]["tokens"])
 
 
 def test_a_hundred_real_items_have_the_scores_of_the_plain_reference(data_files: Path) -> None:
@@ -176,7 +182,8 @@ def test_a_hundred_real_items_have_the_scores_of_the_plain_reference(data_files:
 def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path) -> None:
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"))
     assert len(items) == 10_042
-    result = evaluate_hellaswag(gpt(context=256, layers=1, seed=seed, init_std=0.02), byte_tokenizer(), items, ALONE)
+    model = gpt(context=256, layers=1, seed=seed, init_std=0.02)
+    result = evaluate_hellaswag(model, items, continuations(items, byte_tokenizer()), ALONE)
     assert result is not None
     print(f"acc {result['acc']:.4f}, acc_norm {result['acc_norm']:.4f}, {result['tokens_per_s']:,.0f} tokens/s")
     assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015

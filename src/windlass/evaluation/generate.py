@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from windlass.data.tokenizer import prompt_of
 from windlass.errors import UserError
 from windlass.evaluation.lockstep import agree_on_pass, evaluating
 from windlass.parallel.parallelize import uncompiled, unwrap
@@ -105,9 +104,7 @@ def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
     their tokenizer adds none; else the end-of-text token.
     """
     bos = getattr(unwrap(model), "bos", None)
-    if text or bos is None or getattr(tokenizer, "start", ()):
-        return prompt_of(tokenizer, text)
-    return [bos]
+    return tokenizer.encode_prompt(text) if text or bos is None or tokenizer.bos else [bos]
 
 
 def window(model: Any) -> int:

@@ -1,11 +1,11 @@
-"""From what a user names (a run, a checkpoint, a directory of `transformers`) to a model that can be asked, and its tokenizer."""
+"""What a user names (a run, a checkpoint, a directory of `transformers`, `hf:NAME`), opened as a model and its tokenizer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,15 +19,13 @@ from windlass.data.prepare import data_dir
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError
+from windlass.fileio import read_json
 from windlass.model.build import build_model, initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """For people: what it is."""
+        """What it is, in words."""
         return f"{self.name} at step {self.step}" if self.step is not None else self.name
 
 
@@ -126,13 +124,10 @@ def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
 
     The last are the `eos_token_id` of its `generation_config.json`.
     """
-    found = chat.stop_tokens(source.tokenizer, source.template)
+    tokens = chat.stop_tokens(source.tokenizer, source.template)
     directory: Path | None = getattr(unwrap(model), "directory", None)
-    if directory is None or not (directory / "generation_config.json").is_file():
-        return found
-    try:
-        said = json.loads((directory / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        said = None
-    ends = [i for i in (said if isinstance(said, list) else [said]) if isinstance(i, int)]
-    return found | frozenset(ends) if ends and same_tokenizer(source, directory) else found
+    if directory is None:
+        return tokens
+    eos = read_json(directory / "generation_config.json").get("eos_token_id")
+    ends = [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
+    return tokens | frozenset(ends) if ends and same_tokenizer(source, directory) else tokens

@@ -6,17 +6,12 @@ differs from later ones and from common libraries: where a normalised text is em
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import re
 import string
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.squad import end_of_text, prompt
@@ -48,16 +43,16 @@ def exact_match(prediction: str, reference: str) -> float:
 
 def f1(prediction: str, reference: str) -> float:
     """Harmonic mean of precision and recall over the normalised words, counted as a bag; 0 where none is shared."""
-    said, wanted = normalise(prediction).split(), normalise(reference).split()
-    shared = sum((Counter(said) & Counter(wanted)).values())
+    predicted, wanted = normalise(prediction).split(), normalise(reference).split()
+    shared = sum((Counter(predicted) & Counter(wanted)).values())
     if not shared:
         return 0.0
-    precision, recall = shared / len(said), shared / len(wanted)
+    precision, recall = shared / len(predicted), shared / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 
 def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Exact Match and F1 in percent over all questions.
+    """`exact_match` and `f1` in percent over all questions, and `items`.
 
     Each question counts its best reference; one without a prediction counts 0, as in the official script.
 
@@ -65,29 +60,21 @@ def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]
         predictions: Question id → text.
         references: Question id → the reference answers, at least one.
 
-    Returns:
-        `exact_match`, `f1` and `items`.
-
     Raises:
         UserError: There is no question.
     """
     if not references:
         raise UserError("there is no question to score")
-    exact = overlap = 0.0
-    for key, answers in references.items():
-        if key in predictions:
-            exact += best(exact_match, predictions[key], answers)
-            overlap += best(f1, predictions[key], answers)
-    return {
-        "exact_match": 100.0 * exact / len(references),
-        "f1": 100.0 * overlap / len(references),
-        "items": len(references),
-    }
 
+    def percent(metric: Callable[[str, str], float]) -> float:
+        best = [
+            max(metric(predictions[key], answer) for answer in answers)
+            for key, answers in references.items()
+            if key in predictions
+        ]
+        return 100.0 * sum(best) / len(references)
 
-def best(metric: Callable[[str, str], float], prediction: str, answers: Iterable[str]) -> float:
-    """The metric's maximum over the reference answers."""
-    return max(metric(prediction, answer) for answer in answers)
+    return {"exact_match": percent(exact_match), "f1": percent(f1), "items": len(references)}
 
 
 def answer(
@@ -97,40 +84,39 @@ def answer(
     ranks: Ranks,
     *,
     max_tokens: int = 0,
-    batch: int = 16,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
+    **how: Any,
 ) -> dict[str, str] | None:
     """The model's answer to each question, by greedy generation on all ranks, each question on one of them.
 
     The answer is what comes before the end-of-text token, at most `max_tokens` long (0: about 160 characters), without
-    surrounding white space. A prompt that is longer than the model's context, or that leaves no room for an answer in a
+    surrounding white space. A prompt that is longer than the model's context, or that leaves no space for an answer in a
     window that cannot grow, loses the end of its paragraph.
+
+    Args:
+        model: See `generate_events`, which also takes `how`.
+        tokenizer: The model's.
+        questions: The same on every rank.
+        ranks: The process group.
+        max_tokens: See above.
+        how: `batch`, `autocast`, `poll`.
 
     Returns:
         Question id → answer, the same on every rank; None where `poll` cut it short.
     """
     model = unwrap(model)
     max_tokens = max_tokens or min(answer_tokens(tokenizer, questions), model.context // 2)
-    room = min(model.context, window(model) - max_tokens)
-    # Dealt out in the order of length, so that the ranks have about the same work.
+    longest_prompt = min(model.context, window(model) - max_tokens)
+    # Divided in the order of length, so that the ranks have about the same work.
     order = sorted(range(len(questions)), key=lambda i: (len(questions[i].context) + len(questions[i].question), i))
     mine = [questions[i] for i in order[ranks.rank :: ranks.world]]
-    made = generate(
-        model,
-        [prompt(question, tokenizer, room) for question in mine],
-        Sampling(max_tokens=max_tokens, temperature=0, stop=frozenset([end_of_text(tokenizer)])),
-        ranks,
-        batch=batch,
-        vocab=tokenizer.vocab,
-        autocast=autocast,
-        poll=poll,
-    )
-    if made is None:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=frozenset([end_of_text(tokenizer)]))
+    prompts = [prompt(question, tokenizer, longest_prompt) for question in mine]
+    answers = generate(model, prompts, sampling, ranks, vocab=tokenizer.vocab, **how)
+    if answers is None:
         return None
-    own = {question.id: tokenizer.decode(ids).strip() for question, ids in zip(mine, made, strict=True)}
-    everyone = {key: text for part in ranks.all_gather_object("squad", own) for key, text in part.items()}
-    return {question.id: everyone[question.id] for question in questions}
+    own = {question.id: tokenizer.decode(ids).strip() for question, ids in zip(mine, answers, strict=True)}
+    merged = {key: text for part in ranks.all_gather_object("squad", own) for key, text in part.items()}
+    return {question.id: merged[question.id] for question in questions}
 
 
 def answer_tokens(tokenizer: Tokenizer, questions: Sequence[Question]) -> int:
@@ -151,24 +137,3 @@ def evaluate_squad(
     result = score(predictions, {question.id: question.answers for question in questions})
     runtime_s = time.perf_counter() - started
     return result | {"runtime_s": runtime_s, "samples_per_s": len(questions) / runtime_s}, predictions
-
-
-def predictions_name(step: int | None) -> str:
-    """The file of the predictions at a step, or of a model that knows no step; a run has it in its folder `eval`."""
-    return f"squad-predictions-{'model' if step is None else f'step-{step:08d}'}.json"
-
-
-def write_predictions(path: Path, predictions: Mapping[str, str]) -> None:
-    """Write question id → answer as the official script reads it: the whole file, or what was there. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        with open(fresh, "w", encoding="utf-8", errors="replace") as file:
-            file.write(json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise

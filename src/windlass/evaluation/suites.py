@@ -1,155 +1,262 @@
-"""The suites that a recipe can ask for besides the loss, by name: what each needs is read here."""
+"""The suites (loss, hellaswag, squad, lm-eval:TASKS) and the verb `eval`: what a model scores, measured once and recorded.
+
+During training a `Suites` object measures the suites of `eval.suites` on the model of the moment. `evaluate` opens a saved
+model, measures it in fp32 (unless asked otherwise), each item once, spread over the ranks, and rank 0 writes one JSON file per
+step: `results` (suite → numbers), `measured` (suite → what the numbers depend on besides the model), and `earlier` (scores of
+the same suites on something else).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.squad import HUB_NAME as SQUAD_HUB
-from windlass.data.squad import asked_source
+from windlass.data import squad as squad_data
+from windlass.data.dataset import open_data
 from windlass.errors import UserError
 from windlass.evaluation.hellaswag import HUB_NAME as HELLASWAG_HUB
-from windlass.parallel.parallelize import resolve_precision
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import Continuation
+from windlass.evaluation.lm_eval import run_harness
+from windlass.evaluation.loss import evaluate_loss
+from windlass.evaluation.source import Source, find_source, open_model
+from windlass.evaluation.squad import evaluate_squad
+from windlass.fileio import write_atomic
+from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.env import detect_env
+from windlass.parallel.parallelize import autocast, resolve_precision
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 
 if TYPE_CHECKING:
     import torch
 
+    from windlass.data.dataset import Samples
     from windlass.data.tokenizer import Tokenizer
-    from windlass.parallel.dist import Ranks
     from windlass.recipe import Recipe
 
 HARNESS = "lm-eval:"
-
-
-def run_suite(
-    suite: str,
-    model: Any,
-    tokenizer: Tokenizer,
-    recipe: Recipe,
-    ranks: Ranks,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-    keep: dict[str, Any] | None = None,
-) -> dict[str, Any] | None:
-    """Measure one of `hellaswag`, `squad` and `lm-eval:TASKS`; all ranks call it together.
-
-    Args:
-        suite: Its name.
-        model: The model, wrapped or bare.
-        tokenizer: Its tokenizer.
-        recipe: the section `eval` (`hellaswag_file`, `squad_items`, ...) and the section `data` say what is measured on.
-        ranks: The process group.
-        autocast: Makes the context of the forward pass's arithmetic.
-        poll: Asked between passes whether to stop.
-        keep: Gets what is worth a file of its own: `predictions` of SQuAD.
-
-    Returns:
-        The fields of an `eval` line; None where `poll` cut it short.
-    """
-    if suite == HELLASWAG_SUITE:
-        from windlass.evaluation.hellaswag import evaluate_hellaswag, read_items
-
-        items = read_items(recipe.eval.hellaswag_file, recipe.eval.hellaswag_items)
-        return evaluate_hellaswag(model, tokenizer, items, ranks, autocast=autocast, poll=poll)
-    if suite == SQUAD_SUITE:
-        from windlass.data.squad import eval_questions
-        from windlass.evaluation.squad import evaluate_squad
-
-        measured = evaluate_squad(model, tokenizer, eval_questions(recipe), ranks, autocast=autocast, poll=poll)
-        if measured is None:
-            return None
-        if keep is not None:
-            keep["predictions"] = measured[1]
-        return measured[0]
-    if suite.startswith(HARNESS):
-        from windlass.evaluation.lm_eval import run_harness
-
-        return run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, autocast=autocast, poll=poll)
-    raise UserError(f"there is no suite {suite!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
-
-
-CHOSEN = ("data.eval_size", "run.seed")
-HELD_OUT = ("data.source", "data.eval_source", "data.val_fraction")
+HELD_OUT = ("data.source", "data.eval_source", "data.val_fraction", "data.eval_size", "run.seed")
 SETTINGS = {
-    LOSS_SUITE: (*HELD_OUT, *CHOSEN, "eval.batches", "train.global_batch"),
+    LOSS_SUITE: (*HELD_OUT, "eval.batches", "train.global_batch"),
     HELLASWAG_SUITE: ("eval.hellaswag_file", "eval.hellaswag_items"),
-    SQUAD_SUITE: (*HELD_OUT, *CHOSEN, "eval.squad_file", "eval.squad_items"),
+    SQUAD_SUITE: (*HELD_OUT, "eval.squad_file", "eval.squad_items"),
 }
 """What says which items a suite is measured on."""
+
+Numbers = dict[str, Any]
+"""The scores of a suite, as they stand in an `eval` line of the ledger."""
+
+
+class Suites:
+    """Measures the suites of a recipe on a model; items are read and tokenized once. All ranks call it together.
+
+    Args:
+        recipe: `eval` and `data` say what is measured on, `train.precision` the arithmetic.
+        tokenizer: The model's.
+        ranks: The process group.
+        val: The validation set of the suite `loss`.
+        batch: Sequences of it in one forward pass of one rank.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks, val: Samples | None = None, batch: int = 1):
+        self.recipe, self.tokenizer, self.ranks, self.val, self.batch = recipe, tokenizer, ranks, val, batch
+
+    def measure(
+        self, suite: str, model: Any, poll: Callable[[], bool] | None = None
+    ) -> tuple[Numbers, dict[str, str] | None] | None:
+        """The numbers of a suite, and SQuAD's predictions; None where `poll`, asked between passes, cut it short."""
+        recipe, ranks = self.recipe, self.ranks
+        how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
+        numbers: Numbers | None
+        if suite == SQUAD_SUITE:
+            return evaluate_squad(model, self.tokenizer, self._questions, ranks, **how)
+        if suite == LOSS_SUITE:
+            assert self.val is not None
+            limit = recipe.eval.batches * recipe.train.global_batch
+            numbers = evaluate_loss(model, self.val, ranks, self.batch, limit, token_bytes=self._token_bytes, **how)
+        elif suite == HELLASWAG_SUITE:
+            numbers = evaluate_hellaswag(model, *self._endings, ranks, **how)
+        elif suite.startswith(HARNESS):
+            numbers = run_harness(suite.removeprefix(HARNESS), model, self.tokenizer, ranks, **how)
+        else:
+            raise UserError(f"there is no suite {suite!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
+        return None if numbers is None else (numbers, None)
+
+    @cached_property
+    def _token_bytes(self) -> Any:
+        sizes = getattr(self.tokenizer, "byte_lengths", None)  # a user's own tokenizer may not have it
+        return sizes() if sizes else None
+
+    @cached_property
+    def _questions(self) -> list[squad_data.Question]:
+        return squad_data.eval_questions(self.recipe)
+
+    @cached_property
+    def _endings(self) -> tuple[list[Item], list[Continuation]]:
+        items = read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
+        return items, continuations(items, self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured; on rank 0 also where it was written."""
+
+    model: str
+    step: int | None
+    results: dict[str, Numbers]
+    measured: dict[str, dict[str, Any]]
+    """By suite, what its numbers depend on besides the model: see `measured_on`."""
+    predictions: dict[str, str] | None = None
+    """SQuAD's: question id → answer."""
+    path: Path | None = None
+    predictions_path: Path | None = None
+
+
+def evaluate(
+    model: str | Path | Source,
+    suites: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
+) -> Evaluation:
+    """Measure a saved model, spread over the ranks of the launch that this process is part of, and record the scores.
+
+    Args:
+        model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
+        overrides: Settings to change, as `data.eval_source=FILE`. The precision is fp32 (fp64 for a model trained in it)
+            unless one of them names it: scores are made of logits, and bf16 rounds one between 16 and 32 to the next eighth.
+        out: Where results and predictions go; default: RUN/eval, or nowhere for a model without a run.
+        on_result: Called on rank 0 with each suite's numbers as it ends.
+
+    Raises:
+        UserError: There is no such model or suite, no suite is named, or the data do not fit the model.
+    """
+    source = model if isinstance(model, Source) else find_source(str(model), overrides)
+    if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
+        source = replace(source, recipe=source.recipe.with_overrides('train.precision="fp32"'))
+    suites = list(suites) or (source.recipe.eval.suites if source.run else [])
+    if not suites:
+        raise UserError("name what to measure: --suite loss,hellaswag,squad or lm-eval:TASKS")
+    # Checks the suites' names. What the run's best was chosen by need not be measured here.
+    source.recipe.with_overrides(f"eval.suites={json.dumps(suites)}", 'checkpoint.best="loss"')
+    if source.run is None and LOSS_SUITE in suites and not any(o.startswith("data.source=") for o in overrides):
+        raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
+    env = detect_env(os.environ)
+    with init_ranks(env, for_world(source.recipe, env.world)) as ranks:
+        result = measure(source, suites, ranks, on_result)
+        folder = out or (source.run.path / "eval" if source.run else None)
+        return write(result, folder) if ranks.main and folder else result
+
+
+def for_world(recipe: Recipe, world: int) -> Recipe:
+    """The recipe for measuring on `world` ranks: sharded where the training was, else whole on each of them."""
+    sharded = recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
+    strategy = "single" if world == 1 else "full_shard" if sharded else "ddp"
+    return recipe.with_overrides(
+        f'parallel.strategy="{strategy}"',
+        "parallel.shard_size=0",
+        "parallel.offload=false",
+        'parallel.activation_checkpointing="none"',
+    )
+
+
+def measure(
+    source: Source,
+    suites: Sequence[str],
+    ranks: Ranks,
+    on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
+) -> Evaluation:
+    """Every suite in turn, in the source's precision; all ranks call it together."""
+    recipe = for_world(source.recipe, ranks.world)
+    model = open_model(replace(source, recipe=recipe), ranks)
+    data = open_data(source.recipe) if LOSS_SUITE in suites else None
+    if data is not None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
+        raise UserError(f"the data of this recipe have another tokenizer than {source.name}: set data.tokenizer")
+    if data is not None and data.val is None:
+        raise UserError("there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1")
+    batch = max(1, TOKENS_PER_MICRO_BATCH[ranks.device.type] // recipe.model.context)
+    measurer = Suites(recipe, source.tokenizer, ranks, data.val if data else None, batch)
+    results, measured, predictions = {}, {}, None
+    for suite in suites:
+        outcome = measurer.measure(suite, model)
+        assert outcome is not None, "only a poll cuts a suite short"
+        results[suite], predictions = outcome[0], outcome[1] or predictions
+        if ranks.main:
+            measured[suite] = measured_on(suite, source.recipe, ranks.device, data.fingerprint if data else "")
+            on_result(suite, outcome[0])
+    return Evaluation(source.name, source.step, results, measured, predictions)
 
 
 def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: str = "") -> dict[str, Any]:
     """What the numbers of a suite depend on besides the model.
 
-    Args:
-        suite: Its name.
-        recipe: The recipe that it was measured with.
-        device: Where.
-        fingerprint: Of the validation loss: that of the prepared data.
-
     Returns:
         `settings` (key → value; the precision is the one used), and, as the suite has them, `files` (path → SHA-256), `hub` (the
-        data set's name there), `data` (the prepared data's fingerprint), `lm_eval` (the harness's version).
+        data set's name there), `data` (the prepared data's `fingerprint`), `lm_eval` (the harness's version).
     """
-    keys = ("model.context", *SETTINGS.get(suite, ()))
-    settings = {
-        key: getattr(getattr(recipe, section), name) for key in keys for section, _, name in [key.partition(".")]
-    }
-    found: dict[str, Any] = {
-        "settings": {"train.precision": resolve_precision(recipe.train.precision, device), **settings}
-    }
+    settings: dict[str, Any] = {"train.precision": resolve_precision(recipe.train.precision, device)}
+    for key in ("model.context", *SETTINGS.get(suite, ())):
+        section, _, name = key.partition(".")
+        settings[key] = getattr(getattr(recipe, section), name)
     if suite == LOSS_SUITE:
-        return {**found, "data": fingerprint}
+        return {"settings": settings, "data": fingerprint}
     if suite.startswith(HARNESS):
-        return {**found, "lm_eval": metadata.version("lm_eval")}
+        return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
     if suite == HELLASWAG_SUITE:
-        return found | _place(recipe.eval.hellaswag_file, HELLASWAG_HUB)
-    return found | _place((asked_source(recipe) or recipe.data.source).partition(":")[2], SQUAD_HUB)
-
-
-def _place(file: str, hub: str) -> dict[str, Any]:
+        file, name = recipe.eval.hellaswag_file, HELLASWAG_HUB
+    else:
+        asked = squad_data.asked_source(recipe) or recipe.data.source
+        file, name = asked.partition(":")[2], squad_data.HUB_NAME
     if not file:
-        return {"hub": hub}
+        return {"settings": settings, "hub": name}
     with Path(file).open("rb") as content:
-        return {"files": {file: hashlib.file_digest(content, "sha256").hexdigest()}}
+        return {"settings": settings, "files": {file: hashlib.file_digest(content, "sha256").hexdigest()}}
 
 
-def merged(before: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The record of a step with new results added to those that it has.
+def write(result: Evaluation, folder: Path) -> Evaluation:
+    """Add results to the record of their step in `folder`, and SQuAD's predictions as the official script reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{'model' if result.step is None else f'step-{result.step:08d}'}.json"
+    now = {"model": result.model, "step": result.step, "results": result.results, "measured": result.measured}
+    try:
+        record = merge_records(json.loads(path.read_text(encoding="utf-8")), now) if path.is_file() else now
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise UserError(f"{path} is no record of results: move it away, or give another folder with --out") from None
+    write_atomic(path, json.dumps(record, indent=1) + "\n")
+    predictions = write_predictions(folder, result.step, result.predictions) if result.predictions else None
+    return replace(result, path=path, predictions_path=predictions)
 
-    A suite that was measured on something else, or on another model, is not lost: it goes to `earlier`.
 
-    Args:
-        before: The record as it was, empty where there is none.
-        now: `model`, `step`, `results` (suite → numbers) and `measured` (suite → `measured_on`).
-    """
-    same_model = before.get("model") == now["model"]
+def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, str]) -> Path:
+    """SQuAD's predictions at a step, question id → answer, as a file in `folder`. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"squad-predictions-{'model' if step is None else f'step-{step:08d}'}.json"
+    write_atomic(path, json.dumps(dict(predictions), ensure_ascii=False, indent=0).encode("utf-8", "replace") + b"\n")
+    return path
+
+
+def merge_records(before: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The record of a step with new results; those of a suite on something else, or of another model, go to `earlier`."""
+    same_model = before["model"] == now["model"]
     results, measured = dict(now["results"]), dict(now["measured"])
-    old = []
-    for suite, numbers in before.get("results", {}).items():
-        on = before.get("measured", {}).get(suite)
+    earlier = list(before.get("earlier", ()))
+    for suite, numbers in before["results"].items():
+        on = before["measured"][suite]
         if same_model and suite not in results:
-            results[suite] = numbers
-            if on is not None:
-                measured[suite] = on
+            results[suite], measured[suite] = numbers, on
         else:
-            old.append({"model": before.get("model"), "suite": suite, "results": numbers, "measured": on})
-    current = {(now["model"], suite): on for suite, on in measured.items()}
-    earlier = [
-        one
-        for one in [*before.get("earlier", ()), *old]
-        if current.get((one["model"], one["suite"])) != one["measured"]
-    ]
+            earlier.append({"model": before["model"], "suite": suite, "results": numbers, "measured": on})
     # Of two that were measured on the same the newer one counts.
-    kept = [one for i, one in enumerate(earlier) if not any(_same(one, later) for later in earlier[i + 1 :])]
-    return {**now, "results": results, "measured": measured, **({"earlier": kept} if kept else {})}
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ("model", "suite", "measured"))
+    newest = {(one["model"], one["suite"], json.dumps(one["measured"], sort_keys=True)): one for one in earlier}
+    for suite, on in measured.items():
+        newest.pop((now["model"], suite, json.dumps(on, sort_keys=True)), None)
+    return {**now, "results": results, "measured": measured, **({"earlier": list(newest.values())} if newest else {})}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from windlass.checkpoint.retention import better
 from windlass.data.chat import stop_tokens
-from windlass.evaluation.generate import Sampling, generate, text_after
-from windlass.evaluation.loss import evaluate_loss
+from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
+from windlass.evaluation.suites import Suites, write_predictions
 from windlass.parallel.parallelize import autocast
 from windlass.recipe.settings import BestMeasure
 
@@ -27,26 +27,20 @@ def evaluate_suites(session: Session, poll: Poll) -> list[dict[str, Any]] | None
     Rank 0 writes SQuAD's predictions into the run, as `windlass eval` does.
     """
     lines = []
-    keep: dict[str, Any] = {}
+    data = session.data
+    suites = Suites(session.recipe, data.tokenizer, session.ranks, data.val, session.batch.micro_batch)
     for suite in session.recipe.eval.suites:
-        line = _suite(session, suite, poll, keep)
-        if line is None:
+        outcome = suites.measure(suite, session.model, poll)
+        if outcome is None:
             return None
-        lines.append({"suite": suite, **line})
-    if "predictions" in keep and session.ranks.main:
-        _write_predictions(session, keep["predictions"])
+        numbers, predictions = outcome
+        lines.append({"suite": suite, **numbers})
+        if predictions and session.ranks.main:
+            try:
+                write_predictions(session.run.path / "eval", session.state.step, predictions)
+            except OSError as error:  # a disk that does not take them costs a warning: the scores are in the ledger
+                session.console.warning(f"{suite}: the predictions were not written: {error.strerror or error}")
     return lines
-
-
-def _write_predictions(session: Session, predictions: dict[str, str]) -> None:
-    """A disk that does not take them costs a warning and no more: the scores are in the ledger."""
-    from windlass.evaluation.squad import predictions_name, write_predictions
-
-    path = session.run.path / "eval" / predictions_name(session.state.step)
-    try:
-        write_predictions(path, predictions)
-    except OSError as error:
-        session.console.warning(f"the predictions {path} were not written: {error.strerror or error}")
 
 
 def scores_by_step(run: Run, last: int) -> dict[int, dict[str, float]]:
@@ -80,29 +74,11 @@ def best_of(measured: Mapping[int, Mapping[str, float]], measure: str) -> tuple[
     return step, value
 
 
-def _suite(session: Session, suite: str, poll: Poll, keep: dict[str, Any]) -> dict[str, Any] | None:
-    recipe, ranks = session.recipe, session.ranks
-    context = partial(autocast, recipe, ranks.device)
-    if suite == "loss":
-        assert session.data.val is not None
-        limit = recipe.eval.batches * recipe.train.global_batch
-        sizes = getattr(session.data.tokenizer, "byte_lengths", None)  # a user's own tokenizer may not know them
-        return evaluate_loss(
-            session.model, session.data.val, ranks, session.batch.micro_batch, limit, autocast=context, poll=poll,
-            token_bytes=sizes() if sizes else None,
-        )  # fmt: skip
-    from windlass.evaluation.suites import run_suite
-
-    return run_suite(
-        suite, session.model, session.data.tokenizer, recipe, ranks, autocast=context, poll=poll, keep=keep
-    )
-
-
 def generate_samples(session: Session, poll: Poll) -> list[str] | None:
     """Texts from the recipe's prompt, the same on every rank and world; None where a stop signal cut them short."""
     recipe, tokenizer = session.recipe, session.data.tokenizer
     settings = recipe.eval
-    prompt = tokenizer.encode_prompt(settings.prompt)
+    prompt = prompt_ids(session.model, tokenizer, settings.prompt)
     sampling = Sampling(
         max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k, seed=recipe.run.seed,
         stop=stop_tokens(tokenizer, session.data.template),

@@ -1,0 +1,85 @@
+"""The verb `sample`: text from a saved model, streamed; and a conversation with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from windlass.data.chat import prompt_tokens
+from windlass.evaluation.generate import Event, Sampling, generate_events, in_order, prompt_ids
+from windlass.evaluation.source import Source, alone, find_source, open_model, stop_tokens
+from windlass.parallel.parallelize import autocast
+
+
+def sample(
+    model: str | Path | Source,
+    prompt: str = "",
+    *,
+    n: int = 1,
+    max_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    device: str = "",
+) -> Iterator[tuple[int, str]]:
+    """Texts that continue a prompt, as (number of the text, next piece of it), text after text.
+
+    They are a function of the seed: the same call gives the same texts. They are generated together, with a KV cache.
+
+    Args:
+        model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        prompt: Not part of the pieces; empty: a text from its beginning.
+        n: How many texts.
+        max_tokens: Tokens of each, at most.
+        temperature: 0 takes the likeliest token.
+        top_k: Choose among the k likeliest tokens; 0: among all.
+        top_p: Choose among the likeliest that together have this probability.
+        seed: Determines the texts; default: the run's own.
+        device: `cpu` or `cuda`; default: cuda where there is one.
+
+    Raises:
+        UserError: There is no such model, or a number is out of its range.
+    """
+    return TextSampler(model, Sampling(max_tokens, temperature, top_k, top_p), seed, device).texts(prompt, n)
+
+
+class TextSampler:
+    """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
+
+    def __init__(self, model: str | Path | Source, sampling: Sampling, seed: int | None = None, device: str = ""):
+        self.source = model if isinstance(model, Source) else find_source(str(model))
+        self.ranks = alone(device or None)
+        self.model = open_model(self.source, self.ranks)
+        self.sampling = replace(
+            sampling,
+            seed=self.source.recipe.run.seed if seed is None else seed,
+            stop=stop_tokens(self.source, self.model),
+        )
+        self.messages: list[dict[str, str]] = []
+        """The conversation so far, of `reply`."""
+
+    def texts(self, prompt: str = "", n: int = 1) -> Iterator[tuple[int, str]]:
+        """`n` continuations of a prompt, as (number of the text, next piece of it), text after text."""
+        tokenizer = self.source.tokenizer
+        ids = prompt_ids(self.model, tokenizer, prompt)
+        return in_order(self._events([ids] * n), tokenizer, n, after=ids if prompt else ())
+
+    def reply(self, message: str) -> Iterator[str]:
+        """The pieces of the model's answer to the next message of a conversation, in the layout of its chat template."""
+        source = self.source
+        self.messages.append({"role": "user", "content": message})
+        ids = prompt_tokens(self.messages, source.template, source.tokenizer)
+        answer = ""
+        for _, piece in in_order(self._events([ids]), source.tokenizer, 1, after=ids):
+            answer += piece
+            yield piece
+        self.messages.append({"role": "assistant", "content": answer.strip()})
+
+    def _events(self, prompts: list[list[int]]) -> Iterator[Event]:
+        context = partial(autocast, self.source.recipe, self.ranks.device)
+        return generate_events(
+            self.model, prompts, self.sampling, self.ranks, vocab=self.source.tokenizer.vocab, autocast=context
+        )
