@@ -106,6 +106,19 @@ def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
     return path
 
 
+def kept(run: Run | Path) -> dict[int, list[str]]:
+    """Why each checkpoint of a run is kept, by step."""
+    from windlass.checkpoint.listing import list_checkpoints
+
+    rows = list_checkpoints(run.path if isinstance(run, Run) else run).checkpoints
+    return {row.step: row.kept for row in rows}
+
+
+def best_step(run: Run | Path) -> int | None:
+    """The step of the run's best checkpoint."""
+    return next((step for step, why in kept(run).items() if "best" in why), None)
+
+
 def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
     """Step and fields (loss, gradient norm and learning rate by default) of each `train` line of the effective ledger."""
     run = run if isinstance(run, Run) else Run(run)

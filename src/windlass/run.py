@@ -197,10 +197,6 @@ class Run:
             return ENDINGS[last]
         return "running" if self.alive else "failed"
 
-    def checkpoint_index(self) -> dict[str, Any]:
-        """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
-        return read_json(self.checkpoints_dir / "index.json")
-
 
 def cell_state(state: str, events: Iterable[Line], verdict: Mapping[str, Any] | None) -> tuple[str, str]:
     """How a study's cell stands, and why: by its run's state and events, and by what was decided from outside.

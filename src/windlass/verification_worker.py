@@ -50,8 +50,7 @@ def main(task: dict[str, Any]) -> int:
         nonlocal steps_done
         steps_done += 1
         if step == task.get("kill_after"):
-            index = recipe.run_dir / "checkpoints" / "index.json"
-            while not index.exists():
+            while not any((recipe.run_dir / "checkpoints").glob("step-*")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,7 +17,7 @@ def on_step(step: int, _: object) -> None:
     if not first or step != 8:
         return
     deadline = time.monotonic() + 60
-    while not (recipe.run_dir / "checkpoints" / "index.json").exists() and time.monotonic() < deadline:
+    while not any((recipe.run_dir / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ def on_step(step: int, _: object) -> None:
     if step != kill_after:
         return
     deadline = time.monotonic() + 60
-    while not (recipe.run_dir / "checkpoints" / "index.json").exists() and time.monotonic() < deadline:
+    while not any((recipe.run_dir / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,6 +17,7 @@ import torch
 from test_resume import corpus, curve, evaluations, settings
 from test_signals import signalled
 
+from helpers import best_step, kept
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.fileio import Files
@@ -143,8 +144,8 @@ def test_the_end_of_a_run_stays_when_it_is_extended(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **keep)
     train(recipe)
     run = train(recipe, extend_to=24)
-    kept = {row["step"]: row["kept"] for row in run.checkpoint_index()["checkpoints"]}
-    assert "final" in kept[12] and "final" in kept[24] and set(kept) == {12, 24}
+    why = kept(run)
+    assert "final" in why[12] and "final" in why[24] and set(why) == {12, 24}
 
 
 def test_a_run_resumed_from_an_earlier_step_never_jumps_onto_the_line_it_left(corpus, tmp_path):
@@ -269,7 +270,7 @@ def test_a_restart_goes_on_from_the_latest_checkpoint(corpus, tmp_path, what, ho
         overrides.append(f"checkpoint.resume='{tmp_path / 'origin' / 'checkpoints' / 'step-00000003'}'")
     else:
         overrides.append(f"checkpoint.resume='{how}'")
-    best = Run(tmp_path / "run").checkpoint_index().get("best")
+    best = best_step(tmp_path / "run") if (tmp_path / "run").is_dir() else None
     assert launch([sys.executable, "-c", AGAIN, json.dumps(options), *overrides], 1, max_restarts=1) == 0
     run = Run(tmp_path / "run")
     began, again = starts(run)[-2:]
@@ -377,13 +378,13 @@ def as_if_untouched(run: Run, whole: Run) -> None:
     assert texts[0] == texts[1]
     for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
         assert run.summary.get(key) == whole.summary.get(key), key
-    best = run.checkpoint_index()["best"]
-    assert best == whole.checkpoint_index()["best"]
+    best = best_step(run)
+    assert best == best_step(whole)
     assert same_weights(run, whole, best) and same_weights(run, whole, 12)
     assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
 
 
-@pytest.mark.parametrize("operation", ["create .beginning.json.new", "rename recipe.toml", "fsync_dir run"])
+@pytest.mark.parametrize("operation", ["create .lineage.json.new", "rename recipe.toml", "fsync_dir run"])
 def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, monkeypatch, operation):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
 

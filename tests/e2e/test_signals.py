@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from test_resume import corpus, curve, settings
 
-from windlass.checkpoint import space
+from windlass.checkpoint.commit import RESERVE_BYTES
 from windlass.checkpoint.save import Saver
 from windlass.errors import RunFailed, Stopped
 from windlass.recipe import Recipe
@@ -85,7 +87,7 @@ def test_in_every_phase(corpus, tmp_path, phase, world):
         assert last == 0 and not run.lines("eval") and not list(run.checkpoints_dir.glob("step-*"))
     else:
         assert f"stopped by SIGTERM after step {last}, all saved" in said
-        assert (run.checkpoints_dir / f"step-{last:08d}" / "COMMITTED").exists()
+        assert (run.checkpoints_dir / f"step-{last:08d}" / "manifest.sha256").exists()
     if phase.startswith("sample"):  # it is cut, and made up by the next start
         assert last == 4 and not run.lines("sample")
 
@@ -289,8 +291,8 @@ def test_a_signal_is_noted_once_and_never_before_it_may_be():
 
 def test_a_disk_too_small_is_said_before_step_1_and_at_each_save(corpus, tmp_path, monkeypatch, capsys):
     """A warning at the start; a save that has no room fails by itself, and training goes on; at the end it is an error."""
-    free = [space.RESERVE_BYTES + 1000]
-    monkeypatch.setattr(space, "free_bytes", lambda path: free[0])
+    free = [RESERVE_BYTES + 1000]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"train.steps": 7}))
     with pytest.raises(RunFailed, match="the last checkpoint could not be saved"):
         train(recipe)
@@ -307,8 +309,10 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     """The save of the last step fails, and is known to have failed before the run ends: it is made once more."""
     from windlass.training.actions import Actions
 
-    original, failed = space.free_bytes, []
-    monkeypatch.setattr(space, "free_bytes", lambda path: 0 if len(failed) < 1 else original(path))
+    original, failed = shutil.disk_usage, []
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=0) if len(failed) < 1 else original(path)
+    )
     evaluate = Actions.evaluate
 
     def evaluate_and_wait(self: Actions) -> bool:
@@ -322,4 +326,4 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     assert failed == [False]
     saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]
     assert saves == [("save_failed", 3), ("checkpoint", 3)]
-    assert run.state == "finished" and (run.checkpoints_dir / "step-00000003" / "COMMITTED").exists()
+    assert run.state == "finished" and (run.checkpoints_dir / "step-00000003" / "manifest.sha256").exists()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from test_resume import corpus, settings
 from torch import nn
 
-from windlass.checkpoint import space
+from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.parallel import collectives
@@ -82,11 +84,11 @@ def test_a_disk_too_small_for_what_is_kept_is_said_and_one_with_room_is_not(corp
     wanted = {"train.steps": 4, "checkpoint.every": 1, "checkpoint.keep_last": 3, "checkpoint.keep_best": "false"}
     first = train(Recipe.load("quickstart", settings(corpus, tmp_path / "roomy", **wanted)))
     assert "the run needs" not in "".join(capsys.readouterr())
-    size = max(c["bytes"] for c in first.checkpoint_index()["checkpoints"])
-    monkeypatch.setattr(space, "free_bytes", lambda path: 2 * size + space.RESERVE_BYTES)
+    size = max(e["bytes"] for e in first.events if e["event"] == "checkpoint")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * size + RESERVE_BYTES))
     run = train(Recipe.load("quickstart", settings(corpus, tmp_path / "tight", **wanted)))
     said = " ".join("".join(capsys.readouterr()).split())
-    assert said.count("the run needs") == 1 and f"and {space.gb(2 * size + space.RESERVE_BYTES)} are free" in said
+    assert said.count("the run needs") == 1 and f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in said
     assert said.index("the run needs") < said.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
 

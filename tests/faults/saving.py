@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -16,7 +17,7 @@ import torch
 
 from windlass.checkpoint import load
 from windlass.checkpoint.load import Choice, open_checkpoint
-from windlass.checkpoint.reshard import Slice, State, share
+from windlass.checkpoint.reshard import Slice, State, divide_rows
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Outcome, Saver
 from windlass.fileio import Files, Output
@@ -29,7 +30,7 @@ def state(step: int, rank: int = 0, world: int = 1) -> State:
     """All numbers are functions of step, tensor and place, so that a mixture of two saves cannot go unnoticed."""
     whole = {n: _numbers(step, i, shape) for i, (n, shape) in enumerate(SHAPES.items())}
     sizes = [(n, t.shape[0] if t.dim() else 1, t[0].numel() * 4 if t.dim() else 4) for n, t in whole.items()]
-    mine = share(sizes, rank, world)
+    mine = divide_rows(sizes, rank, world)
     slices = {n: Slice(whole[n][a:b] if whole[n].dim() else whole[n], SHAPES[n], a) for n, (a, b) in mine.items()}
     return State(slices, {"model/tied": "model/a"}, sum(t.numel() * 4 for t in whole.values()))
 
@@ -48,7 +49,7 @@ def save(
     keep = Policy(last=options.pop("keep", 2))
     attempt = options.pop("attempt", "0")
     saver = Saver(directory, rank, world, attempt, keep, files=files, background=False, piece_bytes=128, **options)
-    saver.save(step, state(step, rank, world), {"step": step}, {"loss": float(step), "data": "x"})
+    saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = saver.poll()
     return outcome
 
@@ -74,8 +75,8 @@ def check(path: Path, step: int) -> None:
 
 
 def hidden(directory: Path) -> list[str]:
-    """Whatever is in a checkpoint directory besides checkpoints and the index."""
-    return sorted(p.name for p in directory.iterdir() if not p.name.startswith("step-") and p.name != "index.json")
+    """Whatever is in a checkpoint directory besides checkpoints."""
+    return sorted(p.name for p in directory.iterdir() if not re.fullmatch(r"step-\d+", p.name))
 
 
 class Recorder(Files):

@@ -19,7 +19,7 @@ from typing import Any
 what, (phase, _, at), culprit = sys.argv[1], sys.argv[2].partition("@"), int(sys.argv[3])
 PLACES = {
     "start": ("windlass.training.session", "open_data"),
-    "choose": ("windlass.training.session", "choose_checkpoint"),
+    "choose": ("windlass.training.session", "candidate_checkpoints"),
     "load": ("windlass.training.session", "restore"),
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.step", "autocast"),

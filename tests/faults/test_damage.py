@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 from saving import check, save, step_seen, tally
 
-from windlass.checkpoint import catalog, load
-from windlass.checkpoint.retention import Policy
+from windlass.checkpoint import load
 from windlass.errors import UserError
-from windlass.fileio import Files
 
-FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "COMMITTED")
+FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha256")
 
 
 def flip(path: Path, at: int) -> None:
@@ -63,17 +61,14 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
     choice = load.choose(run)
     assert choice is not None and choice.step == 2
     check(choice.path, 2)
-    if choice.damaged:  # otherwise it has no marker, and never was a checkpoint
-        assert choice.damaged == [newest] and "step 3 is damaged and passed over" in choice.notes[0]
-        with pytest.raises(UserError, match=r"no checkpoint of .* can be used"):
-            load.choose(run, "3")
-        load.set_aside(choice)
+    if choice.damaged:  # otherwise it has no digest, and is temporary
+        assert choice.damaged == [newest] and "step 3 is damaged" in choice.notes[0]
     else:
-        assert name == "COMMITTED"
-        with pytest.raises(UserError, match="no checkpoint of step 3"):
-            load.choose(run, "3")
-    with pytest.raises(UserError, match=r"no such checkpoint|cannot be used"):
-        load.choose(run, str(newest))
+        assert name == "manifest.sha256"
+    for resume in ("3", str(newest)):
+        with pytest.raises(UserError):
+            load.choose(run, resume)
+    load.set_aside(choice, run)
     assert not save(run / "checkpoints", 3, attempt="1").error  # and the step can be saved again
     assert step_seen(run) == 3
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
@@ -82,12 +77,14 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
 def test_every_one_damaged(run: Path) -> None:
     for step in (1, 2, 3):
         flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
-    with pytest.raises(UserError, match=r"no checkpoint of .* can be used") as refused:
+    with pytest.raises(UserError) as refused:
         load.choose(run)
     assert all(f"step {step} is damaged" in str(refused.value) for step in (1, 2, 3))
 
 
 def test_best_passes_over_a_damaged_one(run: Path) -> None:
+    lines = [{"kind": "eval", "step": step, "suite": "loss", "loss": float(step)} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert load.choose(run, "best").step == 1  # type: ignore[union-attr]
     flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
     choice = load.choose(run, "best")
@@ -109,25 +106,19 @@ def test_strange_neighbours_do_no_harm(run: Path) -> None:
     (directory / "notes.txt").write_text("mine")
     (directory / "step-00000003" / "extra.pkl").write_bytes(b"anything")
     assert step_seen(run) == 3
-    catalog.recover(directory, Policy(last=5), Files())
+    load.recover(directory)
     assert step_seen(run) == 3 and (directory / "notes.txt").exists() and not (directory / "step-00000009").exists()
 
 
-def test_a_lost_index_is_made_anew(run: Path) -> None:
-    index = run / "checkpoints" / "index.json"
-    before = json.loads(index.read_text())
-    index.write_text("{ torn")
-    assert step_seen(run) == 3
-    catalog.recover(run / "checkpoints", Policy(last=5), Files())
-    assert json.loads(index.read_text()) == before
-
-
-def test_an_unmarked_one_is_committed_if_whole(run: Path) -> None:
-    (run / "checkpoints" / "step-00000003" / "COMMITTED").unlink()
+def test_a_removal_that_was_cut_off_is_completed(run: Path) -> None:
+    (run / "checkpoints" / "step-00000003" / "manifest.sha256").unlink()
     assert step_seen(run) == 2
-    said = catalog.recover(run / "checkpoints", Policy(last=5), Files())
-    assert "was whole but for its marker" in said[0] and step_seen(run) == 3
-    (run / "checkpoints" / "step-00000003" / "COMMITTED").unlink()
-    flip(run / "checkpoints" / "step-00000003" / "state.json", 2)
-    said = catalog.recover(run / "checkpoints", Policy(last=5), Files())
-    assert "never committed" in said[0] and step_seen(run) == 2
+    assert "step-00000003" in load.recover(run / "checkpoints")[0]
+    assert not (run / "checkpoints" / "step-00000003").exists() and step_seen(run) == 2
+
+
+def test_a_damaged_checkpoint_of_another_run_is_left_where_it_is(run: Path, tmp_path: Path) -> None:
+    flip(run / "checkpoints" / "step-00000003" / "state.json", 3)
+    choice = load.choose(run)
+    assert choice is not None and choice.damaged and load.set_aside(choice, tmp_path) == []
+    assert (run / "checkpoints" / "step-00000003").is_dir()

@@ -1,65 +1,72 @@
-"""The format of a checkpoint: what its manifest says, and whether the files are what it says. Needs no torch.
+"""What a checkpoint is on the disk: its names, its manifest, and whether its files are what the manifest says. Needs no torch.
 
-A checkpoint is a directory of
+A checkpoint is a directory `step-00000250` with
 
-- `rank-00000.safetensors` ...: rows of the weights and the optimizer's moments, in the safetensors layout;
+- `rank-00000.safetensors` ...: rows of the weights and of the optimizer's state, in the safetensors layout;
 - `state.json`: the counters;
-- `manifest.json`: step, world, digests; where each tensor's rows lie; size and SHA-256 of each file above;
-- `COMMITTED`: the SHA-256 of manifest.json, written last: without it there is no checkpoint;
-- `loss.json`, perhaps: the validation loss and other measures, where they were measured only after the save.
+- `manifest.json`: step, world, digests of recipe and data; which rows of each tensor lie where; size and SHA-256 of the files above;
+- `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-Nothing in it is code, and nothing that it names is opened unless it is a plain name inside the directory.
+A directory is in one of two states. It is *whole* when `manifest.sha256` is there: every byte was on the disk before the
+directory got its name, in one rename. It is *temporary* otherwise (being written, being removed, or left by a kill): no reader
+looks at it, and recovery removes it. Whole is not undamaged: disks fail, so every byte is hashed before it is used.
+
+Two names besides: `step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name;
+`bad-step-00000250` was damaged and set aside, and nothing reads, counts or deletes it.
+
+Nothing in a checkpoint is code, and nothing that a manifest names is opened unless it is a plain name inside the directory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
-FORMAT, VERSION = "windlass-checkpoint", 1
-MANIFEST, MARKER, STATE, LOSS = "manifest.json", "COMMITTED", "state.json", "loss.json"
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1,
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MANIFEST, DIGEST, STATE = "manifest.json", "manifest.sha256", "state.json"
+DTYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
+    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
 }  # fmt: skip
-"""The types of safetensors that can be saved, with their size."""
-FILE_NAME = re.compile(r"^(rank-\d{5,}\.safetensors|state\.json)$")
+"""The types of safetensors that can be saved: their names in torch, and bytes of a number."""
+STEP_DIR = re.compile(r"^step-(\d{8,})(\.replaced)?$")
 LARGEST_JSON = 2**30
-"""Bytes of manifest or counters above which they are not read."""
+"""Bytes of a manifest above which it is not read."""
 READ_BYTES = 8 * 2**20
-REMEMBERED = 64
-"""Manifests that are kept parsed, by their digest."""
+THREADS = 4
+"""Files that are hashed at once: one core hashes slower than many disks read."""
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+FileName = Annotated[str, Field(pattern=r"^(rank-\d{5,}\.safetensors|state\.json)$")]
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not whole; the message says what is wrong with which file."""
+    """A checkpoint that is not as it was written; the message says which file, and how."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Consecutive rows of a tensor (along its first dimension; a scalar is one row) and where their bytes lie."""
 
-    file: str
-    offset: int
-    start: int
-    rows: int
+    file: FileName
+    offset: Count
+    start: Count
+    rows: Count
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor's type (a key of ITEM_BYTES), whole shape, and its rows in the order of `start`."""
+class TensorInfo(BaseModel):
+    """A tensor's type (a key of DTYPES), whole shape, and its rows in the order of `start`."""
 
+    model_config = ConfigDict(frozen=True)
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
 
     @property
@@ -70,219 +77,194 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape[1:]) * DTYPES[self.dtype][1]
 
 
-@dataclass(frozen=True)
-class FileInfo:
+class FileInfo(BaseModel):
     """Size in bytes and SHA-256 of a file."""
 
-    size: int
-    sha256: str
+    model_config = ConfigDict(frozen=True)
+    size: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """All that is known of a checkpoint but the numbers themselves."""
+class Manifest(BaseModel):
+    """Everything about a checkpoint but the numbers themselves; checked when it is read, as a stranger may have written it."""
 
-    step: int
-    serial: int
+    model_config = ConfigDict(frozen=True)
+    format: Literal["windlass-checkpoint"] = "windlass-checkpoint"
+    version: Literal[2] = 2
+    step: Count
+    serial: Count
+    """The number of its commit in the run: higher is newer, also after the run went back to an earlier step."""
     save_id: str
     time: str
-    world: int
+    world: Count
     meta: dict[str, Any]
+    """Whatever the trainer has to say of it: `reason` (see retention), `loss`, digests of recipe and data, ..."""
     tensors: dict[str, TensorInfo]
     aliases: dict[str, str]
-    files: dict[str, FileInfo]
-    version: int = field(default=VERSION)
+    """Names of tied weights, and the name under which each is written."""
+    files: dict[FileName, FileInfo]
 
     @property
     def bytes(self) -> int:
         """Bytes of all files but the manifest."""
         return sum(f.size for f in self.files.values())
 
-    @property
-    def loss(self) -> float | None:
-        """Validation loss at this step, where it was measured."""
-        found = self.meta.get("loss")
-        return float(found) if isinstance(found, int | float) else None
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        """Each tensor's rows are there exactly once, inside files that the manifest names."""
+        if STATE not in self.files:
+            raise ValueError(f"no {STATE} among the files")
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{tensor.dtype!r} is no type of a tensor")
+            row = 0
+            for chunk in tensor.chunks:
+                if chunk.start != row:
+                    raise ValueError(f"rows {row} to {chunk.start} of {name} are missing or written twice")
+                row += chunk.rows
+                info = self.files.get(chunk.file)
+                if info is None or chunk.offset + chunk.rows * tensor.row_bytes > info.size:
+                    raise ValueError(f"rows of {name} lie outside of {chunk.file}")
+            if row != (tensor.rows if tensor.row_bytes else 0):
+                raise ValueError(f"rows {row} to {tensor.rows} of {name} are missing")
+        for alias, name in self.aliases.items():
+            if name not in self.tensors or alias in self.tensors:
+                raise ValueError(f"{alias} is an alias of {name}, which is not there, or is there itself")
+        return self
 
-    def to_json(self) -> dict[str, Any]:
-        """The manifest as it is written."""
-        tensors = {
-            name: {
-                "dtype": t.dtype,
-                "shape": list(t.shape),
-                "chunks": [[c.file, c.offset, c.start, c.rows] for c in t.chunks],
-            }
-            for name, t in self.tensors.items()
-        }
-        return {
-            "format": FORMAT, "version": self.version, "step": self.step, "serial": self.serial, "save_id": self.save_id,
-            "time": self.time, "world": self.world, "meta": self.meta, "aliases": self.aliases, "tensors": tensors,
-            "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in self.files.items()},
-        }  # fmt: skip
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole checkpoint in a run. `manifest` is None where it is damaged, and `problem` says how."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str = ""
+
+    @property
+    def serial(self) -> int:
+        """The number of its commit in the run; 0 where that cannot be read."""
+        return self.manifest.serial if self.manifest else 0
 
 
 def parse(data: bytes) -> Manifest:
-    """A manifest from its bytes, every field checked; raises Damaged."""
+    """A manifest from its bytes; raises Damaged."""
     try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} is no JSON: {error}") from None
-    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise Damaged(f"{MANIFEST} is not of a Windlass checkpoint")
-    if tree.get("version") != VERSION:
-        raise Damaged(f"{MANIFEST} has format version {tree.get('version')!r}; this Windlass reads version {VERSION}")
-    try:
-        manifest = Manifest(
-            step=_count(tree["step"]), serial=_count(tree["serial"]), save_id=_text(tree["save_id"]),
-            time=_text(tree["time"]), world=_count(tree["world"]), meta=_mapping(tree["meta"]),
-            tensors={_text(n): _tensor(t) for n, t in _mapping(tree["tensors"]).items()},
-            aliases={_text(n): _text(t) for n, t in _mapping(tree["aliases"]).items()},
-            files={_file_name(n): _file(f) for n, f in _mapping(tree["files"]).items()},
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Damaged(f"{MANIFEST} is malformed: {type(error).__name__}: {error}") from None
-    _check_chunks(manifest)
-    return manifest
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{MANIFEST} is malformed: {where + ': ' if where else ''}{first['msg']}") from None
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
+def digest_line(manifest: bytes) -> bytes:
+    """What `manifest.sha256` holds for a manifest's bytes."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
+def is_whole(path: Path) -> bool:
+    """Whether a directory was committed."""
+    return (path / DIGEST).is_file()
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no object")
-    return value
-
-
-def _file_name(name: str) -> str:
-    if not FILE_NAME.match(name):
-        raise ValueError(f"{name!r} is no name of a checkpoint's file")
-    return name
-
-
-def _file(value: dict[str, Any]) -> FileInfo:
-    digest = _text(value["sha256"])
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise ValueError(f"{digest!r} is no SHA-256")
-    return FileInfo(_count(value["size"]), digest)
-
-
-def _tensor(value: dict[str, Any]) -> TensorInfo:
-    if value["dtype"] not in ITEM_BYTES:
-        raise ValueError(f"{value['dtype']!r} is no type of a tensor")
-    chunks = [Chunk(_file_name(f), _count(o), _count(s), _count(r)) for f, o, s, r in value["chunks"]]
-    ordered = tuple(sorted(chunks, key=lambda c: c.start))
-    return TensorInfo(value["dtype"], tuple(_count(n) for n in value["shape"]), ordered)
-
-
-def _check_chunks(manifest: Manifest) -> None:
-    """Each tensor's rows are there exactly once, inside files that the manifest names."""
-    if STATE not in manifest.files:
-        raise Damaged(f"{MANIFEST} names no {STATE}")
-    for name, tensor in manifest.tensors.items():
-        at = 0
-        for chunk in tensor.chunks:
-            if chunk.start != at:
-                raise Damaged(f"{MANIFEST}: rows {at} to {chunk.start} of {name} are missing or written twice")
-            at += chunk.rows
-            info = manifest.files.get(chunk.file)
-            if info is None or chunk.offset + chunk.rows * tensor.row_bytes > info.size:
-                raise Damaged(f"{MANIFEST}: rows of {name} lie outside of {chunk.file}")
-        if at != (tensor.rows if tensor.row_bytes else 0):
-            raise Damaged(f"{MANIFEST}: rows {at} to {tensor.rows} of {name} are missing")
-    for alias, name in manifest.aliases.items():
-        if name not in manifest.tensors or alias in manifest.tensors:
-            raise Damaged(f"{MANIFEST}: {alias} stands for {name}, which is not there, or is there itself")
-
-
-def committed(path: Path) -> bool:
-    """Whether a directory has its commit marker."""
-    return (path / MARKER).is_file()
-
-
-def read(path: Path) -> Manifest:
-    """The manifest of a committed checkpoint, itself unchanged since the commit; raises Damaged."""
-    marker, data = _small(path / MARKER, "it was never committed"), _small(path / MANIFEST)
-    digest = hashlib.sha256(data).hexdigest()
-    if marker != f"{digest}\n".encode():
-        raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {MARKER}")
-    if digest not in _parsed:  # a save looks at all checkpoints; parsing them each time would cost the training more
-        while len(_parsed) >= REMEMBERED:
-            _parsed.pop(next(iter(_parsed)), None)
-        _parsed[digest] = parse(data)
-    return _parsed[digest]
-
-
-_parsed: dict[str, Manifest] = {}
-
-
-def _small(path: Path, meaning: str = "") -> bytes:
-    try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise Damaged(f"{path.name} is larger than any manifest")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise Damaged(f"{path.name} is missing" + (f": {meaning}" if meaning else "")) from None
-    except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
-
-
-def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Every file is there with its size; raises Damaged."""
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a whole checkpoint, itself unchanged since the commit, and all files of the right size; raises Damaged."""
+    digest, data = _read_small(path / DIGEST), _read_small(path / MANIFEST)
+    if digest != digest_line(data):
+        raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}")
+    manifest = parse(data)
     for name, info in manifest.files.items():
         try:
             size = (path / name).stat().st_size
         except OSError as error:
-            raise Damaged(
-                f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error}"
-            ) from None
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
         if size != info.size:
             raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
-
-
-def verify(path: Path, manifest: Manifest | None = None, threads: int = 4) -> Manifest:
-    """Read every byte of a checkpoint and compare: the manifest, or Damaged with the first thing that is wrong.
-
-    An exception in the calling thread, as a signal's handler may raise it, ends the reading at once.
-    """
-    manifest = manifest or read(path)
-    check_sizes(path, manifest)
-    over = threading.Event()
-    with ThreadPoolExecutor(max(1, min(threads, len(manifest.files)))) as pool, _set_after(over):
-        digests = pool.map(lambda name: _digest(path / name, over), manifest.files)
-        for (name, info), digest in zip(manifest.files.items(), digests, strict=True):
-            if digest != info.sha256:
-                raise Damaged(f"{name} is not what was written: its SHA-256 is {digest[:12]}…, not {info.sha256[:12]}…")
     return manifest
 
 
-@contextlib.contextmanager
-def _set_after(event: threading.Event) -> Iterator[None]:
+def _read_small(path: Path) -> bytes:
     try:
-        yield
-    finally:
-        event.set()
+        if path.stat().st_size > LARGEST_JSON:
+            raise Damaged(f"{path.name} is larger than any manifest")
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
 
 
-def _digest(path: Path, over: threading.Event) -> str:
+def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
+    """Hash every byte of the files that fall to `rank` of `world`, and raise Damaged with the first that is not as written.
+
+    The files are dealt out by size, so that all ranks hash about as much. Together with `read_manifest` (which every rank
+    does) the ranks have then verified every byte.
+    """
+    load, mine = [0] * world, []
+    for name, info in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
+        lightest = load.index(min(load))
+        load[lightest] += info.size
+        if lightest == rank:
+            mine.append(name)
+    stop = threading.Event()  # an exception here (Ctrl-C) ends the threads at their next piece
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for name, digest in zip(mine, pool.map(lambda name: _hash(path / name, stop), mine), strict=True):
+                expected = manifest.files[name].sha256
+                if digest != expected:
+                    raise Damaged(
+                        f"{name} is not what was written: its SHA-256 is {digest[:12]}…, not {expected[:12]}…"
+                    )
+        finally:
+            stop.set()
+
+
+def _hash(path: Path, stop: threading.Event) -> str:
     digest, buffer = hashlib.sha256(), bytearray(READ_BYTES)
     view = memoryview(buffer)
     try:
         with open(path, "rb", buffering=0) as file:
-            while (count := file.readinto(buffer)) and not over.is_set():
+            while (count := file.readinto(buffer)) and not stop.is_set():
                 digest.update(view[:count])
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
     return digest.hexdigest()
+
+
+def step_dir(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step-{step:08d}"
+
+
+def names_in(directory: Path) -> list[str]:
+    """The names in a directory, sorted; empty where there is none.
+
+    A whole listing, even to ask for one name: on NFS a listing is fresh, while a name that was once missing may stay so
+    for a minute.
+    """
+    try:
+        return sorted(p.name for p in directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def read_entry(path: Path) -> Entry:
+    """One whole checkpoint, judged by its manifest and the sizes of its files; no byte of the files is read."""
+    match = STEP_DIR.match(path.name)
+    step = int(match.group(1)) if match else 0
+    try:
+        manifest = read_manifest(path)
+    except Damaged as error:
+        return Entry(path, step, None, str(error))
+    if match and manifest.step != step:
+        return Entry(path, step, None, f"it is the checkpoint of step {manifest.step} under another name")
+    return Entry(path, manifest.step, manifest)
+
+
+def list_entries(directory: Path) -> list[Entry]:
+    """Every whole checkpoint in a run's `checkpoints`: damaged ones first, then the newest commit first."""
+    paths = [directory / name for name in names_in(directory) if STEP_DIR.match(name)]
+    entries = [read_entry(path) for path in paths if is_whole(path)]
+    return sorted(entries, key=lambda e: (-e.serial if e.manifest else -math.inf, -e.step))

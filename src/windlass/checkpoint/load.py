@@ -1,21 +1,25 @@
-"""From a run to a checkpoint that is whole, and from a checkpoint to tensors. No code in a file is ever run."""
+"""From a run to a checkpoint that is whole and undamaged, and from a checkpoint to tensors. No code in a file is ever run.
+
+Choosing has two parts, so that many ranks can share the hashing: `candidates` lists what may be used, in order of preference,
+from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good (each rank hashes
+its share of the files, and all agree). `choose` does both in one process. Nothing here changes the disk but `recover` and
+`set_aside`, which rank 0 calls at the start of a training, before anything is saved.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.checkpoint import catalog
 from windlass.checkpoint import format as format_
-from windlass.checkpoint.format import Damaged, Manifest, TensorInfo
-from windlass.checkpoint.lineage import Lineage, on_lineage
-from windlass.checkpoint.retention import LOSS, best
+from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
+from windlass.checkpoint.lineage import Lineage, read_lineage
+from windlass.checkpoint.retention import LOSS, best, scores_by_step
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.run import Run
@@ -23,30 +27,18 @@ from windlass.run import Run
 if TYPE_CHECKING:
     import torch
 
+    from windlass.parallel.dist import Ranks
+
 PIECE_BYTES = 2**26
-"""How much is read of a tensor at a time; between two pieces a signal may end the load."""
+"""How much is read of a tensor at a time."""
 RESUME_HELP = "latest, best, a step, a checkpoint's path, or never"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoint to go on from, and what is to be said about it."""
-
-    path: Path
-    step: int
-    notes: list[str] = field(default_factory=list)
-    """Newer or better checkpoints that were passed over, and why."""
-    damaged: list[Path] = field(default_factory=list)
-    """Where those lie."""
-
-
 class Checkpoint:
-    """A committed checkpoint, read a tensor or some rows at a time."""
+    """A whole checkpoint, read a tensor or some rows at a time."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
-        self.poll: Callable[[], object] = lambda: None
-        """Called before each piece that is read of a tensor; may raise, and the tensor is then half read."""
 
     @property
     def step(self) -> int:
@@ -55,16 +47,16 @@ class Checkpoint:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What was said of it when it was saved: loss, reason, digests."""
+        """What the trainer said of it when it was saved: reason, loss, digests of recipe and data."""
         return self.manifest.meta
 
     @cached_property
     def counters(self) -> dict[str, Any]:
-        """What a resume needs beside tensors."""
-        found = json.loads((self.path / format_.STATE).read_bytes())
-        if not isinstance(found, dict):
-            raise Damaged(f"{format_.STATE} is no object")
-        return found
+        """What a resume needs besides tensors."""
+        counters = json.loads((self.path / STATE).read_bytes())
+        if not isinstance(counters, dict):
+            raise Damaged(f"{STATE} holds no JSON object")
+        return counters
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of the tensors, without the aliases of tied ones."""
@@ -75,7 +67,7 @@ class Checkpoint:
         return name in self.manifest.tensors or name in self.manifest.aliases
 
     def info(self, name: str) -> TensorInfo:
-        """Type, shape and places of a tensor; KeyError where there is none."""
+        """Type, shape and chunks of a tensor; KeyError where there is none."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -84,23 +76,18 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor."""
-        from windlass.checkpoint.stage import DTYPES
+        import torch
 
-        return DTYPES[self.info(name).dtype]
+        dtype: torch.dtype = getattr(torch, DTYPES[self.info(name).dtype][0])
+        return dtype
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU."""
-        return self.slice(name, 0, self.info(name).rows)
-
-    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor, on the CPU; a scalar is one row and comes as a scalar."""
         import torch
 
-        info = self.info(name)
-        shape = (stop - start, *info.shape[1:]) if info.shape else ()
-        found = torch.empty(shape, dtype=self.dtype(name))
-        self.read_into(name, start, found)
-        return found
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read_into(name, 0, tensor)
+        return tensor
 
     def read_into(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fill a tensor, on any device, with the rows from `start` on; raises Damaged where a file is cut off."""
@@ -108,8 +95,8 @@ class Checkpoint:
 
         info = self.info(name)
         rows = target.shape[0] if info.shape else 1
-        direct = target.device.type == "cpu" and target.is_contiguous()
-        host = target.detach() if direct else torch.empty(target.shape, dtype=target.dtype)
+        in_place = target.device.type == "cpu" and target.is_contiguous()
+        host = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype)
         if not host.numel():
             return
         raw = memoryview(host.reshape(-1).view(torch.uint8).numpy())
@@ -121,7 +108,7 @@ class Checkpoint:
                     chunk.offset + (first - chunk.start) * info.row_bytes,
                     raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes],
                 )
-        if not direct:
+        if not in_place:
             target.copy_(host)
 
     def _read(self, file: str, offset: int, target: memoryview) -> None:
@@ -130,7 +117,6 @@ class Checkpoint:
                 source.seek(offset)
                 done = 0
                 while done < len(target):
-                    self.poll()
                     count = source.readinto(target[done : done + PIECE_BYTES])
                     if not count:
                         raise Damaged(f"{self.path / file} ends too early")
@@ -140,130 +126,165 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
-    """The checkpoint in a directory, every byte of it verified (`deep`), or else its manifest and sizes; UserError."""
+    """The checkpoint in a directory, every byte of it hashed (`deep`), or else its manifest and sizes; UserError."""
     path = Path(path)
     try:
-        manifest = format_.verify(path) if deep else format_.read(path)
-        format_.check_sizes(path, manifest)
+        manifest = format_.read_manifest(path)
+        if deep:
+            format_.verify(path, manifest)
     except Damaged as error:
         raise UserError(f"checkpoint {path} cannot be used: {error}") from None
     return Checkpoint(path, manifest)
 
 
-def choose(run_dir: str | Path, resume: str = "latest") -> Choice | None:
-    """The checkpoint that `checkpoint.resume` means, every byte verified; None where there is none to resume from.
+# -- choosing ---------------------------------------------------------------------------------------------------------
 
-    `latest` and `best` pass over damaged checkpoints, and say so; a step or a path that is damaged is refused. Nothing is
-    changed. One rank asks, and tells the others, so that all go on from the same one. `latest` is the newest commit, as
-    readers want it; a training goes on from `latest_on_lineage`.
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to resume from or to read, and what is to be said about it."""
+
+    path: Path
+    step: int
+    notes: list[str] = field(default_factory=list)
+    """Newer or better checkpoints that were passed over, and why."""
+    damaged: list[Path] = field(default_factory=list)
+    """Where those lie."""
+
+
+def candidates(
+    run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
+) -> list[Path]:
+    """The checkpoints that `checkpoint.resume` means, in the order in which they are tried; empty: there is none to resume from.
+
+    `latest` is the newest commit of the run's current lineage (see lineage.py), then the next older ones, then the checkpoint
+    that the lineage started from. `best` is the one with the best score in the ledger, then the next best. Both pass over
+    damaged checkpoints; of a step or a path that is damaged nothing else is tried.
+
+    Args:
+        run_dir: the run.
+        resume: `latest`, `best`, a step, a path of a checkpoint or run, or `never`.
+        measure: of `best`; by default the recipe's `checkpoint.best`.
+        up_to: of `latest`: only checkpoints up to this step.
 
     Raises:
-        UserError: the checkpoint that was asked for is not there or damaged, all are damaged, or there is one and
-            `resume` is `never`.
+        UserError: the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
     """
-    directory = Path(run_dir) / "checkpoints"
-    if resume in ("latest", "best", "never") or resume.isdigit():
-        found = catalog.entries(directory)
-        if resume == "never":
-            if found:
-                raise UserError(
-                    f"{run_dir} holds a checkpoint of step {found[0].step}, and checkpoint.resume is never; use --fresh to "
-                    "set the run aside, or resume from it"
-                )
-            return None
-        if resume.isdigit():
-            return _of_step(run_dir, found, int(resume))
-        return _first_good(run_dir, _preferred(found, resume, best_by(run_dir) if resume == "best" else LOSS))
+    run = Path(run_dir)
+    entries = list_run(run)
+    if resume == "never" and entries:
+        raise UserError(
+            f"{run} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to set the run "
+            "aside, or resume from it"
+        )
+    if resume == "never":
+        return []
+    if resume == "latest":
+        return _latest(run, entries, read_lineage(run), up_to)
+    if resume == "best":
+        return _best(run, entries, read_lineage(run), measure)
+    if resume.isdigit():
+        of_step = [e.path for e in entries if e.step == int(resume)]
+        if not of_step:
+            steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
+            raise UserError(f"{run} has no checkpoint of step {int(resume)}; there are: {steps}")
+        return of_step
     path = Path(resume)
     if not path.is_dir():
         raise UserError(f"checkpoint.resume is {resume!r}: there is no such checkpoint; write {RESUME_HELP}")
     if (path / "recipe.toml").is_file():
-        return choose(path, "latest")
-    return Choice(path, open_checkpoint(path).step)
+        return candidates(path)
+    return [path]
 
 
-def best_by(run_dir: str | Path) -> str:
-    """The measure that the run's best checkpoint is chosen by: as its index says, else its recipe, else `loss`."""
-    run = Run(Path(run_dir))
-    named = run.checkpoint_index().get("best_by")
-    if not named and run.recipe_path.is_file():
-        with contextlib.suppress(UserError, ValueError):
-            named = run.recipe.checkpoint.best
-    return str(named or LOSS)
+def list_run(run: Path) -> list[Entry]:
+    """Every whole checkpoint of a run, the newest commit first."""
+    return format_.list_entries(run / "checkpoints")
 
 
-def _preferred(found: list[catalog.Entry], resume: str, measure: str) -> list[catalog.Entry]:
-    """In the order in which they are tried: the newest first, or the best first and then the next best."""
-    if resume == "latest":
-        return found
-    order: list[catalog.Entry] = []
-    rest = [e for e in found if e.manifest is not None]
-    while (first := best((e.kept for e in rest), measure)) is not None:
-        order += [e for e in rest if e.serial == first.serial]
-        rest = [e for e in rest if e.serial != first.serial]
-    return order + [e for e in found if e not in order]
+def _latest(run: Path, entries: list[Entry], lineage: Lineage | None, up_to: int | None) -> list[Path]:
+    origin = lineage.origin(run) if lineage is not None else None
+    since = lineage.serial if lineage is not None else 0
+    # Damaged ones, whose serial is not known, may belong to the lineage: they are tried, and said to be damaged.
+    paths = [
+        e.path
+        for e in entries
+        if (e.manifest is None or e.serial > since) and (up_to is None or e.step <= up_to) and not _same(e.path, origin)
+    ]
+    if lineage is None or origin is None or (up_to is not None and lineage.step > up_to):
+        return paths
+    if not paths and not origin.is_dir():
+        raise UserError(
+            f"{run} has no checkpoint yet since it started from {origin}, and that one is gone: restore it, or name another "
+            "one to resume from (checkpoint.resume=STEP)"
+        )
+    return [*paths, *([origin] if origin.is_dir() else [])]
 
 
-def _first_good(run_dir: str | Path, order: list[catalog.Entry]) -> Choice | None:
+def _same(path: Path, origin: Path | None) -> bool:
+    return origin is not None and path.name == origin.name and origin.exists() and path.samefile(origin)
+
+
+def _best(run: Path, entries: list[Entry], lineage: Lineage | None, measure: str) -> list[Path]:
+    opened = Run(run)
+    if not measure:
+        measure = opened.recipe.checkpoint.best if opened.recipe_path.is_file() else LOSS
+    scores = scores_by_step(opened.ledger(), measure)
+    if lineage is not None:  # steps that were given up have no score: the ledger may have that of another model there
+        entries = [e for e in entries if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step]
+    order: list[Path] = []
+    while (step := best({e.step: scores[e.step] for e in entries if e.step in scores}, measure)) is not None:
+        order += [e.path for e in entries if e.step == step]
+        del scores[step]
+    return order + [e.path for e in entries if e.path not in order]
+
+
+def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice | None:
+    """The first checkpoint of which every byte is as it was written; None where `paths` is empty.
+
+    Collective over `ranks`, each of which gives the same paths, reads every manifest and hashes its share of the files.
+
+    Raises:
+        UserError: there are some, and all are damaged.
+    """
     notes: list[str] = []
-    damaged: list[Path] = []
-    for one in order:
-        checked = one if one.problem else catalog.entry(one.path, deep=True)
-        if not checked.problem:
-            return Choice(one.path, one.step, notes, damaged)
-        notes.append(f"the checkpoint of step {one.step} is damaged and passed over: {checked.problem}")
-        damaged.append(one.path)
+    for number, path in enumerate(paths):
+        entry = format_.read_entry(path)
+        problem = entry.problem
+        if entry.manifest is not None:
+            try:
+                format_.verify(path, entry.manifest, ranks.rank if ranks else 0, ranks.world if ranks else 1)
+            except Damaged as error:
+                problem = str(error)
+        problems = ranks.all_gather_object("verified", problem) if ranks else [problem]
+        problem = next(filter(None, problems), "")
+        if not problem:
+            return Choice(path, entry.step, notes, list(paths[:number]))
+        notes.append(f"the checkpoint of step {entry.step} is damaged and passed over: {problem}")
     if notes:
         raise UserError(
-            f"no checkpoint of {run_dir} can be used:\n  " + "\n  ".join(notes) + "\n"
-            "use --fresh to set the run aside and begin anew"
+            "no checkpoint can be used:\n  "
+            + "\n  ".join(notes)
+            + "\nuse --fresh to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
         )
     return None
 
 
-def latest_on_lineage(run_dir: Path, fork: Lineage | None, up_to: int | None = None) -> Choice | None:
-    """The newest good checkpoint of the run's present line, else the one that the line began at; None: begin at step 0.
-
-    Args:
-        run_dir: the run.
-        fork: where its present line began, see `fork.read_lineage`.
-        up_to: only checkpoints up to this step.
-
-    Raises:
-        UserError: there is nothing of the line that can be used.
-    """
-    found = [e for e in on_lineage(catalog.entries(run_dir / "checkpoints"), fork) if up_to is None or e.step <= up_to]
-    origin = fork.path(run_dir) if fork is not None else None
-    if fork is None or origin is None:
-        return _first_good(run_dir, found)
-    others = [e for e in found if e.path.name != origin.name or not e.path.samefile(origin)]
-    try:
-        choice = _first_good(run_dir, others)
-    except UserError:
-        choice = None  # all of them damaged: the line's beginning is still there
-    if choice is not None or (up_to is not None and fork.step > up_to):
-        return choice
-    if not origin.is_dir():
-        raise UserError(
-            f"{run_dir} has no checkpoint yet since it went on from {origin}, and that one is gone: bring it back, or "
-            "name another one to go on from (checkpoint.resume=STEP)"
-        )
-    notes = [f"the checkpoint of step {e.step} is damaged and passed over" for e in others]
-    return Choice(origin, open_checkpoint(origin).step, notes, [e.path for e in others])
+def choose(
+    run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
+) -> Choice | None:
+    """`candidates`, and the `first_undamaged` of them; None where there is none to resume from."""
+    return first_undamaged(candidates(run_dir, resume, measure=measure, up_to=up_to))
 
 
-def _of_step(run_dir: str | Path, found: list[catalog.Entry], step: int) -> Choice:
-    there = [e for e in found if e.step == step]
-    if not there:
-        steps = ", ".join(str(s) for s in sorted({e.step for e in found})) or "none"
-        raise UserError(f"{run_dir} has no checkpoint of step {step}; there are: {steps}")
-    choice = _first_good(run_dir, there)
-    assert choice is not None
-    return choice
+def latest_step(run_dir: str | Path) -> int:
+    """The step that a restart would resume from, going by manifests alone; -1 where there is no checkpoint."""
+    entries = map(format_.read_entry, candidates(run_dir))
+    return next((e.step for e in entries if not e.problem), -1)
 
 
 def find(source: str | Path) -> Choice:
-    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a checkpoint's path; verified."""
+    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a checkpoint's path; every byte verified."""
     text, at, which = os.fspath(source).rpartition("@")
     run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
     if (Path(run) / format_.MANIFEST).is_file():
@@ -276,48 +297,57 @@ def find(source: str | Path) -> Choice:
     return choice
 
 
-def newest(run_dir: str | Path) -> Checkpoint | None:
-    """The newest good checkpoint of a run; None where there is none yet."""
-    choice = choose(run_dir, "latest")
-    return None if choice is None else open_checkpoint(choice.path, deep=False)
+# -- after a kill -----------------------------------------------------------------------------------------------------
 
 
-def set_aside(choice: Choice, files: Files | None = None) -> list[Path]:
-    """Rename the damaged checkpoints that a choice passed over, so that they are neither counted nor overwritten."""
-    return [catalog.set_aside(path, files or Files()) for path in choice.damaged if path.is_dir()]
+def recover(directory: Path, files: Files | None = None) -> list[str]:
+    """Remove every temporary directory from a run's `checkpoints`, and say what was removed.
 
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a model was loaded from."""
-
-    run: Run
-    checkpoint: Checkpoint
-    notes: list[str]
-    """Newer checkpoints that were passed over, and why."""
-
-
-def load_model(source: str | Path, device: str | torch.device = "cpu") -> tuple[torch.nn.Module, Loaded]:
-    """The model of a run, in evaluation mode, with the weights of one of its checkpoints.
-
-    Args:
-        source: `RUN` (its newest good checkpoint), `RUN@STEP`, `RUN@best`, or the path of a checkpoint inside a run.
-        device: where the model is to be.
-
-    Raises:
-        UserError: there is no such run or checkpoint, or it is damaged or of another model than the run's recipe says.
+    By one process, at the start of a training, before anything is saved. A checkpoint whose replacement was cut off gets its
+    name back.
     """
-    from windlass.checkpoint.reshard import MODEL, restore
-    from windlass.model.build import build_model
+    files = files or Files()
+    notes: list[str] = []
+    for name in format_.names_in(directory):
+        path = directory / name
+        if name.startswith("."):
+            files.remove_tree(path)
+            if name.startswith(".saving-"):
+                notes.append(f"removed what an interrupted save of step {int(name.split('-')[1])} had left")
+        elif STEP_DIR.match(name) and path.is_dir() and not format_.is_whole(path):
+            files.remove_tree(path)
+            notes.append(f"removed {name}, whose removal had been interrupted")
+    for name in format_.names_in(directory):
+        if name.endswith(".replaced") and (match := STEP_DIR.match(name)):
+            successor = format_.step_dir(directory, int(match.group(1)))
+            if format_.is_whole(successor) and not format_.read_entry(successor).problem:
+                discard(directory / name, files)
+            else:
+                discard(successor, files)
+                files.rename(directory / name, successor)
+                files.sync_dir(directory)
+                notes.append(f"{successor.name} is back: the save that was to replace it was interrupted")
+    return notes
 
-    choice = find(source)
-    run = Run.open(choice.path.absolute().parent.parent)
-    checkpoint = open_checkpoint(choice.path, deep=False)
-    dtype = next(d for d in map(checkpoint.dtype, checkpoint.names(MODEL)) if d.is_floating_point)
-    embedding = f"{MODEL}embedding.weight"
-    vocab = checkpoint.shape(embedding)[0] if checkpoint.has(embedding) else 0
-    model = build_model(run.recipe, vocab, device, dtype)
-    if hasattr(model, "fill_buffers"):  # those that are not saved
-        model.fill_buffers()
-    restore(checkpoint, model)
-    return model.eval(), Loaded(run, checkpoint, choice.notes)
+
+def discard(path: Path, files: Files) -> None:
+    """Remove a checkpoint. Its digest goes first, durably, so that a kill or a power cut on the way leaves a temporary directory."""
+    if (path / format_.DIGEST).is_file():
+        files.unlink(path / format_.DIGEST)
+        files.sync_dir(path)
+    files.remove_tree(path)
+
+
+def set_aside(choice: Choice, run: Path, files: Files | None = None) -> list[Path]:
+    """Rename the damaged checkpoints of a run that a choice passed over to `bad-...`: nothing reads, counts or overwrites them."""
+    files, aside = files or Files(), []
+    for path in choice.damaged:
+        if not path.resolve().is_relative_to(run.resolve()):
+            continue  # another run's, which is not ours to change
+        number = 0
+        while (target := path.with_name(f"bad-{path.name}" + (f".{number}" if number else ""))).exists():
+            number += 1
+        files.rename(path, target)
+        files.sync_dir(path.parent)
+        aside.append(target)
+    return aside

@@ -4,30 +4,28 @@ Names do not depend on how the model is wrapped: `model/<parameter or buffer>` a
 with `#int`, `#float` or `#bool` at its end was a Python number. Weights that are tied have one name, the others are aliases.
 
 A tensor that is whole on every rank (one process, DDP, scalars, buffers) is written by all of them together: its rows are
-dealt out so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a mesh
-holds them several times, by its replicas together.
+divided so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a mesh
+holds them several times, by its replicas together. Reading needs none of this: each rank asks for its rows by their numbers.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 from windlass.checkpoint.format import Damaged
+from windlass.checkpoint.load import Checkpoint
 from windlass.errors import UserError
-
-if TYPE_CHECKING:
-    from windlass.checkpoint.load import Checkpoint
+from windlass.parallel.parallelize import clean_name, unwrap
 
 MODEL, OPTIM = "model/", "optim/"
-WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of a parameter's name that come from torch.compile and activation checkpointing."""
 NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "int": (int, torch.int64),
     "float": (float, torch.float64),
@@ -51,7 +49,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowRange:
     """What a rank holds of a tensor: rows `start` to `stop`, held alike by `replicas` ranks, of which it is number `replica`."""
 
     start: int
@@ -71,23 +69,7 @@ class State:
     """Bytes of the whole state, over all ranks, each tensor once."""
 
 
-def share(tensors: Iterable[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
-    """Deal the rows of (name, rows, bytes of a row) to `count` ranks: the rows [first, last) of rank `index`, by name.
-
-    The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in which
-    it begins: every rank writes about as much, and few tensors are cut.
-    """
-    tensors = list(tensors)
-    total = sum(rows * row_bytes for _, rows, row_bytes in tensors)
-    low, high, at = total * index // count, total * (index + 1) // count, 0
-    found: dict[str, tuple[int, int]] = {}
-    for name, rows, row_bytes in tensors:
-        if rows and row_bytes:
-            first, last = (min(max(-(-(edge - at) // row_bytes), 0), rows) for edge in (low, high))
-            if last > first:
-                found[name] = (first, last)
-            at += rows * row_bytes
-    return found
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
@@ -97,39 +79,38 @@ def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: 
     gathered are resharded first.
     """
     tensors, aliases = named_state(model, optimizer)
-    places = {name: _place(tensor, rank, world) for name, tensor in tensors.items()}
+    ranges = {name: _row_range(tensor, rank, world) for name, tensor in tensors.items()}
+    groups: dict[tuple[int, int], list[str]] = {}  # tensors that the same ranks hold are divided together
+    for name, r in ranges.items():
+        groups.setdefault((r.replica, r.replicas), []).append(name)
     slices: dict[str, Slice] = {}
-    groups: dict[tuple[int, int], list[str]] = {}
-    for name, place in places.items():
-        groups.setdefault((place.replica, place.replicas), []).append(name)
     for (replica, replicas), names in groups.items():
-        sizes = [(n, places[n].stop - places[n].start, _row_bytes(tensors[n])) for n in names]
-        for name, (first, last) in share(sizes, replica, replicas).items():
+        sizes = [(n, ranges[n].stop - ranges[n].start, _row_bytes(tensors[n])) for n in names]
+        for name, (first, last) in divide_rows(sizes, replica, replicas).items():
             local = _local(tensors[name])
             rows = local[first:last] if local.dim() else local
-            slices[name] = Slice(rows, tuple(tensors[name].shape), places[name].start + first)
+            slices[name] = Slice(rows, tuple(tensors[name].shape), ranges[name].start + first)
     total = sum(math.prod(t.shape) * t.element_size() for t in tensors.values())
     return State(slices, aliases, total)
 
 
-def slices(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> dict[str, Slice]:
-    """The rows that this rank writes, by name; see `gather_state`."""
-    return gather_state(model, optimizer, rank, world).slices
+def divide_rows(tensors: Iterable[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
+    """Divide the rows of (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by name.
 
-
-def expected_bytes(model: nn.Module, rank: int = 0, world: int = 1, moments: int = 2) -> int:
-    """About how many bytes this rank will write once the optimizer has made a step: for `Saver.reserve`.
-
-    `moments` counts the optimizer's tensors of a parameter's size: 2 for Adam, 1 for momentum.
+    The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in which
+    it begins: every rank writes about as much, and few tensors are cut.
     """
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    parameters, buffers, _ = _model_tensors(model)
-    total = 0
-    for tensor in (*parameters.values(), *buffers.values()):
-        place = _place(tensor, rank, world)
-        size = (place.stop - place.start) * _row_bytes(tensor) // place.replicas
-        total += size * (1 + moments if id(tensor) in trained else 1)
-    return total
+    tensors = list(tensors)
+    total = sum(rows * row_bytes for _, rows, row_bytes in tensors)
+    low, high, at = total * index // count, total * (index + 1) // count, 0
+    mine: dict[str, tuple[int, int]] = {}
+    for name, rows, row_bytes in tensors:
+        if rows and row_bytes:
+            first, last = (min(max(-(-(edge - at) // row_bytes), 0), rows) for edge in (low, high))
+            if last > first:
+                mine[name] = (first, last)
+            at += rows * row_bytes
+    return mine
 
 
 def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -152,6 +133,9 @@ def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tens
     return tensors, {MODEL + alias: MODEL + name for alias, name in aliases.items()}
 
 
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
     """Fill model and optimizer from a checkpoint of any world size and strategy, bit for bit.
 
@@ -163,7 +147,13 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
             whole when the checkpoint was chosen cannot be read now.
     """
     try:
-        _restore(checkpoint, model, optimizer)
+        parameters, buffers, aliases = _model_tensors(model)
+        targets = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
+        _check_same_model(checkpoint, targets, {MODEL + alias for alias in aliases})
+        for name, tensor in targets.items():
+            _fill(checkpoint, name, tensor)
+        if optimizer is not None:
+            _restore_optimizer(checkpoint, parameters, optimizer)
     except (Damaged, FileNotFoundError) as error:
         raise UserError(
             f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}; give the same command "
@@ -171,14 +161,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
         ) from None
 
 
-def _restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
-    parameters, buffers, aliases = _model_tensors(model)
-    wanted = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
-    _check(checkpoint, wanted, {MODEL + alias for alias in aliases})
-    for name, tensor in wanted.items():
-        _fill(checkpoint, name, tensor)
-    if optimizer is None:
-        return
+def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], optimizer: Any) -> None:
     saved: dict[str, list[str]] = {}
     for full in checkpoint.names(OPTIM):
         name, _, key = full.removeprefix(OPTIM).rpartition("/")
@@ -202,14 +185,14 @@ def _restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
 
 
 def _restored(checkpoint: Checkpoint, name: str, parameter: Tensor, old: Any, optimizer: Any) -> Tensor:
-    """One tensor of an optimizer's state: the present one filled, or a new one where there is none that fits."""
+    """One tensor of an optimizer's state: the old one filled, or a new one where there is none that fits."""
     shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
     fits = isinstance(old, Tensor) and old.dtype == dtype and tuple(_as_sharded(old, parameter).shape) == shape
     if not fits:
         if shape == tuple(parameter.shape) and shape:
             old = torch.zeros_like(parameter.detach(), dtype=dtype)
         else:
-            # Torch keeps the count of steps on the host, but for fused and capturable optimizers.
+            # Torch keeps the count of steps on the host, except for fused and capturable optimizers.
             on_device = not name.endswith("/step") or any(
                 group.get("fused") or group.get("capturable")
                 for one in _optimizers(optimizer)
@@ -222,11 +205,11 @@ def _restored(checkpoint: Checkpoint, name: str, parameter: Tensor, old: Any, op
     return old
 
 
-def _check(checkpoint: Checkpoint, wanted: dict[str, Tensor], aliases: set[str]) -> None:
+def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: set[str]) -> None:
     there = set(checkpoint.names(MODEL))
-    problems = [f"{n.removeprefix(MODEL)} is missing" for n in wanted if not checkpoint.has(n)]
-    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(there - set(wanted) - aliases)]
-    for name, tensor in wanted.items():
+    problems = [f"{n.removeprefix(MODEL)} is missing" for n in targets if not checkpoint.has(n)]
+    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(there - set(targets) - aliases)]
+    for name, tensor in targets.items():
         if checkpoint.has(name):
             shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
             if shape != tuple(tensor.shape):
@@ -238,54 +221,41 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Tensor], aliases: set[str])
 
 
 def _fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    place = _place(tensor, 0, 1)
-    local = _local(tensor)
-    if not tensor.dim():
-        checkpoint.read_into(name, 0, local)
-    elif place.stop > place.start:
-        checkpoint.read_into(name, place.start, local)
+    rows, local = _row_range(tensor, 0, 1), _local(tensor)
+    if not tensor.dim() or rows.stop > rows.start:
+        checkpoint.read_into(name, rows.start, local)
+
+
+def _some(items: list[str], most: int = 6) -> str:
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+
+
+# -- names and rows ---------------------------------------------------------------------------------------------------
 
 
 def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers by clean name, each once, and the other names of those that are tied."""
-    model = _unwrapped(model)
-    _reshard(model)
+    model = unwrap(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation under `shard_grad_op` leaves parameters gathered
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
+    first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for found, own in ((parameters, module._parameters), (buffers, persistent)):
+        for tensors, own in ((parameters, module._parameters), (buffers, persistent)):
             for name, tensor in own.items():
                 if tensor is None:
                     continue
-                clean = _clean(f"{prefix}.{name}" if prefix else name)
-                known = first.setdefault(id(tensor), clean)
-                if known == clean:
-                    found[clean] = tensor
+                clean = clean_name(f"{prefix}.{name}" if prefix else name)
+                first = first_name.setdefault(id(tensor), clean)
+                if first == clean:
+                    tensors[clean] = tensor
                 else:
-                    aliases[clean] = known
+                    aliases[clean] = first
     return parameters, buffers, aliases
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    return model
-
-
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Give the parameters that FSDP2 has gathered back to their shards (after an evaluation under `shard_grad_op`)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
@@ -300,75 +270,53 @@ def _optimizer_states(
     parameters: dict[str, Tensor], optimizer: Any, create: bool = False
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """(name, parameter, state) of each trained parameter, in the order of the model's names."""
-    found: dict[int, tuple[Any, Tensor]] = {}
-    for one in _optimizers(optimizer):
-        for group in one.param_groups:
-            found |= {id(p): (one, p) for p in group["params"]}
-    strangers = found.keys() - {id(p) for p in parameters.values()}
-    assert not strangers, (
-        f"{len(strangers)} of the optimizer's parameters are not the model's (was it wrapped afterwards?)"
-    )
+    owner = {id(p): one for one in _optimizers(optimizer) for group in one.param_groups for p in group["params"]}
+    assert owner.keys() <= {id(p) for p in parameters.values()}, "the optimizer has parameters that the model has not"
     for name, parameter in parameters.items():
-        if id(parameter) in found:
-            states = found[id(parameter)][0].state
+        if id(parameter) in owner:
+            states = owner[id(parameter)].state
             if create or parameter in states:
                 yield name, parameter, states[parameter]
 
 
-def _dtensor() -> Any:
-    """The DTensor class, or None where nothing can be one as nobody has imported it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    cls = _dtensor()
-    return cls is not None and isinstance(tensor, cls)
-
-
 def _local(tensor: Tensor) -> Tensor:
     """The rows on this rank."""
-    return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[operator]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
-    """A state that an optimizer keeps as the plain rows of a sharded parameter, seen as sharded like it."""
-    if not _is_sharded(parameter) or _is_sharded(state) or not state.dim():
+    """An optimizer's state that is kept as the plain rows of a sharded parameter, seen as sharded like it."""
+    if not isinstance(parameter, DTensor) or isinstance(state, DTensor) or not state.dim():
         return state
-    if state.shape != _local(parameter).shape:
+    if state.shape != parameter.to_local().shape:
         return state
-    return _dtensor().from_local(
-        state, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # type: ignore[attr-defined, no-any-return]  # fmt: skip
+    return DTensor.from_local(
+        state, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )  # fmt: skip
 
 
 def _row_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
-def _place(tensor: Tensor, rank: int, world: int) -> Place:
+def _row_range(tensor: Tensor, rank: int, world: int) -> RowRange:
     """Where this rank's rows lie in a tensor, and with how many ranks it shares them."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    if not _is_sharded(tensor):
-        return Place(0, rows, rank, world)
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    if not isinstance(tensor, DTensor):
+        return RowRange(0, rows, rank, world)
+    mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
-    start, stop, replica, replicas, cut = 0, rows, 0, 1, False
-    for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+    start, stop, replica, replicas, is_cut = 0, rows, 0, 1, False
+    for dim, placement in enumerate(tensor.placements):
         index, size = coordinate[dim], mesh.size(dim)
         if placement.is_replicate():
             replica, replicas = replica * size + index, replicas * size
-        elif type(placement).__name__ == "Shard" and placement.dim == 0 and not cut:
+        elif type(placement) is Shard and placement.dim == 0 and not is_cut:
             each = -(-rows // size)  # FSDP2 cuts as torch.chunk does: the last ranks may get fewer rows, or none
-            start, stop, cut = min(index * each, rows), min((index + 1) * each, rows), True
+            start, stop, is_cut = min(index * each, rows), min((index + 1) * each, rows), True
         else:
-            raise NotImplementedError(f"a checkpoint of tensors with the placement {tensor.placements}")  # type: ignore[attr-defined]
-    local = _local(tensor)
+            raise NotImplementedError(f"a checkpoint of tensors with the placement {tensor.placements}")
+    local = tensor.to_local()
     assert local.shape[:1] == (stop - start,), f"{tuple(local.shape)} is not rows {start} to {stop}"
-    return Place(start, stop, replica, replicas)
-
-
-def _some(items: list[str], most: int = 6) -> str:
-    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+    return RowRange(start, stop, replica, replicas)

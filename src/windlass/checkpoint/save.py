@@ -1,46 +1,49 @@
-"""Saving: staged while the step waits, written while it does not.
+"""Saving: the step waits while the state is copied to the host; a thread writes the copy while training goes on.
 
-`Saver.save` copies this rank's rows into a buffer on the host and returns; a thread then writes them, hashing on the way,
-and meets the other ranks in the file system (see commit.py). It never touches a process group: its calls would cross the
-training's own collectives, and an agreement that needs all ranks alive could not be given up when one is not.
+The way of a save: `Saver.save` copies this rank's rows into a buffer that holds the file as it will be written, header first
+(`HostBuffer`), and returns. A thread writes the buffer, hashing on the way, and agrees with the other ranks through the file
+system (commit.py). Rank 0 then deletes what retention does not keep. The thread never touches a process group: its calls would
+cross the training's own collectives, and an agreement that needs all ranks alive could not be given up when one is not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
+import json
+import mmap
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint import catalog
+import torch
+
+from windlass.checkpoint import format as format_
 from windlass.checkpoint.commit import Commit, Request, explain
-from windlass.checkpoint.lineage import Lineage
-from windlass.checkpoint.priority import NICE, lower_this_thread, set_nice
+from windlass.checkpoint.lineage import read_lineage
+from windlass.checkpoint.load import discard
 from windlass.checkpoint.reshard import Slice, State
-from windlass.checkpoint.retention import LOSS, PERIODIC, Policy
-from windlass.checkpoint.stage import Stage, Staged
-from windlass.fileio import PIECE_BYTES, Files, to_json
+from windlass.checkpoint.retention import PERIODIC, Policy, Saved, retain
+from windlass.errors import UserError
+from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 
 POLL_SECONDS = 0.1
-HEADER_BYTES = 2**20
-"""Room for the header of a rank's file, when the buffer is reserved before the names are known."""
+TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
+TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in format_.DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended. Where `error` is empty the checkpoint at `path` is committed."""
+    """How a save ended. Where `error` is empty the checkpoint at `path` is committed: durable, and seen by readers."""
 
     step: int
     path: Path
     error: str
     bytes: int
-    """This rank's bytes."""
+    """Of the state, over all ranks."""
     staged_s: float
     """How long the step waited for the copy."""
     waited_s: float
@@ -48,9 +51,88 @@ class Outcome:
     write_s: float
     """From the copy to the end, hashing, syncing and agreement included."""
     removed: tuple[str, ...] = ()
-    """Checkpoints that were deleted as the rules of retention say (rank 0)."""
+    """Checkpoints that were deleted by the rules of retention (rank 0)."""
     warning: str = ""
-    """What went wrong after the commit, in the index or in deleting old checkpoints (rank 0)."""
+    """What went wrong without failing the save: after the commit, or in allocating page-locked memory."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A file's bytes in the host's buffer, and what lies where."""
+
+    image: memoryview
+    """The whole file: 8 bytes of header length, the header, the data."""
+    tensors: dict[str, dict[str, Any]]
+    """By name: `dtype`, `shape` of the whole tensor, and `chunk` (offset in the file, first row, rows)."""
+    event: Any
+    """Done when the copies from the device are; None where they are already."""
+
+
+class HostBuffer:
+    """The host's copy of a rank's share, reused by every save: its pages are touched once, and its size is known.
+
+    For a state on CUDA it is page-locked, and the copies are put on the current stream, so that they see the weights of this
+    step and none of the next; an event says when they are done, and only the writer waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._can_pin = True
+        self.warning = ""
+        """Why the memory is not page-locked though the state lies on CUDA; until it was reported."""
+
+    def reserve(self, size: int, pinned: bool) -> None:
+        """Have a buffer of at least `size` bytes; a smaller one is freed first.
+
+        Page-locked memory is scarce (`ulimit -l`, other processes). Without it the copy to the host is slower and the step
+        waits for it, but the save works.
+        """
+        if self._bytes.numel() >= size:
+            return
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if pinned and self._can_pin:
+            try:
+                self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                return
+            except RuntimeError as error:
+                self._can_pin = False
+                self.warning = f"no page-locked memory for saves, which block the step for longer: {explain(error)}"
+        memory = mmap.mmap(-1, -(-size // PAGE) * PAGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages are many times faster to touch than 4 KiB ones
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def fill(self, slices: Mapping[str, Slice], rank: int) -> Staged:
+        """Copy the slices into the buffer, after the header that describes them."""
+        order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
+        offsets: dict[str, int] = {}
+        size = 0
+        for name in order:
+            tensor = slices[name].tensor
+            offsets[name], size = size, size + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offsets[name], size],
+            }  # fmt: skip
+        text = json.dumps(header, separators=(",", ":")).encode()
+        data_at = -(-(8 + len(text)) // PAGE) * PAGE
+        text = text.ljust(data_at - 8)  # the format allows spaces after the header's JSON
+        on_cuda = any(s.tensor.is_cuda for s in slices.values())
+        self.reserve(data_at + size, on_cuda)
+        image = memoryview(self._bytes.numpy())[: data_at + size]
+        image[:data_at] = len(text).to_bytes(8, "little") + text
+        tensors = {}
+        for name, s in slices.items():
+            at, count = data_at + offsets[name], s.tensor.numel() * s.tensor.element_size()
+            target = self._bytes[at : at + count].view(s.tensor.dtype).view(s.tensor.shape)
+            target.copy_(s.tensor, non_blocking=True)
+            chunk = [at, s.start, s.rows]
+            tensors[name] = {"dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape), "chunk": chunk}
+        event = None
+        if on_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        return Staged(image, tensors, event)
 
 
 @dataclass(frozen=True)
@@ -60,6 +142,7 @@ class _Job:
     staged: Staged
     staged_s: float
     waited_s: float
+    scores: Mapping[int, float]
 
 
 class Saver:
@@ -71,6 +154,7 @@ class Saver:
         world: so many.
         attempt: the same text on all ranks, and another one at every start of the run.
         policy: what is kept.
+        device: the device of the state.
         files: the layer through which the disk is changed.
         deadline: seconds that rank 0 waits for the parts of the others once its own is written.
         background: False to write before `save` returns.
@@ -85,6 +169,7 @@ class Saver:
         attempt: str = "0",
         policy: Policy | None = None,
         *,
+        device: torch.device | None = None,
         files: Files | None = None,
         deadline: float = 600.0,
         background: bool = True,
@@ -93,262 +178,184 @@ class Saver:
         if not re.fullmatch(r"[A-Za-z0-9_]+", attempt):
             raise ValueError(f"an attempt is named by letters, digits and underscores, not {attempt!r}")
         self.directory, self.rank, self.world, self.attempt = Path(directory), rank, world, attempt
-        self.policy, self.files = policy or Policy(), files or Files()
+        self.policy, self.device, self.files = policy or Policy(), device, files or Files()
         self.deadline, self.background, self.piece_bytes = deadline, background, piece_bytes
         self.last_seconds: float | None = None
         """How long the last committed save took, copy included: what a grace budget is held against."""
-        self._saves, self._begun = 0, 0.0
-        self._stage = Stage()
+        self.failures = 0
+        """Saves that failed in a row, up to the last one that ended; read it when no save is being written."""
+        self._number, self._began = 0, 0.0
+        self._buffer = HostBuffer()
+        self._known: dict[str, Saved] = {}
+        """What rank 0's writer knows of the checkpoints by directory: each manifest is read once."""
         self._changed = threading.Condition()
         self._job: _Job | None = None
-        self._scores: dict[int, dict[str, float]] = {}
-        self._noting = False
-        self._reserve: tuple[int, bool] | None = None
-        self._trouble = ""
         self._outcomes: list[Outcome] = []
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def keep_start(self, fork: Lineage | None) -> None:
-        """Keep the checkpoint that the run's present line goes on from, where it is one of the run's own."""
-        self.policy = replace(self.policy, start=fork.own_step() if fork is not None else None)
-
-    def recover(self) -> list[str]:
-        """Tidy up after a kill, on rank 0 at the start, before any rank saves or loads; says what was done."""
-        return catalog.recover(self.directory, self.policy, self.files) if self.rank == 0 else []
-
     @property
     def busy(self) -> bool:
-        """Whether a save, or the loss of one, is being written."""
-        with self._changed:
-            return self._occupied()
+        """Whether a save is being written."""
+        return self._job is not None
 
-    def rest_seconds(self) -> float:
-        """How long what is being written still takes, going by the last committed save; 0 where nothing is."""
-        with self._changed:
-            gone = time.monotonic() - self._begun
-            return max(0.0, (self.last_seconds or 0.0) - gone) if self._job is not None else 0.0
-
-    def _occupied(self) -> bool:
-        return self._job is not None or self._noting or self._reserve is not None
-
-    def reserve(self, size: int, pinned: bool = False) -> None:
-        """Make the host's buffer in the background, so that the first save need not wait for its memory.
-
-        Args:
-            size: bytes of this rank's share, see `reshard.expected_bytes`; a save that needs more gets more.
-            pinned: the state lies on a CUDA device.
-        """
-        if self.background:
-            with self._changed:
-                self._reserve = (size + HEADER_BYTES, pinned)
-            self._wake()
+    def remaining_seconds(self) -> float:
+        """How long the save that is being written still takes, going by the last committed one; 0 where there is none."""
+        elapsed = time.monotonic() - self._began
+        return max(0.0, (self.last_seconds or 0.0) - elapsed) if self.busy else 0.0
 
     def save(
         self,
         step: int,
-        state: State | Mapping[str, Slice],
+        state: State,
         counters: Mapping[str, Any],
         meta: Mapping[str, Any] | None = None,
+        scores: Mapping[int, float] | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
         """Take the state of a step; it may change as soon as this returns. The outcome comes by `poll` or `wait`.
 
-        Waits for the save before this one, where that is still being written.
+        Waits for the save before this one, where that is still being written. Nothing is durable before the outcome says so.
 
         Args:
             step: optimizer steps done.
             state: this rank's share (see `reshard.gather_state`).
-            counters: JSON; what a resume needs beside tensors. Rank 0's are written.
-            meta: JSON; `loss` (validation loss at this step), `reason` (see retention), digests, anything else to list.
+            counters: JSON; what a resume needs besides tensors. Rank 0's are written.
+            meta: JSON; `reason` (see retention), digests, anything else to list. A float that is not finite becomes null.
+            scores: values of `policy.measure` by step, from the run's ledger: the best checkpoint is kept.
             while_waiting: called ten times a second while an earlier save is still being written.
         """
-        if not isinstance(state, State):
-            state = State(dict(state), {}, sum(s.tensor.numel() * s.tensor.element_size() for s in state.values()))
-        self._saves += 1
-        began = time.perf_counter()
+        assert not self._closed, "a save after close()"
+        self._number += 1
+        called = time.perf_counter()
         self._until_idle(None, while_waiting)
-        waited = time.perf_counter()
-        failed, rest = "", b"{}"
+        begin = time.perf_counter()
+        staged, counters_json, failed = Staged(memoryview(b""), {}, None), b"{}", ""
         try:
-            rest = to_json(dict(counters))
-            staged = self._stage.fill(state.slices, self.rank)
-        except (
-            MemoryError,
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as problem:  # no memory, say: the save fails, not the run
-            failed = f"the state could not be copied to the host: {explain(problem)}"
-            staged = Staged(memoryview(b""), {}, None)
+            counters_json = to_json(dict(counters))
+            staged = self._buffer.fill(state.slices, self.rank)
+        except (MemoryError, OSError, RuntimeError, ValueError) as error:  # fails the save on all ranks, not the run
+            failed = f"the state could not be copied to the host: {explain(error)}"
+        finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in (meta or {}).items()}
+        save_id = f"{step:08d}-{self.attempt}-{self._number}"
         request = Request(
-            step=step,
-            save_id=f"{step:08d}-{self.attempt}-{self._saves}",
-            image=staged.image,
-            tensors=staged.tensors,
-            aliases=state.aliases,
-            counters=rest,
-            meta={"reason": PERIODIC, **_finite(meta or {})},
-            total_bytes=state.total_bytes,
-            failed=failed,
-        )
-        self._start(_Job(self._saves, request, staged, staged_s=time.perf_counter() - waited, waited_s=waited - began))
-
-    def note(self, step: int, scores: Mapping[str, float]) -> None:
-        """What was measured at a step whose save was begun before: `loss`, and others by names as `squad.f1`.
-
-        Rank 0 writes it, in the background; what is not finite is left out. Saving first means that an evaluation that
-        fails costs nothing.
-        """
-        finite = {name: value for name, value in scores.items() if math.isfinite(value)}
-        if self.rank != 0 or not finite:
-            return
+            step, save_id, staged.image, staged.tensors, state.aliases, counters_json, {"reason": PERIODIC, **finite},
+            state.total_bytes, failed,
+        )  # fmt: skip
+        job = _Job(self._number, request, staged, time.perf_counter() - begin, begin - called, dict(scores or {}))
         with self._changed:
-            self._scores[step] = finite
-            self._noting = self.background
-        if self.background:
-            self._wake()
-        else:
-            self._write_notes()
-
-    def note_missing(self, step: int, scores: Mapping[str, float]) -> None:
-        """The same, where the checkpoint of the step does not say so already: a kill came before it was written."""
-        one = catalog.entry(catalog.step_dir(self.directory, step))
-        known = one.scores if one.loss is None else {LOSS: one.loss, **one.scores}
-        if one.manifest is not None and not scores.items() <= known.items():
-            self.note(step, scores)
+            self._job, self._began = job, time.monotonic()
+            self._changed.notify_all()
+        if not self.background:
+            self._finish(self._write(job))
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
+            self._thread.start()
 
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call; never waits."""
         with self._changed:
-            found, self._outcomes = self._outcomes, []
-        return found
+            outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def wait(self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None) -> list[Outcome]:
         """Wait until nothing is being written, or `timeout` seconds; the outcomes since the last `poll` or `wait`."""
         self._until_idle(timeout, while_waiting)
         return self.poll()
 
-    @contextlib.contextmanager
-    def _hurried(self) -> Iterator[None]:
-        """While somebody waits for the writer, it gives way to nobody (where the system lets us say so)."""
-        writer = self._thread.native_id if self._thread is not None else None
-        if writer is not None and self.busy:
-            set_nice(writer, os.getpriority(os.PRIO_PROCESS, 0))
-        try:
-            yield
-        finally:
-            if writer is not None:
-                set_nice(writer, NICE)
-
     def close(self) -> None:
-        """End the thread, at once where it is idle, else when it has done its work. Does not wait for that: `wait` first."""
+        """End the thread: at once where it is idle, else when its save has ended, which is not waited for (`wait` first)."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            idle, thread = not self._occupied(), self._thread
-        if thread is not None and idle:
-            thread.join()
+            idle = not self.busy
+        if self._thread is not None and idle:
+            self._thread.join()
 
     def _until_idle(self, timeout: float | None, while_waiting: Callable[[], None] | None) -> None:
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        with self._hurried():
-            while True:
-                with self._changed:
-                    if not self._occupied() or time.monotonic() >= end:
-                        return
-                    assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
-                    self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
-                if while_waiting is not None:
-                    while_waiting()
-
-    def _start(self, job: _Job) -> None:
-        if not self.background:
-            self._outcomes.append(self._run(job))
-            return
-        with self._changed:
-            self._job, self._begun = job, time.monotonic()
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._changed:
-            assert not self._closed, "a save after close()"
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def _work(self) -> None:
-        lower_this_thread()
         while True:
             with self._changed:
-                while not self._occupied():
+                if not self.busy or time.monotonic() >= end:
+                    return
+                assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
+                self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
+            if while_waiting is not None:
+                while_waiting()
+
+    def _work(self) -> None:
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread starts on device 0, and would make a context there
+        while True:
+            with self._changed:
+                while self._job is None:
                     if self._closed:
                         return
                     self._changed.wait()
-                job, reserve = self._job, self._reserve
-            if reserve is not None:
-                with contextlib.suppress(MemoryError, OSError, RuntimeError):  # the first save will say so
-                    self._stage.reserve(*reserve)
-            outcome = self._run(job) if job is not None else None
-            self._write_notes()
-            with self._changed:
-                if outcome is not None:
-                    self._outcomes.append(outcome)
-                    self._job = None
-                self._noting = bool(self._scores)
-                if self._reserve is reserve:
-                    self._reserve = None
-                self._changed.notify_all()
+                job = self._job
+            self._finish(self._write(job))
 
-    def _write_notes(self) -> None:
-        """Write down what was measured of checkpoints that are there now; it may change which one is the best."""
+    def _finish(self, outcome: Outcome) -> None:
         with self._changed:
-            notes, self._scores = self._scores, {}
-        try:
-            for step, scores in notes.items():
-                catalog.note(self.directory, step, scores, self.files)
-            if notes:
-                catalog.publish(self.directory, self.policy, self.files)
-        except Exception as problem:
-            self._trouble = f"what was measured at step {', '.join(map(str, notes))} was not noted: {explain(problem)}"
+            self.failures = self.failures + 1 if outcome.error else 0
+            self._outcomes.append(outcome)
+            self._job = None
+            self._changed.notify_all()
 
-    def _run(self, job: _Job) -> Outcome:
-        """Write and commit; whatever goes wrong is an outcome, and the training goes on."""
-        began = time.perf_counter()
-        request, error, warning = job.request, "", ""
-        removed: tuple[str, ...] = ()
+    def _write(self, job: _Job) -> Outcome:
+        """Write and commit; whatever goes wrong is an outcome, and training goes on."""
+        began, request = time.perf_counter(), job.request
+        error, removed = "", tuple[str, ...]()
+        warning, self._buffer.warning = self._buffer.warning, ""
         try:
-            job.staged.ready()
+            if job.staged.event is not None:
+                job.staged.event.synchronize()
+            serial = self._next_serial() if self.rank == 0 else 0
             commit = Commit(
-                request, self.directory, self.rank, self.world,
-                files=self.files, deadline=self.deadline, piece_bytes=self.piece_bytes,
+                request, self.directory, self.rank, self.world, serial, files=self.files, deadline=self.deadline,
+                piece_bytes=self.piece_bytes,
             )  # fmt: skip
             commit.run()
         except Exception as problem:
             error = explain(problem)
         else:
-            removed, warning = self._tidy(job.number) if self.rank == 0 else ((), "")
-            warning, self._trouble = commit.warning or warning or self._trouble, ""
+            warning = commit.warning or warning
+            if self.rank == 0:
+                self._known[commit.target.name] = Saved(serial, request.step, str(request.meta["reason"]))
+                try:
+                    removed = self._clean_up(job)
+                except Exception as problem:  # whatever it is, the checkpoint is there
+                    warning = f"the checkpoint is committed, but old ones could not be removed: {explain(problem)}"
             self.last_seconds = time.perf_counter() - began + job.staged_s
         return Outcome(
-            step=request.step, path=catalog.step_dir(self.directory, request.step), error=error, bytes=len(request.image),
-            staged_s=job.staged_s, waited_s=job.waited_s, write_s=time.perf_counter() - began, removed=removed,
-            warning=warning,
+            request.step, format_.step_dir(self.directory, request.step), error, request.total_bytes, job.staged_s,
+            job.waited_s, time.perf_counter() - began, removed, warning,
         )  # fmt: skip
 
-    def _tidy(self, number: int) -> tuple[tuple[str, ...], str]:
-        """After a commit: the index, retention, and what earlier saves that failed have left."""
-        try:
-            catalog.sweep(self.directory, self.attempt, number, self.files)
-            return tuple(p.name for p in catalog.publish(self.directory, self.policy, self.files)), ""
-        except Exception as problem:  # whatever it is, the checkpoint is there
-            return (
-                (),
-                f"the checkpoint is committed, but the index or old checkpoints could not be changed: {explain(problem)}",
-            )
+    def _next_serial(self) -> int:
+        """One more than any commit of the run has had; those that were deleted by hand count by the lineage."""
+        names = [n for n in format_.names_in(self.directory) if format_.STEP_DIR.match(n)]
+        self._known = {n: known for n, known in self._known.items() if n in names}
+        for name in names:
+            if name not in self._known and format_.is_whole(self.directory / name):
+                entry = format_.read_entry(self.directory / name)
+                if entry.manifest is not None:
+                    reason = str(entry.manifest.meta.get("reason", PERIODIC))
+                    self._known[name] = Saved(entry.serial, entry.step, reason)
+        lineage = None
+        with contextlib.suppress(UserError):
+            lineage = read_lineage(self.directory.parent)
+        return 1 + max((*(s.serial for s in self._known.values()), lineage.serial if lineage else 0), default=0)
 
-
-def _finite(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: a loss that is one is no loss."""
-    return {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in meta.items()}
+    def _clean_up(self, job: _Job) -> tuple[str, ...]:
+        """After a commit: remove what saves that are over have left, and the checkpoints that retention does not keep."""
+        for name in format_.names_in(self.directory):
+            # Not those of a later save of this attempt: another rank may have begun it.
+            if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= job.number):
+                self.files.remove_tree(self.directory / name)
+        why = retain(self._known.values(), self.policy, job.scores)
+        leaving = [name for name, saved in self._known.items() if not why[saved.serial]]
+        for name in leaving:
+            discard(self.directory / name, self.files)
+            del self._known[name]
+        return tuple(leaving)

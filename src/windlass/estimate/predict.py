@@ -99,7 +99,7 @@ def _sizes(run: Run, started: Line, hf: HfSizes | None) -> dict[str, Any]:
             "measured": measured,
             "what": "peak of the allocator" if cuda else "growth of resident memory, weights left out; noisy",
         }
-    sizes = [c["bytes"] for c in run.checkpoint_index().get("checkpoints", []) if c.get("bytes")]
+    sizes = [e["bytes"] for e in run.events if e["event"] == "checkpoint"]
     if sizes:
         found["checkpoint_mb"] = {"predicted": guess["checkpoint_mb"], "measured": sizes[-1] / 1e6}
     return found

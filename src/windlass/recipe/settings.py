@@ -322,6 +322,8 @@ class CheckpointSettings(Section):
     """`latest`, `best`, a step, a checkpoint's path, or `never` (refuses where there is one)."""
     background: bool = True
     """Write in the background while training goes on; `false`: wait for the disk."""
+    max_failed_saves: int = Field(5, ge=1)
+    """The run ends after so many saves in a row that failed: it is not to go on unsaved."""
     grace_seconds: float = Field(60.0, gt=0)
     """How long after a signal the process may go on; a save that would not fit into it is not begun."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, LOSS, PERIODIC, better
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, LOSS, PERIODIC, best, better, scores_by_step
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.optim.schedule import factor
@@ -16,7 +16,7 @@ from windlass.telemetry.timing import mfu
 from windlass.telemetry.trackers import Note
 from windlass.training.batches import Batches
 from windlass.training.checks import replicas, startup_checks
-from windlass.training.evaluations import best_of, evaluate_suites, generate_samples, scores, scores_by_step
+from windlass.training.evaluations import evaluate_suites, generate_samples, scores
 from windlass.training.ids import IdWatch
 from windlass.training.policies import Judge
 from windlass.training.profile import Profile
@@ -47,6 +47,8 @@ class Actions:
         self.batch_end = 0
         self.result: StepResult | None = None
         self.last_loss: float | None = None
+        self.scores: dict[int, float] = {}
+        """Values of `checkpoint.best` by step, of the steps up to here (rank 0)."""
         self.rewinds: dict[int, int] = {}
         """How often the run went back, by the step it went back to."""
         self.judge = Judge(session, self.event)
@@ -95,17 +97,14 @@ class Actions:
             self.stop()
 
     def restore_best(self) -> None:
-        """The best values of the ledger up to here: a save comes before its step's evaluation.
-
-        Where a kill came between the two, the checkpoint is told what was measured.
-        """
+        """The scores in the ledger up to here, and the best of them: a save comes before its step's evaluation."""
         s, state, measure = self.s, self.state, self.recipe.checkpoint.best
 
         def found() -> tuple[float | None, float | None]:
-            measured = scores_by_step(s.run, state.step)
-            if self.saves.step == state.step and state.step in measured:
-                s.saver.note_missing(state.step, measured[state.step])
-            return best_of(measured, LOSS)[1], best_of(measured, measure)[1]
+            lines = [x for x in s.run.lines("eval") if x["step"] <= state.step]
+            losses, self.scores = scores_by_step(lines, LOSS), scores_by_step(lines, measure)
+            lowest, first = best(losses, LOSS), best(self.scores, measure)
+            return None if lowest is None else losses[lowest], None if first is None else self.scores[first]
 
         state.best_loss, state.best_score = s.agreed("best", found)
 
@@ -231,7 +230,7 @@ class Actions:
             self.s.step.deferred and self.result is not None
         ):  # counters must not run ahead of updates that were called off
             self.judge.examine(self.result, self.batch_end)
-        self.saves.save(reason, loss, self.last_loss)
+        self.saves.save(reason, loss, self.last_loss, self.scores)
 
     def _commit(self, reason: str) -> bool:
         """See to it that the present step is committed: what is being written is awaited, what failed is tried once more."""
@@ -269,12 +268,12 @@ class Actions:
         loss, value = measured.get(LOSS), measured.get(measure)
         if loss is not None and better(loss, state.best_loss, LOSS):
             state.best_loss = loss
+        if value is not None:
+            self.scores[state.step] = value
         if value is not None and better(value, state.best_score, measure):
             state.best_score = value
             if state.step and self.recipe.checkpoint.keep_best and self.saves.step != state.step:
                 self.save(BEST, loss)
-        if self.saves.step == state.step:
-            s.saver.note(state.step, measured)
         return True
 
     def _stop_asked(self) -> bool:

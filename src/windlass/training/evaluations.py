@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from windlass.checkpoint.retention import better
 from windlass.data.chat import stop_tokens
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.suites import Suites, write_predictions
@@ -15,7 +14,6 @@ from windlass.parallel.parallelize import autocast
 from windlass.recipe.settings import BestMeasure
 
 if TYPE_CHECKING:
-    from windlass.run import Run
     from windlass.training.session import Session
 
 Poll = Callable[[], bool]
@@ -43,15 +41,6 @@ def evaluate_suites(session: Session, poll: Poll) -> list[dict[str, Any]] | None
     return lines
 
 
-def scores_by_step(run: Run, last: int) -> dict[int, dict[str, float]]:
-    """What the ledger has of each step up to `last`, see `scores`."""
-    lines: dict[int, list[dict[str, Any]]] = {}
-    for line in run.lines("eval"):
-        if line["step"] <= last:
-            lines.setdefault(line["step"], []).append(line)
-    return {step: scores(found) for step, found in lines.items()}
-
-
 def scores(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """What `checkpoint.best` may name, out of the `eval` lines of one step: measure → finite value."""
     found = {}
@@ -62,16 +51,6 @@ def scores(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             if value is not None and math.isfinite(float(value)):
                 found[measure] = float(value)
     return found
-
-
-def best_of(measured: Mapping[int, Mapping[str, float]], measure: str) -> tuple[int | None, float | None]:
-    """The first step at which the measure was best, and its value; None and None where it was never measured."""
-    step, value = None, None
-    for here in sorted(measured):
-        found = measured[here].get(measure)
-        if found is not None and better(found, value, measure):
-            step, value = here, found
-    return step, value
 
 
 def generate_samples(session: Session, poll: Poll) -> list[str] | None:

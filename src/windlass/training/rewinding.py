@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.reshard import restore
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed
@@ -27,12 +26,12 @@ def rewind(actions: Actions, back: Rewind) -> None:
     actions.saves.wait()
 
     def choose() -> str:
-        choice = checkpoints.latest_on_lineage(s.run.path, read_lineage(s.run.path))
+        choice = checkpoints.choose(s.run.path)
         if choice is None:
             raise RunFailed(f"{back.reason}; there is no checkpoint yet to go back to")
         for note in choice.notes:
             s.console.warning(note)
-        checkpoints.set_aside(choice)
+        checkpoints.set_aside(choice, s.run.path)
         return str(choice.path)
 
     checkpoint = checkpoints.open_checkpoint(Path(s.agreed("rewind", choose)), deep=False)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint import space
+from windlass.checkpoint.commit import shortage
 from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.reshard import expected_bytes, gather_state, restore
-from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.reshard import gather_state, restore
+from windlass.checkpoint.retention import Policy, policy_of
 from windlass.checkpoint.save import Saver
 from windlass.data.dataset import Data, open_data
 from windlass.errors import RunFailed, Stopped, UserError
@@ -47,7 +47,7 @@ from windlass.training.guard import Signals, Together
 from windlass.training.start import (
     StartPlan,
     acquire_run_lock,
-    choose_checkpoint,
+    candidate_checkpoints,
     set_aside,
     write_start,
     write_tokenizer,
@@ -187,10 +187,10 @@ class Session:
 
     def _open_directory(self) -> None:
         """Rank 0 makes or sets aside the run's directory; all agree on the number of this start."""
+        if not self.claim.resuming:
+            self._outside = self._choose()
 
         def prepare() -> tuple[int, str]:
-            with self.signals.at_once():
-                self._outside = None if self.claim.resuming else choose_checkpoint(self.claim, self.horizon)
             if self.claim.fresh:
                 set_aside(self.run.path)
             Files().make_dirs(self.run.path)
@@ -265,47 +265,49 @@ class Session:
     def _resume(self) -> None:
         """The newest good checkpoint, if there is one, into model, optimizer and counters."""
         self.saver = Saver(
-            self.run.checkpoints_dir, self.ranks.rank, self.ranks.world, f"{self.attempt}_{self._nonce}", self._policy(),
-            background=self.recipe.checkpoint.background,
+            self.run.checkpoints_dir, self.ranks.rank, self.ranks.world, f"{self.attempt}_{self._nonce}",
+            device=self.ranks.device, background=self.recipe.checkpoint.background,
         )  # fmt: skip
         self._stack.callback(self.saver.close)
 
-        def choose() -> tuple[str, list[str]]:
-            fork = read_lineage(self.run.path)
-            self.saver.keep_start(fork)
-            notes = self.saver.recover()
-            choice = self._outside
-            if self.claim.resuming:
-                with self.signals.at_once():  # it reads every byte, and changes nothing
-                    choice = choose_checkpoint(self.claim, self.horizon)
-                if choice is not None:
-                    checkpoints.set_aside(choice)
-                if self.claim.resuming and self.claim.new_lineage:
-                    self.saver.keep_start(write_start(self.claim, choice))
-            return (str(choice.path), [*notes, *choice.notes]) if choice is not None else ("", notes)
+        def recover_run() -> list[str]:
+            return checkpoints.recover(self.run.checkpoints_dir)
 
         self.ranks.mark(0, "load")
-        path, self.resume_notes = self.agreed("checkpoint", choose)
+        self.resume_notes = self.agreed("recovered", recover_run)
+        choice = self._choose() if self.claim.resuming else self._outside
+
+        def settle() -> None:
+            if self.claim.resuming and choice is not None:
+                checkpoints.set_aside(choice, self.run.path)
+            if self.claim.resuming and self.claim.new_lineage:
+                write_start(self.claim, choice)
+
+        self.agreed("settled", settle)
+        lineage = read_lineage(self.run.path)
+        self.saver.policy = self._policy(lineage.own_step() if lineage is not None else None)
+        self.resume_notes += choice.notes if choice is not None else []
+        path = choice.path if choice is not None else None
         self.state = TrainState()
-        if path:
-            self._load(Path(path))
+        if path is not None:
+            self._load(path)
         elif self.recipe.model.init_from and not self.custom_model:
             load_initial(unwrap(self.model), self.recipe)
         elif self._foreign:
             initialise(unwrap(self.model), self.recipe.run.seed)
         self.ranks.mark(self.state.step, "start")
         self.step.load(self.state)
-        share = expected_bytes(self.model, self.ranks.rank, self.ranks.world)
-        self.saver.reserve(share, pinned=self.ranks.device.type == "cuda" and not self.recipe.parallel.offload)
 
-    def _policy(self) -> Policy:
-        wanted, horizons = self.recipe.checkpoint, [self.horizon]
+    def _choose(self) -> checkpoints.Choice | None:
+        """The checkpoint to start from; every rank hashes its share of the files."""
+        paths = self.agreed("candidates", lambda: list(map(str, candidate_checkpoints(self.claim, self.horizon))))
+        return checkpoints.first_undamaged([Path(p) for p in paths], self.ranks)
+
+    def _policy(self, start: int | None = None) -> Policy:
+        horizons = [self.horizon]
         if old := self.claim.extends_from:  # what was kept for good goes not before it is known what is needed of it
             horizons.append(replace(self.horizon, steps=old))
-        return Policy(
-            wanted.keep_last, wanted.keep_best, lambda step: any(h.due(wanted.keep_every, step) for h in horizons),
-            wanted.best,
-        )  # fmt: skip
+        return policy_of(self.recipe.checkpoint, horizons, start)
 
     def _load(self, path: Path) -> None:
         checkpoint = checkpoints.open_checkpoint(path, deep=False)
@@ -316,7 +318,6 @@ class Session:
                 "the old data back (data.dir), or start anew with --fresh"
             )
         self.ranks.mark(checkpoint.step, "load")
-        checkpoint.poll = self.together.poll
         saved = checkpoint.meta.get("optimizer")
         moments = saved == self.recipe.optim.kind
         if not moments:
@@ -363,7 +364,7 @@ class Session:
         count = checkpoints_to_come(self.recipe, self.horizon, self.state.step, present)
         size = gather_state(self.model, self.optimizer, 0, 1).total_bytes
         size += 0 if self.state.step else 8 * self.parameters  # moments that are not there before the first step
-        short = space.shortage(self.run.path, space.needed_bytes(size, count - 1), "the run") if count else ""
+        short = shortage(self.run.path, count * size, "the run") if count else ""
         if short:
             self.console.warning(short)
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from windlass.checkpoint import catalog
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.lineage import BEGINNING, Lineage, lineage_at, read_lineage, write_lineage
-from windlass.checkpoint.load import Checkpoint, Choice
+from windlass.checkpoint.format import step_dir
+from windlass.checkpoint.lineage import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.load import Checkpoint, Choice, list_run
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.parallel.env import detect_env
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 """Settings in which a branch may differ from the run it comes from; model, data, seed and batch stay."""
 LEFT_OVER = {
-    LOCK, "heartbeat", BEGINNING, f".{BEGINNING}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
+    LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
 }  # fmt: skip
 """What a start that failed before it wrote its recipe may leave behind; a new run may begin among these files."""
 LOCK_WAIT_SECONDS = 10.0
@@ -155,9 +155,9 @@ def _branch_source(recipe: Recipe, branch_from: str) -> Path:
     origin = Run.open(place)
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
-    checkpoint = catalog.step_dir(origin.checkpoints_dir, int(step))
+    checkpoint = step_dir(origin.checkpoints_dir, int(step))
     if not checkpoint.is_dir():
-        steps = sorted(e.step for e in catalog.entries(origin.checkpoints_dir))
+        steps = sorted(e.step for e in list_run(origin.path))
         raise UserError(f"{place} has no checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
     changed = [c for c in changed_settings(origin.recipe, recipe) if not c.startswith(BRANCH_MAY_CHANGE)]
     if changed:
@@ -173,7 +173,7 @@ def _refuse_other_origin(run: Run, branch_from: str) -> None:
     if lineage is None or not Path(lineage.checkpoint).is_absolute():
         return
     place, _, step = branch_from.rpartition("@")
-    wanted = catalog.step_dir(Path(place).resolve() / "checkpoints", int(step) if step.isdigit() else 0)
+    wanted = step_dir(Path(place).resolve() / "checkpoints", int(step) if step.isdigit() else 0)
     if wanted != Path(lineage.checkpoint):
         raise UserError(f"{run.path} begins at {lineage.checkpoint}, not at {branch_from}; give another run.dir")
 
@@ -204,41 +204,39 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
 # -- which checkpoint to start from; on rank 0 ----------------------------------------------------------------------------
 
 
-def choose_checkpoint(plan: StartPlan, horizon: Horizon) -> Choice | None:
-    """The checkpoint to start from, every byte of it verified; None: step 0.
+def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
+    """The checkpoints to start from, in the order in which they are tried (see `checkpoint.load.candidates`); empty: step 0.
 
-    `checkpoint.resume` names it, but a restart takes the newest. A WSD run that is extended returns to its newest checkpoint
-    before the decay. Raises UserError where the one that was asked for is missing, damaged or of another recipe.
+    `checkpoint.resume` names them, but a restart takes the newest. A WSD run that is extended returns to its newest checkpoint
+    before the decay. Raises UserError where the one that was asked for is missing or of another recipe.
     """
     recipe, path = plan.recipe, plan.run.path
     if plan.branch_from is not None:
-        return Choice(plan.branch_from, checkpoints.open_checkpoint(plan.branch_from).step)
+        return [plan.branch_from]
     wanted = "latest" if plan.restarted else recipe.checkpoint.resume
     named = wanted in ("latest", "best", "never") or wanted.isdigit()
     if not plan.resuming and named:
-        return None
+        return []
     if plan.extends_from and recipe.optim.schedule.kind == "wsd":
         return _before_decay(plan, horizon)
-    if wanted == "latest":
-        return checkpoints.latest_on_lineage(path, read_lineage(path))
-    choice = checkpoints.choose(path, wanted)
-    if not named and choice is not None and not choice.path.resolve().is_relative_to(path.resolve()):
-        _refuse_other_recipe(recipe, checkpoints.open_checkpoint(choice.path, deep=False))
-    return choice
+    paths = checkpoints.candidates(path, wanted, measure=recipe.checkpoint.best)
+    if not named and paths and not paths[0].resolve().is_relative_to(path.resolve()):
+        _refuse_other_recipe(recipe, checkpoints.open_checkpoint(paths[0], deep=False))
+    return paths
 
 
-def _before_decay(plan: StartPlan, horizon: Horizon) -> Choice | None:
+def _before_decay(plan: StartPlan, horizon: Horizon) -> list[Path]:
     path, lineage = plan.run.path, read_lineage(plan.run.path)
     old = Horizon(plan.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
     decay_begins = old.steps - old.steps_in(plan.recipe.optim.schedule.decay)
-    choice = checkpoints.latest_on_lineage(path, lineage, up_to=decay_begins)
-    steps = sorted(e.step for e in catalog.entries(path / "checkpoints"))
-    if choice is None and (steps or (lineage is not None and lineage.checkpoint)):
+    paths = checkpoints.candidates(path, up_to=decay_begins)
+    steps = sorted(e.step for e in list_run(path))
+    if not paths and (steps or (lineage is not None and lineage.checkpoint)):
         raise UserError(
             f"the decay of {path} began at step {decay_begins}, and no checkpoint from before it is kept (there are: "
             f"{', '.join(map(str, steps)) or 'none'}): a decayed run cannot be extended; set checkpoint.keep_every next time"
         )
-    return choice
+    return paths
 
 
 def _refuse_other_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from windlass.checkpoint.retention import best, scores_by_step
 from windlass.estimate.predict import predicted_beside_measured
 from windlass.run import read_lines
 from windlass.telemetry.timing import device_hours, throughput, wall_time
-from windlass.training.evaluations import best_of, scores_by_step
 
 if TYPE_CHECKING:
     from windlass.training.session import Session
@@ -25,14 +25,15 @@ def write_summary(session: Session, last_loss: float | None) -> None:
     raw = list(read_lines(s.run.metrics_path))
     evals = s.run.lines("eval", suite="loss")
     measure = s.recipe.checkpoint.best
-    best_step, best_score = best_of(scores_by_step(s.run, state.step), measure)
+    measured = scores_by_step(s.run.ledger(), measure)
+    best_step = best(measured, measure)
     spent = wall_time(raw)
     predicted = predicted_beside_measured(s.run, s.hf)
     s.ledger.write(
         "summary", state.step, steps=s.horizon.steps, tokens=state.tokens, samples=state.samples,
         epochs=state.samples / s.horizon.samples_per_epoch, final_loss=last_loss,
         final_eval_loss=evals[-1]["loss"] if evals else None, best_eval_loss=state.best_loss,
-        best_measure=measure, best_score=best_score, best_step=best_step,
+        best_measure=measure, best_score=None if best_step is None else measured[best_step], best_step=best_step,
         runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
         parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1,
         predicted=predicted or None, model_sizes=s.hf.as_dict() if s.hf else None,

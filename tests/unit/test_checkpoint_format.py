@@ -1,0 +1,200 @@
+"""A manifest is read as what a stranger may have written: everything in it is checked, nothing outside is opened or run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.checkpoint import format as format_
+from windlass.checkpoint import load
+from windlass.checkpoint.format import Damaged
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.reshard import Slice, State
+from windlass.checkpoint.save import Saver
+from windlass.errors import UserError
+
+Change = Callable[[Any], Any]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    saver = Saver(tmp_path / "run" / "checkpoints", background=False)
+    state = State({"model/x": Slice(torch.arange(12.0).reshape(4, 3), (4, 3))}, {}, 48)
+    saver.save(4, state, {"step": 4}, {"loss": float("nan")})
+    [outcome] = saver.poll()
+    assert not outcome.error
+    return outcome.path
+
+
+def seal(path: Path, manifest: bytes) -> None:
+    """Put a manifest in place of another one, digest and all: what a stranger can do, and a bad disk can not."""
+    (path / "manifest.json").write_bytes(manifest)
+    (path / "manifest.sha256").write_bytes(format_.digest_line(manifest))
+
+
+def rewrite(path: Path, change: Change) -> None:
+    tree = json.loads((path / "manifest.json").read_text())
+    change(tree)
+    seal(path, json.dumps(tree).encode())
+
+
+def put(*keys: Any) -> Change:
+    *path, last, value = keys
+
+    def change(tree: Any) -> None:
+        for key in path:
+            tree = tree[key]
+        tree[last] = value
+
+    return change
+
+
+def chunk(place: int, value: Any) -> Change:
+    return put("tensors", "model/x", "chunks", 0, place, value)
+
+
+FILE = {"size": 1, "sha256": "0" * 64}
+BAD: dict[str, tuple[Change, str]] = {
+    "another format": (put("format", "other"), "format"),
+    "a newer version": (put("version", 3), "version"),
+    "no step": (lambda t: t.pop("step"), "step"),
+    "a negative step": (put("step", -1), "step"),
+    "a true step": (put("step", True), "step"),
+    "a file outside": (put("files", "../../secret", FILE), "files"),
+    "an absolute file": (put("files", "/etc/passwd", FILE), "files"),
+    "a pickle": (put("files", "rank-00000.pkl", FILE), "files"),
+    "a chunk outside": (chunk(0, "../x"), "chunks"),
+    "a chunk of no file": (chunk(0, "rank-00007.safetensors"), "rank-00007"),
+    "an offset past the end": (chunk(1, 10**9), "outside"),
+    "a negative offset": (chunk(1, -8), "chunks"),
+    "rows missing": (chunk(3, 3), "missing"),
+    "rows twice": (chunk(2, 1), "twice"),
+    "a huge shape": (put("tensors", "model/x", "shape", [2**60, 3]), "missing"),
+    "wide rows": (put("tensors", "model/x", "shape", [4, 2**60]), "outside"),
+    "a strange dtype": (put("tensors", "model/x", "dtype", "O"), "'O'"),
+    "a short digest": (put("files", "state.json", "sha256", "abc"), "sha256"),
+    "no state": (lambda t: t["files"].pop("state.json"), "state.json"),
+    "an alias of nothing": (put("aliases", "model/y", "model/z"), "model/z"),
+    "an alias of itself": (put("aliases", "model/x", "model/x"), "model/x"),
+    "tensors a list": (put("tensors", [1]), "tensors"),
+    "chunks of two": (put("tensors", "model/x", "chunks", [[1, 2]]), "chunks"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_manifest_is_refused_by_name(checkpoint: Path, name: str) -> None:
+    change, where = BAD[name]
+    rewrite(checkpoint, change)
+    with pytest.raises(Damaged) as error:
+        format_.read_manifest(checkpoint)
+    assert where in str(error.value) and "manifest.json" in str(error.value)
+    with pytest.raises(UserError):
+        open_checkpoint(checkpoint, deep=False)
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"[" * 100_000, b"\xff\xfe", b'{"format": '])
+def test_what_is_no_manifest_at_all(checkpoint: Path, data: bytes) -> None:
+    seal(checkpoint, data)
+    with pytest.raises(Damaged):
+        format_.read_manifest(checkpoint)
+
+
+def test_the_manifest_has_what_was_saved(checkpoint: Path) -> None:
+    manifest = format_.read_manifest(checkpoint)
+    format_.verify(checkpoint, manifest)
+    assert (manifest.step, manifest.world, manifest.serial, manifest.meta["loss"]) == (4, 1, 1, None)
+    assert manifest.bytes == sum((checkpoint / n).stat().st_size for n in manifest.files)
+    for name, info in manifest.files.items():
+        assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == info.sha256
+
+
+def test_ranks_together_verify_every_file_and_each_about_as_much(checkpoint: Path) -> None:
+    """Defect 26: rank 0 alone hashed everything at a resume."""
+    sizes = [40, 30, 20, 20, 10]
+    files = {}
+    for i, size in enumerate(sizes):
+        (checkpoint / f"rank-{i:05d}.safetensors").write_bytes(data := bytes([i]) * size)
+        files[f"rank-{i:05d}.safetensors"] = {"size": size, "sha256": hashlib.sha256(data).hexdigest()}
+    tree = json.loads((checkpoint / "manifest.json").read_text()) | {"tensors": {}, "aliases": {}}
+    manifest = format_.parse(json.dumps(tree | {"files": {**tree["files"], **files}}).encode())
+    for damaged, info in files.items():
+        (checkpoint / damaged).write_bytes(b"?" * info["size"])
+        found = []
+        for rank in range(3):
+            try:
+                format_.verify(checkpoint, manifest, rank, 3)
+            except Damaged as error:
+                found.append((rank, str(error)))
+        assert len(found) == 1 and damaged in found[0][1]
+        i = int(damaged[5:10])
+        (checkpoint / damaged).write_bytes(bytes([i]) * sizes[i])
+        info["rank"] = found[0][0]
+    loads = [sum(f["size"] for f in files.values() if f["rank"] == rank) for rank in range(3)]
+    assert max(loads) <= 50, loads
+
+
+class Canary:
+    """Unpickling it makes a directory."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def canaries(path: Path) -> dict[str, bytes]:
+    plain, archive, zipped = pickle.dumps(Canary(path)), io.BytesIO(), io.BytesIO()
+    torch.save(Canary(path), archive)
+    with zipfile.ZipFile(zipped, "w") as file:
+        file.writestr("archive/data.pkl", plain)
+    return {"pickle": plain, "torch": archive.getvalue(), "zip": zipped.getvalue()}
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "zip"])
+@pytest.mark.parametrize(
+    "place", ["rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha256", ".metadata"]
+)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_no_file_is_ever_run(checkpoint: Path, tmp_path: Path, place: str, kind: str, sealed: bool) -> None:
+    """Not even where a stranger has made size and digest fit."""
+    flown = tmp_path / "flown"
+    data = canaries(flown)[kind]
+    (checkpoint / place).write_bytes(data)
+    if sealed and place in ("rank-00000.safetensors", "state.json"):
+        rewrite(checkpoint, put("files", place, {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}))
+        if place == "rank-00000.safetensors":
+            rewrite(checkpoint, chunk(1, 0))
+    elif sealed and place == "manifest.json":
+        seal(checkpoint, data)
+
+    def read_everything() -> None:
+        opened = open_checkpoint(checkpoint)
+        for name in opened.names():
+            opened.tensor(name)
+        assert opened.counters
+
+    for attempt in (lambda: load.choose(tmp_path / "run"), read_everything):
+        try:
+            attempt()
+        except (UserError, Damaged, ValueError):
+            assert place != ".metadata"
+    assert not flown.exists()
+    pickle.loads(canaries(flown)["pickle"])
+    assert flown.exists(), "the canary cannot fly, so that it did not means nothing"
+
+
+def test_nothing_that_reads_checkpoints_unpickles() -> None:
+    for file in Path(load.__file__).parent.glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert "torch.load" not in text and "import pickle" not in text, file

@@ -1,0 +1,434 @@
+"""Saving and reading in one process: exact, in the background, in the layout that the safetensors library reads."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from windlass.checkpoint import load
+from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes, shortage
+from windlass.checkpoint.format import DTYPES, names_in, read_manifest
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.reshard import Slice, State, divide_rows, gather_state, restore
+from windlass.checkpoint.retention import EMERGENCY, Policy
+from windlass.checkpoint.save import HostBuffer, Saver
+from windlass.errors import UserError
+from windlass.fileio import O_DIRECT, Files, Output
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 6, tied: bool = True):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(tokens))).square().mean()
+
+
+def trained(steps: int = 3, **kwargs: Any) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Net(**kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model((torch.arange(9) * (step + 3)) % 11).backward()
+        optimizer.step()
+
+
+def save(run: Path, model: nn.Module, optimizer: Any = None, step: int = 3) -> Path:
+    saver = Saver(run / "checkpoints", attempt=f"a{step}")
+    saver.save(step, gather_state(model, optimizer), {"step": step, "list": [1, 2]})
+    [outcome] = saver.wait()
+    saver.close()
+    assert not outcome.error, outcome.error
+    return outcome.path
+
+
+def plain(tensors: dict[str, torch.Tensor]) -> State:
+    return State({n: Slice(t, tuple(t.shape)) for n, t in tensors.items()}, {}, sum(t.nbytes for t in tensors.values()))
+
+
+# -- what is written and read -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=8), st.integers(1, 7))
+def test_every_row_goes_to_one_rank_and_the_bytes_are_even(sizes: list[tuple[int, int]], count: int) -> None:
+    tensors = [(str(i), rows, row_bytes) for i, (rows, row_bytes) in enumerate(sizes)]
+    dealt: dict[str, list[int]] = {name: [] for name, _, _ in tensors}
+    bytes_of = {name: row_bytes for name, _, row_bytes in tensors}
+    each = []
+    for index in range(count):
+        mine = divide_rows(tensors, index, count)
+        each.append(sum((b - a) * bytes_of[n] for n, (a, b) in mine.items()))
+        for name, (a, b) in mine.items():
+            dealt[name] += range(a, b)
+    assert all(dealt[name] == list(range(rows)) for name, rows, row_bytes in tensors if row_bytes)
+    assert max(each) - min(each) <= 2 * max(bytes_of.values(), default=0)
+
+
+def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    file = checkpoint.path / "rank-00000.safetensors"
+    saved = load_file(file)
+    assert torch.equal(saved["model/embedding.weight"], model.embedding.weight)
+    assert torch.equal(saved["optim/embedding.weight/exp_avg"], optimizer.state[model.embedding.weight]["exp_avg"])
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+    assert checkpoint.counters == {"step": 3, "list": [1, 2]}
+    assert "model/head.weight" not in checkpoint.names() and checkpoint.has("model/head.weight")
+    assert torch.equal(checkpoint.tensor("model/head.weight"), model.embedding.weight)
+    untied = Net(tied=False)
+    restore(checkpoint, untied)
+    assert torch.equal(untied.head.weight, model.head.weight) and untied.head.weight is not untied.embedding.weight
+
+
+@pytest.mark.parametrize("key", DTYPES)
+def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
+    dtype = getattr(torch, DTYPES[key][0])
+    assert dtype.itemsize == DTYPES[key][1]
+    raw = torch.randint(0, 2 if dtype == torch.bool else 255, (5, 3, dtype.itemsize), dtype=torch.uint8)
+    tensor = raw.view(dtype).reshape(5, 3)
+    saver = Saver(tmp_path / "checkpoints", background=False)
+    saver.save(1, plain({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]}), {})
+    checkpoint = open_checkpoint(saver.poll()[0].path)
+    assert torch.equal(checkpoint.tensor("x").view(torch.uint8), tensor.t().contiguous().view(torch.uint8))
+    assert torch.equal(checkpoint.tensor("s").view(-1).view(torch.uint8), raw[0, 0])
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), lambda p: torch.optim.AdamW(p, fused=False),
+    lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.SGD(p, lr=0.1), torch.optim.Adagrad, lambda p: torch.optim.Adafactor(p, lr=0.01), torch.optim.Rprop,
+    lambda p: torch.optim.ASGD(p, lr=0.1), torch.optim.NAdam, torch.optim.Adamax,
+    lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+])  # fmt: skip
+def test_training_continues_bit_for_bit_with_any_torch_optimizer(tmp_path: Path, make: Any) -> None:
+    torch.manual_seed(1)
+    model, other = Net(), Net()
+    optimizer = make(model.parameters())
+    train(model, optimizer, 3)
+    path = save(tmp_path, model, optimizer)
+    train(model, optimizer, 3)
+    fresh = make(other.parameters())
+    restore(open_checkpoint(path), other, fresh)
+    assert other.head.weight is other.embedding.weight
+    train(other, fresh, 3)
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_an_optimizer_of_several_and_python_numbers(tmp_path: Path) -> None:
+    model, _ = trained(0, tied=False)
+    parts = [torch.optim.SGD([model.embedding.weight], 0.1, momentum=0.9), torch.optim.AdamW(model.head.parameters())]
+    for part in parts:
+        train(model, part, 2)
+    parts[1].state[model.head.weight].update(count=7, ratio=0.1, flag=True, nothing=None)
+    path = save(tmp_path, model, parts)
+    other = Net(tied=False)
+    fresh = [torch.optim.SGD([other.embedding.weight], 0.1, momentum=0.9), torch.optim.AdamW(other.head.parameters())]
+    restore(open_checkpoint(path), other, fresh)
+    state = fresh[1].state[other.head.weight]
+    assert (state["count"], state["ratio"], state["flag"]) == (7, 0.1, True) and state["flag"] is True
+    assert torch.equal(state["exp_avg"], parts[1].state[model.head.weight]["exp_avg"])
+    momentum = parts[0].state[model.embedding.weight]["momentum_buffer"]
+    assert torch.equal(fresh[0].state[other.embedding.weight]["momentum_buffer"], momentum)
+
+
+def test_optimizer_state_that_the_checkpoint_has_not_is_dropped(tmp_path: Path) -> None:
+    """A rewind to a checkpoint from before the first step starts the optimizer over."""
+    model, optimizer = trained(0)
+    path = save(tmp_path, model, optimizer, step=0)
+    train(model, optimizer, 3)
+    restore(open_checkpoint(path), model, optimizer)
+    assert not any(optimizer.state.values())
+    train(model, optimizer, 3)
+    assert torch.equal(model.embedding.weight, trained(3)[0].embedding.weight)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    frozen = Net().requires_grad_(False)
+    frozen.norm.requires_grad_(True)
+    adam = torch.optim.AdamW([p for p in frozen.parameters() if p.requires_grad])
+    for other, optim, named in (
+        (Net(width=8), None, ["embedding.weight is [11, 6] there and [11, 8] here", "norm.weight"]),
+        (Net().double(), None, ["torch.float32 there and torch.float64 here"]),
+        (nn.Sequential(nn.Linear(6, 11)), None, ["0.weight is missing", "embedding.weight is not in this model"]),
+        (frozen, adam, ["embedding.weight"]),
+    ):
+        with pytest.raises(UserError) as error:
+            restore(checkpoint, other, optim)
+        assert all(part in str(error.value) for part in named), error.value
+
+
+def test_a_file_that_goes_bad_between_choosing_and_reading_is_one_message(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    file = checkpoint.path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            restore(checkpoint, model, optimizer)
+        assert str(file) in str(error.value) and "same command again" in str(error.value)
+        file.unlink(missing_ok=True)
+
+
+def test_names_do_not_show_wrappers() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    names = set(gather_state(inner).slices)
+    inner[0] = checkpoint_wrapper(inner[0])
+    inner[1] = torch.compile(inner[1])
+    assert set(gather_state(inner).slices) == names == {f"model/{i}.{n}" for i in (0, 1) for n in ("weight", "bias")}
+
+
+# -- the saver --------------------------------------------------------------------------------------------------------
+
+
+class Gate(Files):
+    """Stops the writer at its first file until it is let through."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def about_to(
+        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
+    ) -> None:
+        if operation == "create":
+            self.reached.set()
+            assert self.open.wait(30)
+
+
+def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state(tmp_path: Path) -> None:
+    gate = Gate()
+    saver = Saver(tmp_path / "checkpoints", files=gate)
+    model, optimizer = trained()
+    before = model.embedding.weight.detach().clone()
+    saver.save(3, gather_state(model, optimizer), {"step": 3})
+    assert gate.reached.wait(30) and saver.busy and saver.poll() == []
+    assert saver.wait(timeout=0.01) == [] and saver.busy
+    train(model, optimizer, 1)
+    gate.open.set()
+    [outcome] = saver.wait()
+    assert not saver.busy and not outcome.error and saver.last_seconds is not None
+    assert torch.equal(open_checkpoint(outcome.path).tensor("model/embedding.weight"), before)
+    saver.close()
+    assert not any(t.name == "checkpoint-writer" for t in threading.enumerate())
+
+
+def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path) -> None:
+    gate = Gate()
+    saver = Saver(tmp_path / "checkpoints", files=gate)
+    state, waited = gather_state(trained()[0]), []
+    saver.save(1, state, {})
+    saver.save(2, state, {}, while_waiting=lambda: (waited.append(1), gate.open.set()))
+    outcomes = saver.wait()
+    assert waited and [o.step for o in outcomes] == [1, 2] and outcomes[1].waited_s > 0
+    assert not any(o.error for o in outcomes)
+    saver.close()
+    with pytest.raises(AssertionError):
+        saver.save(3, state, {})
+
+
+def test_one_buffer_serves_all_saves() -> None:
+    buffer = HostBuffer()
+    first = buffer.fill(gather_state(trained()[0]).slices, 0)
+    address = buffer._bytes.data_ptr()
+    again = buffer.fill(gather_state(trained()[0]).slices, 0)
+    assert buffer._bytes.data_ptr() == address and bytes(first.image) == bytes(again.image)
+
+
+def test_without_page_locked_memory_saves_work_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 25: where the pinned buffer cannot be had every save failed, and training continued unsaved."""
+    real = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    buffer = HostBuffer()
+    buffer.reserve(10_000, pinned=True)
+    assert buffer._bytes.numel() >= 10_000 and "out of memory" in buffer.warning and "\n" not in buffer.warning
+    buffer.warning = ""
+    buffer.reserve(100_000, pinned=True)
+    assert buffer._bytes.numel() >= 100_000 and not buffer.warning
+
+
+def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 18: a new thread's CUDA device is 0, whatever the rank's is."""
+    calls: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: calls.append((threading.current_thread().name, d)))
+    saver = Saver(tmp_path / "checkpoints", device=torch.device("cuda", 3))
+    saver.save(1, gather_state(trained()[0]), {})
+    assert not saver.wait()[0].error
+    saver.close()
+    assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
+
+
+def test_failures_in_a_row_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    saver, state = Saver(tmp_path / "checkpoints"), gather_state(trained()[0])
+    for step in (1, 2):
+        saver.save(step, state, {})
+        assert saver.wait()[0].error
+    assert saver.failures == 2
+    (tmp_path / "checkpoints").unlink()
+    saver.save(3, state, {})
+    assert not saver.wait()[0].error and saver.failures == 0
+    saver.close()
+
+
+def test_a_programming_error_in_the_writer_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path / "checkpoints")
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.checkpoint.format.parse", lambda data: {}["oops"])
+        saver.save(1, gather_state(trained()[0]), {})
+        [outcome] = saver.wait(timeout=30)
+    assert outcome.error == "KeyError: 'oops'" and names_in(tmp_path / "checkpoints") == []
+    saver.save(2, gather_state(trained()[0]), {})
+    assert not saver.wait(timeout=30)[0].error
+    saver.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
+def test_written_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Whatever the file system makes of it, and with an end that is no whole page."""
+    monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
+    numbers = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
+    for folder in (tmp_path, Path("/dev/shm") / f"windlass-test-{os.getpid()}-{size}"):
+        if not folder.parent.is_dir():
+            continue
+        folder.mkdir(exist_ok=True)
+        try:
+            saver = Saver(folder / "checkpoints", background=False, piece_bytes=8192)
+            saver.save(1, plain({"x": numbers}), {})
+            [outcome] = saver.poll()
+            assert not outcome.error and torch.equal(open_checkpoint(outcome.path).tensor("x"), numbers)
+        finally:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Defect 28: only EINVAL was taken as a refusal of O_DIRECT; other file systems answer otherwise."""
+    real = os.write
+
+    def refuses(descriptor: int, data: memoryview) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", refuses)
+    with Files().create(tmp_path / "x", direct=True) as output:
+        output.write(bytes(range(256)) * 40)
+        output.sync()
+    assert (tmp_path / "x").read_bytes() == bytes(range(256)) * 40
+
+
+def test_retention_follows_each_commit_and_the_scores_of_the_ledger(tmp_path: Path) -> None:
+    policy = Policy(last=2, keep_forever=lambda step: step == 1, measure="squad.f1")
+    saver, removed = Saver(tmp_path / "checkpoints", policy=policy), []
+    for step in range(1, 7):
+        meta = {"reason": EMERGENCY if step == 3 else "periodic"}
+        saver.save(step, gather_state(trained()[0]), {}, meta, scores={2: 60.0, 4: 10.0})
+        removed += [name for o in saver.wait() for name in o.removed]
+    assert removed == ["step-00000003", "step-00000004"]
+    assert names_in(tmp_path / "checkpoints") == [f"step-0000000{s}" for s in (1, 2, 5, 6)]
+    saver.close()
+
+
+def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 24: a cache of manifests, shared by the module, was changed by two threads."""
+    read: list[str] = []
+    monkeypatch.setattr(
+        "windlass.checkpoint.format.read_manifest", lambda path: (read.append(path.name), read_manifest(path))[1]
+    )
+    for attempt in ("a", "b"):
+        saver = Saver(tmp_path / "checkpoints", attempt=attempt)
+        for step in (1, 2, 3):
+            saver.save(step, gather_state(trained()[0]), {})
+            assert not saver.wait()[0].error
+        saver.close()
+        assert read == ([] if attempt == "a" else [f"step-0000000{s}" for s in (1, 2, 3)])
+
+
+def test_an_attempts_name() -> None:
+    with pytest.raises(ValueError):
+        Saver(Path("x"), attempt="../x")
+
+
+def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=RESERVE_BYTES + 10**9))
+    assert shortage(tmp_path / "not" / "there", 10**9, "it") == ""
+    assert "it needs 3.02 GB" in shortage(tmp_path, 3 * 10**9, "it") and "1.02 GB" in shortage(
+        tmp_path, 3 * 10**9, "it"
+    )
+    assert [format_bytes(n) for n in (17, 1234, 5 * 10**6, 10**18)] == ["17 bytes", "1.23 kB", "5 MB", "1,000,000 TB"]
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_resume_means(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert load.choose(run) is None and load.choose(run, "never") is None and load.latest_step(run) == -1
+    model, _ = trained()
+    for step in (5, 10, 20, 15):
+        save(run, model, step=step)
+    scores = [(5, 1.0, 0.2), (10, 2.0, 0.9), (20, float("nan"), 0.1)]
+    lines = [
+        {"kind": "eval", "step": step, "suite": suite, name: value}
+        for step, loss, acc in scores
+        for suite, name, value in (("loss", "loss", loss), ("hellaswag", "acc", acc))
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def step_of(resume: str, **options: Any) -> int:
+        choice = load.choose(run, resume, **options)
+        assert choice is not None
+        return choice.step
+
+    assert step_of("latest") == 15 == load.latest_step(run), "the newest commit, not the highest step"
+    assert step_of("best") == 5 and step_of("best", measure="hellaswag.acc") == 10
+    assert step_of("5") == 5 and step_of("latest", up_to=12) == 10
+    assert step_of(str(run / "checkpoints" / "step-00000005")) == 5
+    for wrong, remedy in (("7", "5, 10, 15, 20"), ("never", "--fresh"), ("newest", "latest, best, a step")):
+        with pytest.raises(UserError) as error:
+            load.choose(run, wrong)
+        assert remedy in str(error.value)
+    for source, step in ((run, 15), (f"{run}@5", 5), (f"{run}@best", 5), (run / "checkpoints/step-00000010", 10)):
+        assert load.find(source).step == step
+    for wrong in (tmp_path / "nothing", f"{run}@6"):
+        with pytest.raises(UserError):
+            load.find(wrong)
