@@ -17,13 +17,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry import trackers
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import exporter_process, start_trackers
-from windlass.telemetry.trackers import wandb as to_wandb
+from windlass.telemetry.trackers import start_trackers
+from windlass.telemetry.trackers.exporter_process import Follower
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 20
@@ -51,7 +52,7 @@ def train(run: Path, handles: list) -> list:
 
 
 def pids(handle) -> list[int]:
-    return [one.process.pid for one in handle.sidecars]
+    return [exporter.process.pid for exporter in handle.exporters]
 
 
 def wait_until(condition, seconds=60):
@@ -78,19 +79,13 @@ def unharmed(run: Path) -> bool:
     ]
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    """Sidecars that do not stand behind whatever else the machine does: there is no training here."""
-    monkeypatch.setattr(trackers, "NICE", 0)
-
-
 @pytest.fixture
 def hung_imports(tmp_path, monkeypatch):
-    """All three libraries hang when a sidecar imports them."""
+    """All three libraries hang when an exporter imports them."""
     for name in ("tensorboard", "mlflow", "wandb"):
         (tmp_path / "hung" / name).mkdir(parents=True)
         (tmp_path / "hung" / name / "__init__.py").write_text("import time\ntime.sleep(3600)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hung"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hung"), prepend=os.pathsep)
 
 
 def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_imports):
@@ -100,28 +95,28 @@ def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_
     notes = train(run, [handle])
     notes += handle.finish(0.5)
     assert unharmed(run)
-    assert [note.partition(":")[0] for note in notes] == ["tensorboard", "mlflow", "wandb"]
-    assert all(note.warning and f"windlass track {run} --to" in note for note in notes)
+    assert [note.text.partition(":")[0] for note in notes] == ["tensorboard", "mlflow", "wandb"]
+    assert all(note.warning and f"windlass track {run} --to" in note.text for note in notes)
     assert all(gone(pid) for pid in started)
     assert handle.finish(0.5) == [], "said once"
 
 
 def test_a_tracker_that_does_not_come_up_is_reported_while_the_run_goes_on(tmp_path, hung_imports, monkeypatch):
-    monkeypatch.setattr(trackers, "UP_SECONDS", 0.0)
+    monkeypatch.setattr(trackers, "CONNECT_SECONDS", 0.0)
     run = tmp_path / "run"
     handle = start_trackers(run, prepare(run, "mlflow"))
     (note,) = train(run, [handle])
-    assert "not there after" in note and note.warning
+    assert "not connected after" in note.text and note.warning
     assert handle.finish(0.1) == []
 
 
-def test_a_sidecar_that_dies_is_reported_once(tmp_path, hung_imports):
+def test_an_exporter_that_dies_is_reported_once(tmp_path, hung_imports):
     run = tmp_path / "run"
     handle = start_trackers(run, prepare(run, "mlflow"))
     os.kill(pids(handle)[0], signal.SIGKILL)
-    handle.sidecars[0].process.wait()
+    handle.exporters[0].process.wait()
     notes = train(run, [handle]) + handle.finish(0.1)
-    assert len(notes) == 1 and "ended early" in notes[0]
+    assert len(notes) == 1 and "ended early" in notes[0].text
 
 
 @contextmanager
@@ -197,7 +192,7 @@ def full_disk(kilobytes: int):
 
 
 def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "UP_SECONDS", 1e9)
+    monkeypatch.setattr(trackers, "CONNECT_SECONDS", 1e9)
     refusing, filled = tmp_path / "refusing", tmp_path / "filled"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{KEY}@127.0.0.1:{refused_port()}")
     handles = [start_trackers(refusing, prepare(refusing, "mlflow"))]
@@ -216,35 +211,13 @@ def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
     for handle in handles:
         notes += handle.finish(3.0)
     assert unharmed(refusing) and unharmed(filled)
-    assert sorted(note.partition(":")[0] for note in notes) == ["mlflow", "tensorboard"]
-    assert all(note.warning and "windlass track" in note for note in notes)
-    assert any("File too large" in note for note in notes)
-    assert not any(KEY in note for note in notes)
+    assert sorted(note.text.partition(":")[0] for note in notes) == ["mlflow", "tensorboard"]
+    assert all(note.warning and "windlass track" in note.text for note in notes)
+    assert any("File too large" in note.text for note in notes)
+    assert not any(KEY in note.text for note in notes)
     assert all(gone(pid) for pid in started)
     logs = b"".join(path.read_bytes() for path in tmp_path.rglob("*.log"))
     assert b"Connection refused" in logs and KEY.encode() not in logs
-
-
-@pytest.mark.parametrize("server", [black_hole, silent, broken])
-def test_wandb_goes_offline_where_there_is_no_way(monkeypatch, server):
-    """Only the first look, in this process; that nothing is lost is shown with real sidecars."""
-    monkeypatch.setattr(to_wandb, "_REACH_SECONDS", 0.2)
-    with server() as port:
-        mode, why = to_wandb._mode({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
-    assert mode == ("offline" if server is black_hole else "online")
-    assert KEY not in why
-
-
-@pytest.mark.parametrize(
-    ("environ", "mode"),
-    [
-        ({}, "offline"),
-        ({"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "offline"),
-        ({"WANDB_API_KEY": KEY, "HTTPS_PROXY": "http://proxy:3128"}, "online"),
-    ],
-)
-def test_wandb_is_offline_by_itself(environ, mode):
-    assert to_wandb._mode(environ)[0] == mode
 
 
 @pytest.mark.full
@@ -256,14 +229,14 @@ def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        handle = start_trackers(run, prepare(run, name))
+        handle = start_trackers(run, prepare(run, name, flush_seconds=60.0))
         started = pids(handle)
         notes = train(run, [handle]) + handle.finish(60.0)
     assert unharmed(run) and all(gone(pid) for pid in started)
     if name == "mlflow":
         assert len(notes) == 1 and notes[0].warning
     else:  # all of it is in an offline directory, to be synced
-        assert "wandb sync" in notes[-1] and not notes[-1].warning
+        assert "wandb sync" in notes[-1].text and not notes[-1].warning
         assert list(run.glob("wandb/offline-run-*/run-*.wandb"))
     assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
 
@@ -273,7 +246,7 @@ def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
 def test_a_full_disk_under_the_other_trackers(tmp_path, monkeypatch, name):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "runs" / "run"
-    recipe = prepare(run, name)
+    recipe = prepare(run, name, flush_seconds=30.0)
     with full_disk(kilobytes=1):
         handle = start_trackers(run, recipe)
     notes = train(run, [handle]) + handle.finish(30.0)
@@ -293,13 +266,13 @@ ledger = Ledger(run / "metrics.jsonl")
 ledger.write("event", 0, event="started", world=1)
 for step in range(1, 21):
     ledger.write("train", step, loss=1 / step)
-print(*(one.process.pid for one in handle.sidecars), flush=True)
+print(*(exporter.process.pid for exporter in handle.exporters), flush=True)
 time.sleep(3600)
 """
 
 
 @pytest.mark.parametrize("hung", [False, True])
-def test_a_sidecar_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request, hung):
+def test_an_exporter_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request, hung):
     if hung:
         request.getfixturevalue("hung_imports")
     run = tmp_path / "run"
@@ -317,22 +290,19 @@ def test_a_sidecar_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request
         assert [x.step for x in found] == list(range(1, 21))
 
 
-HOLDS_THE_INTERPRETER = """
-import re, sys
-from windlass.telemetry.trackers import exporter_process
-exporter_process.WATCH_SECONDS = 0.1
-exporter_process._sink = lambda name: re.match("(a+)+$", "a" * 60 + "b")
-exporter_process.main([sys.argv[1], "--to", "mlflow", "--attempt", "0", "--flush-seconds", "0.2"])
-"""
-
-
-def test_compiled_code_that_never_lets_go_is_ended_too(tmp_path):
-    """No Python thread runs in such a sidecar; the timer that ends it is not written in Python."""
+def test_compiled_code_that_never_lets_go_is_ended_too(tmp_path, monkeypatch):
+    """No Python thread runs in such an exporter; the timer that ends it is not written in Python."""
     run = tmp_path / "run"
     prepare(run, "mlflow")
     train(run, [])
-    command = [sys.executable, "-c", HOLDS_THE_INTERPRETER, str(run)]
-    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60)
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "__init__.py").write_text('import re\nre.match("(a+)+$", "a" * 60 + "b")\n')
+    code = "from windlass.telemetry.trackers import exporter_process as e; e.WATCH_SECONDS = 0.1; "
+    code += f"e.main({str(run)!r}, 'mlflow', 'live', '0.2')"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0 and "Timeout" in done.stderr and "re" in done.stderr
 
 
@@ -344,38 +314,40 @@ def test_a_run_that_fails_lets_go_without_waiting(tmp_path):
     handle.close()
     assert handle.finish(5.0) == [] and handle.poll() == []
     wait_until(lambda: gone(pid))
-    trackers._LET_GO.pop().process.wait()
     assert list(run.glob("tensorboard/events.*"))
 
 
-def test_two_processes_do_not_feed_one_tracker(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporter_process, "LOCK_SECONDS", 0.0)
-    one = exporter_process._only_feeder
-    with one(tmp_path, "mlflow") as first, one(tmp_path, "mlflow") as second, one(tmp_path, "wandb") as other:
-        assert (first, second, other) == (True, False, True)
-    with exporter_process._only_feeder(tmp_path, "mlflow") as again:
-        assert again
+def test_two_exporters_do_not_write_into_one_tracker(tmp_path):
+    """The one of a run that was killed still sends the rest; the next start's waits for it."""
+    run = tmp_path / "run"
+    recipe = prepare(run, "tensorboard", flush_seconds=60.0)
+    with FileLock(run / "trackers" / "tensorboard.lock"):
+        handle = start_trackers(run, recipe)
+        notes = train(run, [handle])
+        time.sleep(3)
+        assert not list(run.glob("tensorboard/*"))
+    notes += handle.finish(60)
+    assert list(run.glob("tensorboard/*")) and not any(note.warning for note in notes)
 
 
-def test_a_kill_between_writing_and_noting_gives_no_duplicate(tmp_path, monkeypatch):
-    """TensorBoard's events are written before the mark: what may be there twice is forgotten by the next file."""
+def test_a_kill_while_writing_gives_no_duplicate(tmp_path, monkeypatch):
+    """What may be in TensorBoard's file already is in the next one once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from windlass.telemetry.trackers.exporter import Exporter
-    from windlass.telemetry.trackers.tensorboard import TensorBoard
+    from windlass.telemetry.trackers.tensorboard import Backend
 
     run = tmp_path / "run"
     prepare(run, "tensorboard")
     train(run, [])
-    remember = TensorBoard._remember
 
-    def killed(self, marks):
-        raise KeyboardInterrupt
+    class Killed(Backend):
+        def write(self, points, marks):
+            super().write(points, marks)
+            self._file.close()
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(TensorBoard, "_remember", killed)
     with pytest.raises(KeyboardInterrupt):
-        Exporter(Run(run), TensorBoard, live=True, attempt=0).pump()
-    monkeypatch.setattr(TensorBoard, "_remember", remember)
-    Exporter(Run(run), TensorBoard, live=False).finish()
+        Follower(Run(run), Killed, live=True).flush()
+    Follower(Run(run), Backend, live=False).finish()
     found = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("train/loss")
     assert [x.step for x in found] == list(range(1, STEPS + 1))

@@ -33,8 +33,19 @@ def test_a_command_line_without_its_secrets(given, told):
 
 
 def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
-    environ = {"WANDB_API_KEY": KEY, "HOME": "/home/somebody", "SHORT_TOKEN": "abc"}
-    assert scrub(f"got {KEY} in /home/somebody, abc", environ) == "got *** in /home/somebody, abc"
+    environ = {"WANDB_API_KEY": KEY, "HOME": "/home/somebody", "SHORT_TOKEN": "abc", "DB_PWD": "open sesame"}
+    shown = scrub(f"got {KEY} in /home/somebody, abc, open sesame", environ)
+    assert shown == "got *** in /home/somebody, abc, ***"
+
+
+def test_the_shells_directories_are_no_secrets():
+    """PWD is the directory that the user is in, and so at the front of every path."""
+    environ = {"PWD": "/home/somebody/work", "OLDPWD": "/home/somebody"}
+    assert scrub("/home/somebody/work/runs/x", environ) == "/home/somebody/work/runs/x"
+    assert scrub_command(["train", "run.dir=/home/somebody/work/x"], environ) == [
+        "train",
+        "run.dir=/home/somebody/work/x",
+    ]
 
 
 def test_settings_are_scrubbed_deep_down():

@@ -1,35 +1,42 @@
+"""Time of a step by phase, wall time of a run, throughput, device hours, MFU: against numbers by hand."""
+
 import time
 
 import pytest
 
 from windlass.telemetry import timing
 from windlass.telemetry.devices import measure_cpu_peak
-from windlass.telemetry.timing import Goodput, StepTimer, mfu, peak_flops
+from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, peak_flops, throughput, wall_time
 
 
 class FakeDevice:
-    """A device with its own time line: work is queued at once and done later, as on a GPU."""
+    """A device with its own time line: work is queued at once and done later, as on a GPU. Makes events as CUDA does."""
 
     def __init__(self):
-        self.queued_ms, self.done_ms, self.waits, self.marks = 0.0, 0.0, 0, 0
+        self.queued_ms, self.done_ms, self.waits, self.events = 0.0, 0.0, 0, 0
 
-    def mark(self):
-        self.marks += 1
-        return [self.queued_ms]
+    def __call__(self):
+        self.events += 1
+        return FakeEvent(self)
 
-    def done(self, mark):
-        return mark[0] <= self.done_ms
 
-    def ms(self, first, second):
-        assert self.done(first) and self.done(second), "asked for a time that the device has not reached"
-        return second[0] - first[0]
+class FakeEvent:
+    def __init__(self, device):
+        self.device = device
 
-    def free(self, mark):
-        self.marks -= 1
+    def record(self):
+        self.at = self.device.queued_ms
 
-    def wait(self, mark):
-        self.waits += 1
-        self.done_ms = max(self.done_ms, mark[0])
+    def query(self):
+        return self.at <= self.device.done_ms
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.done_ms = max(self.device.done_ms, self.at)
+
+    def elapsed_time(self, other):
+        assert self.query() and other.query(), "asked for a time that the device has not reached"
+        return other.at - self.at
 
 
 def step(timer, device, forward, backward, micro=1):
@@ -44,7 +51,7 @@ def step(timer, device, forward, backward, micro=1):
 
 def test_phases_of_the_devices_own_time_a_step_each():
     device = FakeDevice()
-    timer = StepTimer("cuda", clock=device)
+    timer = StepTimer("cuda", new_event=device)
     for _ in range(4):
         step(timer, device, 3, 5, micro=2)
         device.queued_ms += 2  # between the phases
@@ -57,28 +64,32 @@ def test_phases_of_the_devices_own_time_a_step_each():
 
 def test_nothing_waits_for_the_device_between_two_logs():
     device = FakeDevice()
-    timer = StepTimer("cuda", clock=device)
+    timer = StepTimer("cuda", new_event=device)
     for _ in range(300):
         step(timer, device, 1, 1)
     assert device.waits == 0
     assert timer.read()["step_ms"] == 3
     assert device.waits > 0
-    assert device.marks == 1, "events are given back, but for the beginning of the next interval"
+    before = device.events
+    for _ in range(50):
+        step(timer, device, 1, 1)
+        timer.read()
+    assert device.events == before, "events are used again"
 
 
 def test_marks_that_the_device_has_passed_are_given_back_before_the_log():
     device = FakeDevice()
-    timer = StepTimer("cuda", clock=device)
+    timer = StepTimer("cuda", new_event=device)
     for _ in range(2000):
         step(timer, device, 1, 1)
         device.done_ms = device.queued_ms
-    assert device.waits == 0 and device.marks < 600
+    assert device.waits == 0 and device.events < 600
     assert timer.read()["forward_ms"] == 1
 
 
 def test_an_evaluation_is_outside_of_the_steps():
     device = FakeDevice()
-    timer = StepTimer("cuda", clock=device)
+    timer = StepTimer("cuda", new_event=device)
     step(timer, device, 3, 5)
     with timer.outside():
         device.queued_ms += 1000
@@ -134,6 +145,100 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
 
 def test_the_clock_of_the_goodput_starts_with_the_process():
     assert Goodput().seconds()["startup"] == pytest.approx(timing.process_age(), abs=0.5)
+
+
+# -- from the ledger ----------------------------------------------------------------------------------------------------
+
+
+def line(attempt, step, event=None, world=None, **seconds):
+    found = {"kind": "event" if event else "train", "step": step, "attempt": attempt, "seconds": seconds}
+    return found | ({"event": event} if event else {}) | ({"world": world} if world else {})
+
+
+KILLED = [
+    line(0, 0, "started", world=2, startup=4.0),
+    line(0, 10, startup=4.0, train=5.0),
+    line(0, 10, "checkpoint", startup=4.0, train=5.5, save=1.0),
+    line(0, 20, startup=4.0, train=10.5, save=1.0),
+    line(1, 10, "resumed", world=4, startup=3.0),
+    line(1, 30, startup=3.0, train=10.0),
+]
+
+
+def test_a_resumed_run_by_hand():
+    found = wall_time(KILLED)
+    assert found["startup"] == 7.0
+    assert found["train"] == 15.5
+    assert found["save"] == 1.0
+    assert found["lost"] == 5.0
+    assert found["total"] == pytest.approx(28.5) == pytest.approx(sum(v for k, v in found.items() if k != "total"))
+
+
+def test_device_hours_count_each_start_with_its_own_ranks():
+    assert device_hours(KILLED) == pytest.approx((15.5 * 2 + 13.0 * 4) / 3600)
+
+
+def test_a_rewind_goes_on_in_the_same_process():
+    lines = [
+        line(0, 0, "started", world=2, startup=4.0),
+        line(0, 10, "checkpoint", startup=4.0, train=5.0, save=1.0),
+        line(0, 20, startup=4.0, train=10.0, save=1.0),
+        line(1, 10, "rewound", startup=4.0, train=11.0, save=1.0),
+        line(1, 30, startup=4.0, train=21.0, save=1.0),
+    ]
+    found = wall_time(lines)
+    assert found["startup"] == 4.0
+    assert found["train"] == 15.0
+    assert found["lost"] == 6.0
+    assert found["total"] == pytest.approx(26.0)
+    assert device_hours(lines) == pytest.approx(26.0 * 2 / 3600)
+
+
+def test_nothing_known_is_nothing_counted():
+    assert wall_time([{"kind": "train", "step": 1}])["total"] == 0
+    assert device_hours([]) == 0
+
+
+def train(step, step_ms, tokens, attempt=0, **more):
+    """A `train` line of a window in which a step took `step_ms` and had so many tokens."""
+    rates = {"tokens_per_s": tokens / step_ms * 1e3, "samples_per_s": 4 / step_ms * 1e3}
+    return {"kind": "train", "step": step, "attempt": attempt, "step_ms": step_ms} | rates | more
+
+
+def test_throughput_is_work_divided_by_time():
+    """Short samples make fast steps of few tokens: the mean of the rates would be 76 % too high on such a run."""
+    ledger = [
+        {"kind": "event", "event": "started", "step": 0},
+        train(1, 9000, 10),  # caches, compilation
+        train(11, 100, 4000),  # ten steps of 40,000 tokens/s
+        train(21, 1000, 5000),  # ten steps of 5,000 tokens/s
+        train(25, 500, 1000),  # the last four steps
+    ]
+    speed = throughput(ledger)
+    tokens, seconds = 10 * 4000 + 10 * 5000 + 4 * 1000, 10 * 0.1 + 10 * 1.0 + 4 * 0.5
+    assert speed.tokens_per_s == pytest.approx(tokens / seconds)
+    assert speed.steps_per_s == pytest.approx(24 / seconds)
+    assert speed.samples_per_s == pytest.approx(4 * 24 / seconds)
+    assert speed.mfu is None
+    assert throughput(ledger[:2]).tokens_per_s == pytest.approx(10 / 9), "better than nothing"
+    assert throughput([]) is None
+
+
+def test_throughput_after_a_resume_counts_each_step_that_was_made():
+    """The first line after a resume from step 15 is of five steps, not of ten, and is left out: it waits for caches too."""
+    ledger = [
+        {"kind": "event", "event": "started", "step": 0},
+        train(1, 1000, 100, mfu=0.1),
+        train(10, 100, 100, mfu=0.4),
+        {"kind": "event", "event": "resumed", "step": 15, "attempt": 1},
+        train(20, 900, 100, attempt=1, mfu=0.05),
+        train(30, 200, 100, attempt=1, mfu=0.2),
+    ]
+    speed = throughput(ledger)
+    seconds = 9 * 0.1 + 10 * 0.2
+    assert speed.steps_per_s == pytest.approx(19 / seconds)
+    assert speed.tokens_per_s == pytest.approx(1900 / seconds)
+    assert speed.mfu == pytest.approx((0.4 * 0.9 + 0.2 * 2.0) / seconds)
 
 
 def test_mfu_by_the_numbers_of_a_known_run():

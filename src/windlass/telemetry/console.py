@@ -1,4 +1,8 @@
-"""What a run says: a header, a legend, a live bar in a terminal and plain lines elsewhere, and all of it in log.txt."""
+"""What a run shows: a header, a live bar in a terminal and plain lines elsewhere, and all of it in `log.txt`.
+
+A terminal that goes away, or a full disk under the log, ends the showing and never the run. Generated text is shown with its
+control characters made visible, so that it cannot steer the terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -27,6 +32,9 @@ LEGEND = (
     ("eta", "time left"),
 )
 
+SCORES = ("loss", "perplexity", "acc", "acc_norm", "exact_match", "f1")
+"""Fields of an `eval` line that are shown."""
+
 
 @dataclass(frozen=True)
 class Header:
@@ -37,52 +45,44 @@ class Header:
     recipe: str
     """Name of the recipe."""
     config_hash: str
-    """Hash of its semantic settings."""
     device: str
     """The ranks' device, by name."""
     world: int
-    """Number of ranks."""
     strategy: str
-    """Sharding strategy."""
     precision: str
-    """Arithmetic."""
     parameters: int
     """Trained parameters."""
     steps: int
     """Steps of the whole run."""
     tokens_per_step: int
-    """Tokens in one step, padding counted."""
+    """Padding counted."""
     first_step: int = 0
     """Steps that were done when this start began."""
-    seconds: float | None = None
-    """Estimate of the time to the end, where there is one."""
 
     def lines(self) -> list[str]:
         """The header as text."""
-        tokens = self.steps * self.tokens_per_step
         ranks = f"{self.world} rank{'s' * (self.world != 1)} x {self.device}, {self.strategy}, {self.precision}"
+        tokens = short(self.steps * self.tokens_per_step)
         resumed = f", resumed after step {self.first_step:,}" if self.first_step else ""
-        eta = f", about {duration(self.seconds)}" if self.seconds is not None else ""
         return [
             f"run     {self.run}",
             f"recipe  {self.recipe} ({self.config_hash})",
             f"ranks   {ranks}",
             f"model   {self.parameters:,} parameters",
-            f"work    {self.steps:,} steps x {self.tokens_per_step:,} tokens = {short(tokens)} tokens{resumed}{eta}",
+            f"work    {self.steps:,} steps x {self.tokens_per_step:,} tokens = {tokens} tokens{resumed}",
         ]
 
 
 class Console:
     """Shows a run on the terminal and writes `log.txt`.
 
-    In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a
-    plain line. A terminal that goes away, or a full disk under the log, is ignored: the run goes on.
+    In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a line.
 
     Args:
         steps: Steps of the whole run.
-        enabled: True on rank 0; the others only speak of trouble.
+        enabled: True on rank 0; the others show warnings alone.
         log_path: The run's `log.txt`; None: no log.
-        rank: This rank, said with trouble.
+        rank: This rank, shown with warnings.
         stream: Where to show; by default the process's standard output.
     """
 
@@ -96,7 +96,7 @@ class Console:
     ):
         self.steps, self.enabled, self.rank = steps, enabled, rank
         self._stream: TextIO | None = stream or sys.stdout
-        self._seen: deque[tuple[float, int]] = deque(maxlen=20)
+        self._time_left = TimeLeft(steps)
         self._drawn = 0.0
         self._live: Progress | None = None
         self._terminal: Terminal | None = None
@@ -104,7 +104,7 @@ class Console:
         if enabled and log_path is not None:
             with contextlib.suppress(OSError):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
-                self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the run
+                self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
         if enabled and (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console as RichConsole
 
@@ -113,113 +113,123 @@ class Console:
     def header(self, header: Header) -> None:
         """Show what is about to run, and what the columns mean."""
         for line in header.lines():
-            self._say(line, style="bold" if line.startswith("run ") else "")
+            self._print(line, style="bold" if line.startswith("run ") else "")
         for word, meaning in LEGEND:
-            self._say(f"  {word:<6} {meaning}", style="dim")
+            self._print(f"  {word:<6} {meaning}", style="dim")
         if self._terminal is not None:
             self._live = _bar(self._terminal)
             self._live.add_task("train", total=self.steps, completed=header.first_step, text="", eta="")
-            with self._harmless():
+            with self._if_terminal_is_there():
                 self._live.start()
 
     def tick(self, step: int) -> None:
-        """Move the bar, at most four times a second; costs nothing where there is none. For every step."""
+        """Move the bar, at most four times a second; for every step, at no cost where there is no bar."""
         if self._live is not None and time.monotonic() - self._drawn > 0.25:
             self._draw(completed=step)
 
     def step(self, line: Line) -> None:
         """A logged step: a `train` line of the ledger, with `mem_mb` where it is known."""
-        step = line["step"]
-        self._seen.append((time.monotonic(), step))
-        eta = self._eta(line)
-        text = describe_step(line)
-        full = f"step {step}/{self.steps} | {text} | eta {duration(eta)}"
+        text, eta = describe_step(line), duration(self._time_left(line))
         if self._live is not None:
-            self._write_log(full)
-            self._draw(completed=step, text=text, eta=duration(eta))
-        else:
-            self._say(full)
+            self._draw(completed=line["step"], text=text, eta=eta)
+        self._print(f"step {line['step']}/{self.steps} | {text} | eta {eta}", only_log=self._live is not None)
 
     def eval(self, line: Line) -> None:
         """An evaluation: an `eval` line of the ledger."""
-        shown = [f"{key} {_number(line[key])}" for key in ("loss", "perplexity", *_SCORES) if key in line]
+        shown = [f"{key} {float(line[key]):.4f}" for key in SCORES if key in line]
         if "runtime_s" in line:
             shown.append(f"{line['runtime_s']:.1f} s")
-        suite = line.get("suite", "loss")
-        self._say(f"eval {line['step']}/{self.steps} | {suite} | {' | '.join(shown)}", style="green")
+        self._print(f"eval {line['step']}/{self.steps} | {' | '.join([line.get('suite', 'loss'), *shown])}", "green")
 
     def event(self, text: str, step: int | None = None) -> None:
         """Something that happened: a save, a resume, the end."""
-        self._say(text if step is None else f"step {step}/{self.steps} | {text}", style="cyan")
+        self._print(text if step is None else f"step {step}/{self.steps} | {text}", style="cyan")
 
     def sample(self, text: str, step: int | None = None) -> None:
         """A generated text, set off from the rest."""
-        at = "" if step is None else f" {step}/{self.steps}"
-        self._say(f"sample{at} |")
+        self._print("sample |" if step is None else f"sample {step}/{self.steps} |")
         for line in text.splitlines() or [""]:
-            self._say(f"  | {line}", style="italic")
+            self._print(f"  | {line}", style="italic")
 
     def warning(self, text: str) -> None:
-        """A warning; the only thing that ranks other than 0 say."""
+        """A warning; the only thing that ranks other than 0 show."""
         if self.enabled:
-            self._say(f"warning: {text}", style="yellow")
+            self._print(f"warning: {text}", style="yellow")
         else:
-            with self._harmless():
+            with self._if_terminal_is_there():
                 print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Take the bar away and close the log; a second call does nothing."""
         live, self._live = self._live, None
         if live is not None:
-            with self._harmless():
+            with self._if_terminal_is_there():
                 live.stop()
         log, self._log = self._log, None
         if log is not None:
             with contextlib.suppress(OSError):
                 log.close()
 
-    def _say(self, text: str, style: str = "") -> None:
-        if not self.enabled:
+    def _print(self, text: str, style: str = "", only_log: bool = False) -> None:
+        text = printable(text)
+        if self._log is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._log.write(f"{now()} {text}\n")
+                self._log.flush()
+        if not self.enabled or only_log:
             return
-        self._write_log(text)
-        with self._harmless():
+        with self._if_terminal_is_there():
             if self._terminal is not None:
                 from rich.text import Text
 
-                self._terminal.print(Text(printable(text), style=style))
+                self._terminal.print(Text(text, style=style))
             elif self._stream is not None:
-                print(printable(text), file=self._stream, flush=True)
-
-    def _write_log(self, text: str) -> None:
-        if self._log is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._log.write(f"{now()} {printable(text)}\n")
-                self._log.flush()
+                print(text, file=self._stream, flush=True)
 
     def _draw(self, **fields: Any) -> None:
         self._drawn = time.monotonic()
         if self._live is not None:
-            with self._harmless():
+            with self._if_terminal_is_there():
                 self._live.update(self._live.task_ids[0], **fields)
                 self._live.refresh()
 
     @contextlib.contextmanager
-    def _harmless(self) -> Any:
-        """A terminal that went away ends the showing, not the run."""
+    def _if_terminal_is_there(self) -> Iterator[None]:
+        """A terminal that went away (its window closed, ssh gone) is not written to again."""
         try:
             yield
         except (OSError, ValueError):
             self._terminal = self._live = self._stream = None
 
-    def _eta(self, line: Line) -> float | None:
-        left = self.steps - line["step"]
-        (first, step), (last, now_) = self._seen[0], self._seen[-1]
-        if now_ > step:
-            return left * (last - first) / (now_ - step)
-        return left * line["step_ms"] / 1e3 if "step_ms" in line else None
 
+class TimeLeft:
+    """Seconds to the end: steps at their speed of late, and evaluations and saves at their share of the run so far.
 
-_SCORES = ("acc", "acc_norm", "exact_match", "f1")
+    What happened before the first logged step (imports, compiling, the evaluation at step 0) is not in it, for it does not
+    come again.
+    """
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._recent: deque[float] = deque(maxlen=20)  # seconds of a step
+        self._first: tuple[float, int] | None = None  # time and step of the first line
+        self._training = 0.0  # seconds of steps since then
+        self._last_step = 0
+
+    def __call__(self, line: Line) -> float | None:
+        """At a `train` line; None where the line has no times."""
+        if "step_ms" not in line:
+            return None
+        step, seconds = line["step"], line["step_ms"] / 1e3
+        self._recent.append(seconds)
+        if self._first is None:
+            self._first = time.monotonic(), step
+        else:
+            self._training += seconds * (step - self._last_step)
+        self._last_step = step
+        done = step - self._first[1]
+        beside = max(time.monotonic() - self._first[0] - self._training, 0.0) / done if done > 0 else 0.0
+        return (self._steps - step) * (sum(self._recent) / len(self._recent) + beside)
 
 
 def _bar(terminal: Terminal) -> Progress:
@@ -236,23 +246,16 @@ def _bar(terminal: Terminal) -> Progress:
 
 
 def describe_step(line: Line) -> str:
-    """The numbers of a `train` line in a few words."""
-    words = [f"loss {_number(line['loss'])}"] if "loss" in line else []
-    if "lr" in line:
-        words.append(f"lr {line['lr']:.2e}")
-    if "grad_norm" in line:
-        words.append(f"norm {_number(line['grad_norm'], 2)}")
-    if "tokens_per_s" in line:
-        words.append(f"{short(line['tokens_per_s'])} tok/s")
-    if line.get("mfu") is not None:
-        words.append(f"mfu {100 * line['mfu']:.1f}%")
-    if "mem_mb" in line:
-        words.append(f"mem {line['mem_mb'] / 1e3:.2f} GB")
-    return " | ".join(words)
-
-
-def _number(value: Any, digits: int = 4) -> str:
-    return f"{float(value):.{digits}f}"
+    """The numbers of a `train` line in a few words, as far as they are known."""
+    words = {
+        "loss": lambda x: f"loss {float(x):.4f}",
+        "lr": lambda x: f"lr {x:.2e}",
+        "grad_norm": lambda x: f"norm {float(x):.2f}",
+        "tokens_per_s": lambda x: f"{short(x)} tok/s",
+        "mfu": lambda x: f"mfu {100 * x:.1f}%",
+        "mem_mb": lambda x: f"mem {x / 1e3:.2f} GB",
+    }
+    return " | ".join(write(line[key]) for key, write in words.items() if key in line)
 
 
 def short(number: float) -> str:
@@ -260,13 +263,8 @@ def short(number: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= 0.9995 * size:
             scaled = number / size
-            return (
-                f"{scaled:.2f}{unit}"
-                if scaled < 9.995
-                else f"{scaled:.1f}{unit}"
-                if scaled < 99.95
-                else f"{scaled:.0f}{unit}"
-            )
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f}{unit}"
     return f"{number:.0f}"
 
 
@@ -277,9 +275,10 @@ def duration(seconds: float | None) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
-    for (big, size), (small, part) in ((("m", 60), ("s", 1)), (("h", 3600), ("m", 60))):
-        if whole < size * (60 if big == "m" else 24):
-            return f"{whole // size}{big} {whole % size // part:02d}{small}"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 

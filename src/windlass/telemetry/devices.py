@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -250,7 +250,7 @@ def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
 # --- the summary ---------------------------------------------------------------------------------------------------------
 
 MAX_BYTES = 24_000_000
-"""So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every so many-th sample."""
+"""So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every so many-th minute."""
 
 MEANS = {
     "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
@@ -299,16 +299,18 @@ def _statistics(samples: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _samples(path: Path, max_bytes: int) -> Iterator[dict[str, Any]]:
-    """A rank's samples, evenly thinned where the file is larger; a torn line is left out."""
-    every = path.stat().st_size // max_bytes + 1
+    """A rank's samples; of a larger file every so many-th minute of them, and the last one, which has the run's peak."""
+    every, text = path.stat().st_size // max_bytes + 1, b""
     with open(path, "rb") as file:
-        yield from parse_samples(text for number, text in enumerate(file) if number % every == 0)
+        for number, text in enumerate(file):
+            if number // 60 % every == 0:
+                yield from _parse(text)
+    if every > 1:
+        yield from _parse(text)
 
 
-def parse_samples(texts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The samples among the lines of a device file: no head of a start, nothing torn."""
-    for text in texts:
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and "phase" in line:
-                yield line
+def _parse(text: bytes) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(ValueError):  # torn by a kill
+        line = json.loads(text)
+        if isinstance(line, dict) and "phase" in line:  # not the head of a start
+            yield line

@@ -1,4 +1,8 @@
-"""What a run ran on and with: versions, commit, hosts, devices, command; from lists of what may be told, never a dump."""
+"""What a run ran on and with: versions, commit, hosts, devices, command; from lists of what is reported, never a dump.
+
+Secrets are removed by the name of what holds them (`scrub`, `scrub_command`, `scrub_settings`), before anything is written
+or sent to a tracker.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from windlass.fileio import write_atomic
 from windlass.telemetry.ledger import now
 
 PACKAGES = (
     "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets", "peft",
     "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
 )  # fmt: skip
-"""Packages whose versions are told."""
+"""Packages whose versions are reported."""
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
@@ -29,48 +34,49 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION",
     "PBS_JOBID", "HF_HUB_OFFLINE",
 )  # fmt: skip
-"""Environment variables that are told; none of them ever holds a secret."""
+"""Environment variables that are reported; none of them ever holds a secret."""
 
 HIDDEN = "***"
 
-_SECRET_NAME = re.compile(
-    r"(^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|pwd|credentials?)$",
+# PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
+SECRET_NAME = re.compile(
+    r"((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)|[._-]pwd)$",
     re.IGNORECASE,
 )
-_SECRET_SHAPE = re.compile(
+SECRET_SHAPE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}"
     r"|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
 )
-_URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_URL_QUERY = re.compile(
+URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+URL_QUERY = re.compile(
     r"([?&](?:[\w-]*(?:token|key|secret|signature|sig|password|credential))=)[^&#\s]+", re.IGNORECASE
 )
 
 
 def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Text without what looks like a secret: users in URLs, keys of well-known shapes, values of secret variables."""
+    """Text without what looks like a secret: users in URLs, keys of well-known shapes, values of secret variables.
+
+    A value under 8 characters is left: `1` or `test` would be found in every text.
+    """
     for name, value in (os.environ if environ is None else environ).items():
-        if len(value) >= 8 and _SECRET_NAME.search(name):
+        if len(value) >= 8 and SECRET_NAME.search(name):
             text = text.replace(value, HIDDEN)
-    text = _URL_USER.sub(HIDDEN, text)
-    text = _URL_QUERY.sub(rf"\1{HIDDEN}", text)
-    return _SECRET_SHAPE.sub(HIDDEN, text)
+    text = URL_QUERY.sub(rf"\1{HIDDEN}", URL_USER.sub(HIDDEN, text))
+    return SECRET_SHAPE.sub(HIDDEN, text)
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
     """A command line without secrets: also the values of `--api-key X`, `--token=X`, `some.password=X`."""
-    found, hide = [], False
+    shown, hide_next = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        secret = bool(_SECRET_NAME.search(name.lstrip("-")))
-        if hide and not argument.startswith("-"):
-            found.append(HIDDEN)
-        elif equals and secret:
-            found.append(f"{name}={HIDDEN}")
+        secret = bool(SECRET_NAME.search(name.lstrip("-")))
+        if hide_next and not argument.startswith("-"):
+            shown.append(HIDDEN)
         else:
-            found.append(scrub(argument, environ))
-        hide = secret and not equals and argument.startswith("-")
-    return found
+            shown.append(f"{name}={HIDDEN}" if equals and secret else scrub(argument, environ))
+        hide_next = secret and not equals and argument.startswith("-")
+    return shown
 
 
 def scrub_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,15 +91,19 @@ def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | N
     """The environment of this start of a run, as JSON.
 
     Args:
-        ranks: What each rank says of itself (`describe_rank`), in the order of the ranks.
+        ranks: What each rank reports of itself (`describe_rank`), in the order of the ranks.
         command: The command line; None: this process's own.
     """
+    packages = {}
+    for name in PACKAGES:  # versions without importing them
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return {
         "time": now(),
         "command": scrub_command(sys.orig_argv if command is None else command),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions(),
+        "packages": packages,
         "commit": commit(Path(__file__).parent),
         "variables": {name: scrub(os.environ[name]) for name in VARIABLES if name in os.environ},
         "machine": machine(),
@@ -103,81 +113,52 @@ def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | N
 
 def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
     """Host and device of one rank."""
-    found: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
+    about: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
     torch = sys.modules.get("torch")
-    if torch is not None and str(device).startswith("cuda"):
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"name": properties.name, "memory_mb": round(properties.total_memory / 1e6)}
-        found |= {
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": _driver(),
-        }
-    else:
-        found |= {"name": machine()["cpu"], "threads": torch.get_num_threads() if torch is not None else None}
-    return found
+    if torch is None or not str(device).startswith("cuda"):
+        return about | {"name": machine()["cpu"], "threads": torch.get_num_threads() if torch is not None else None}
+    properties = torch.cuda.get_device_properties(device)
+    driver = None
+    with contextlib.suppress(Exception):  # no NVML, whatever it raises
+        import pynvml
 
-
-def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of the packages that are installed, without importing them."""
-    found = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+        pynvml.nvmlInit()
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+    return about | {
+        "name": properties.name, "memory_mb": round(properties.total_memory / 1e6), "driver": driver,
+        "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores and memory of this host."""
     import psutil
 
-    return {
-        "host": socket.gethostname(),
-        "cpu": _cpu_name(),
-        "cores": psutil.cpu_count(logical=True),
-        "memory_mb": round(psutil.virtual_memory().total / 1e6),
-    }
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as file:
+        cpu = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    memory_mb = round(psutil.virtual_memory().total / 1e6)
+    return {"host": socket.gethostname(), "cpu": cpu, "cores": psutil.cpu_count(logical=True), "memory_mb": memory_mb}
 
 
 def commit(directory: Path) -> dict[str, Any] | None:
     """The git commit that holds `directory`, and whether its tracked files were changed; None outside of a checkout."""
-    head = _git(directory, "rev-parse", "HEAD")
-    if head is None or _git(directory, "ls-files", "--error-unmatch", ".") is None:
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    if head is None or git("ls-files", "--error-unmatch", ".") is None:
         return None  # not a checkout, or a checkout of something else around an installed package
-    return {"hash": head, "changed": bool(_git(directory, "status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no driver or library: not known, whatever it raises
-        return None
+    return {"hash": head, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
     """Write `environment.json` whole or not at all; a disk that is full is no reason to stop."""
-    target = Path(run) / "environment.json"
-    temporary = target.with_suffix(".json.tmp")
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, target)
+        write_atomic(Path(run) / "environment.json", json.dumps(environment, indent=2) + "\n")

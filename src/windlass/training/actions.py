@@ -351,7 +351,7 @@ class Actions:
 
     def _show_notes(self, notes: list[Note]) -> None:
         for note in notes:
-            (self.s.console.warning if note.warning else self.s.console.event)(note)
+            (self.s.console.warning if note.warning else self.s.console.event)(note.text)
 
     def _stop_profile(self) -> None:
         if self.profile is not None:

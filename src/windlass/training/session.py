@@ -352,7 +352,7 @@ class Session:
         self._stack.callback(self.sampler.stop)
         self.goodput.listen(self.sampler.phase)
         if ranks.main and recipe.telemetry.trackers:
-            self.trackers = start_trackers(run, recipe, self.attempt)
+            self.trackers = start_trackers(run.path, recipe)
             self._stack.callback(self.trackers.close)
         self._check_space()
 

@@ -1,4 +1,10 @@
-"""Feeds trackers from the ledger through sidecar processes: whatever a tracker does, training does not notice."""
+"""Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which follows the ledger.
+
+Training writes its ledger and nothing else; `exporter_process.py` reads `metrics.jsonl` and the devices' files and sends
+what is new, so that a tracker that hangs holds up no other and costs the training nothing. This file is the training's side:
+it starts the processes, asks without waiting how they are, and ends them. The pipe to an exporter's standard input shows it
+that this process lives; its standard output brings its reports.
+"""
 
 from __future__ import annotations
 
@@ -9,247 +15,166 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import NamedTuple
 
+from windlass.errors import RunFailed, UserError
 from windlass.recipe import Recipe
 from windlass.run import Run
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 
-UP_SECONDS = 120.0
-"""A tracker that has not said within this time that it is there is reported; it goes on trying."""
+CONNECT_SECONDS = 120.0
+"""A tracker that is not connected after this time is reported; its exporter goes on trying."""
 
 
-class Note(str):
-    """A line to show of a tracker."""
+class Note(NamedTuple):
+    """A line to show of a tracker: where it shows the run, or (`warning`) what is wrong."""
 
-    warning: bool
-    """Whether it is a warning, and not merely where to look."""
-
-    def __new__(cls, text: str, warning: bool = False) -> Note:
-        """A line, and which of the two it is."""
-        note = super().__new__(cls, text)
-        note.warning = warning
-        return note
+    text: str
+    warning: bool = False
 
 
-NICE = 10
-"""How far a sidecar stands behind the training for the processor; a replay stands behind nobody."""
+class Exporter:
+    """One exporter process, seen from the training. Raises OSError where it cannot be started."""
 
-
-@dataclass
-class _Sidecar:
-    """One tracker's process, seen from the training process: nothing here ever waits, but for `finish`."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    messages: int
-    """Read end of the pipe it speaks through; never blocks."""
-    since: float
-    up: bool = False
-    complete: bool = False
-    reported: bool = False
-    rest: bytes = b""
-    hints: set[str] = field(default_factory=set)
+    def __init__(self, run: Path, name: str, live: bool, flush_seconds: float):
+        self.run, self.name = run, name
+        self.connected = self.complete = self.warned = False
+        self._since, self._unread = time.monotonic(), b""
+        module = "windlass.telemetry.trackers.exporter_process"
+        (run / "trackers").mkdir(parents=True, exist_ok=True)
+        with open(run / "trackers" / f"{name}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(run), name, "live" if live else "replay", str(flush_seconds)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                process_group=0,  # Ctrl-C in the terminal is for the training
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._parent_pipe, self.reports = self.process.stdin, self.process.stdout
+        os.set_blocking(self.reports.fileno(), False)
 
     def poll(self) -> list[Note]:
-        """What it says of itself, new since the last call."""
-        said: list[Note] = []
-        with contextlib.suppress(OSError):
-            while chunk := os.read(self.messages, 65536):
-                self.rest += chunk
-        *whole, self.rest = self.rest.split(b"\n")
-        for raw in whole:
-            message = json.loads(raw)
-            self.up = self.up or message["kind"] in ("up", "complete")
-            self.complete = self.complete or message["kind"] == "complete"
-            if message["kind"] == "trouble":
-                said += self.report(message["text"])
-            elif message.get("text") and message["text"] not in self.hints:
-                self.hints.add(message["text"])
-                said.append(Note(f"{self.name}: {message['text']}"))
-        return said
+        """What there is to show since the last call. Never waits."""
+        with contextlib.suppress(OSError):  # nothing more to read
+            while chunk := os.read(self.reports.fileno(), 65536):
+                self._unread += chunk
+        *lines, self._unread = self._unread.split(b"\n")
+        notes: list[Note] = []
+        for line in lines:
+            report = json.loads(line)
+            if report["kind"] == "warning":
+                notes += self.warn(report["text"])
+            elif report["kind"] == "connected":
+                self.connected = True
+                notes.append(Note(f"{self.name}: {report['text']}"))
+            else:
+                self.complete = True
+        code = self.process.poll()
+        if code is not None and not self.complete:
+            notes += self.warn(f"its exporter ended early (exit code {code})")
+        elif not self.connected and time.monotonic() - self._since > CONNECT_SECONDS:
+            notes += self.warn(f"not connected after {CONNECT_SECONDS:.0f} s")
+        return notes
 
-    def report(self, text: str) -> list[Note]:
-        """A trouble, said once in a run."""
-        if self.reported:
-            return []
-        self.reported = True
-        return [Note(f"{self.name}: {text}", warning=True)]
+    def warn(self, text: str) -> list[Note]:
+        """A warning with its remedy, the first time only."""
+        notes = [] if self.warned else [_warning(self.run, self.name, text)]
+        self.warned = True
+        return notes
 
-    def send(self, text: str) -> None:
-        """Tell it to come to an end; a process that is gone does not matter."""
-        assert self.process.stdin is not None
+    def let_go(self) -> None:
+        """Close the pipe: the process sends the rest and ends by itself within its `flush_seconds`."""
         with contextlib.suppress(OSError):
-            self.process.stdin.write(text.encode())
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self._parent_pipe.close()
 
     def kill(self) -> None:
         """End it and whatever it started."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.let_go()
+        self.reports.close()
 
 
-@dataclass
 class Trackers:
-    """The sidecars of a run. `poll` at each log, `finish` at the end; both return lines to show."""
+    """The exporters of a run. `poll` at each log, `finish` at the end; both return lines to show."""
 
-    run: Path
-    sidecars: list[_Sidecar] = field(default_factory=list)
-    said: list[Note] = field(default_factory=list)
+    def __init__(self, exporters: list[Exporter], notes: list[Note]):
+        self.exporters, self._notes = exporters, notes
 
     def poll(self) -> list[Note]:
-        """What the trackers have to say since the last call: where they show the run, or what is wrong. Never waits."""
-        said, self.said = self.said, []
-        for sidecar in self.sidecars:
-            said += sidecar.poll()
-            code = sidecar.process.poll()
-            if code is not None and not sidecar.complete:
-                said += sidecar.report(f"ended early (exit code {code}); {self.remedy(sidecar.name)}")
-            elif not sidecar.up and time.monotonic() - sidecar.since > UP_SECONDS:
-                said += sidecar.report(f"not there after {UP_SECONDS:.0f} s; {self.remedy(sidecar.name)}")
-        return said
+        """What there is to show since the last call. Never waits."""
+        notes, self._notes = self._notes, []
+        return notes + [note for exporter in self.exporters for note in exporter.poll()]
 
     def finish(self, timeout: float) -> list[Note]:
-        """Let the trackers take the rest of the ledger, for at most `timeout` seconds in all, then end them."""
+        """Give the trackers `timeout` seconds in all to take the rest of the ledger, then end their processes."""
         deadline = time.monotonic() + timeout
-        for sidecar in self.sidecars:
-            sidecar.send(f"{timeout}\n")
-        for sidecar in self.sidecars:
-            while (left := deadline - time.monotonic()) > 0 and sidecar.process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    sidecar.process.wait(min(left, 0.5))
-        said = self.poll()
-        for sidecar in self.sidecars:
-            if sidecar.process.poll() is None:
-                said += sidecar.report(f"not done {timeout:.0f} s after the end; {self.remedy(sidecar.name)}")
-            sidecar.kill()
-            os.close(sidecar.messages)
-        self.sidecars = []
-        return said
-
-    def remedy(self, name: str) -> str:
-        """What to do about a tracker that did not get everything."""
-        return remedy(self.run, name)
+        for exporter in self.exporters:
+            exporter.let_go()
+        for exporter in self.exporters:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exporter.process.wait(max(deadline - time.monotonic(), 0.0))
+        notes = self.poll()
+        for exporter in self.exporters:
+            if exporter.process.poll() is None:
+                notes += exporter.warn(f"not done {timeout:.0f} s after the end")
+            exporter.kill()
+        self.exporters = []
+        return notes
 
     def close(self) -> None:
-        """Let go of the trackers without waiting, as where the run failed: they send the rest by themselves.
-
-        Nothing to do after `finish`.
-        """
-        for sidecar in self.sidecars:
-            sidecar.send("")
-            os.close(sidecar.messages)
-        _LET_GO.extend(self.sidecars)
-        self.sidecars = []
+        """Let go of the trackers without waiting, as where the run failed; nothing to do after `finish`."""
+        for exporter in self.exporters:
+            exporter.let_go()
+            exporter.reports.close()
+            exporter.process.returncode = 0  # nobody waits for it: no ResourceWarning where this process lives on
+        self.exporters = []
 
 
-_LET_GO: list[_Sidecar] = []
-"""Sidecars that nobody waits for any more; kept so that they are not taken for forgotten ones."""
-
-
-def start_trackers(run: Run | Path, recipe: Recipe, attempt: int = 0) -> Trackers:
-    """Start a sidecar for each of `telemetry.trackers`; called on rank 0 alone. Returns at once and never raises OSError.
-
-    A sidecar lives in a process group of its own, so that Ctrl-C does not reach it, and ends with this process: it then
-    has `telemetry.flush_seconds` to send the rest.
-    """
-    path = Path(run.path if isinstance(run, Run) else run)
-    handle = Trackers(path)
+def start_trackers(run: Path, recipe: Recipe) -> Trackers:
+    """Start an exporter process for each of `telemetry.trackers`; for rank 0. Returns at once and never raises OSError."""
+    exporters, notes = [], []
     for name in recipe.telemetry.trackers:
         if find_spec(name) is None:
-            text = f"{name}: not installed (pip install 'windlass[{name}]'); {handle.remedy(name)}"
-            handle.said.append(Note(text, warning=True))
+            notes.append(_warning(run, name, f"not installed (pip install 'windlass[{name}]')"))
             continue
         try:
-            handle.sidecars.append(_spawn(path, name, attempt, recipe.telemetry.flush_seconds))
+            exporters.append(Exporter(run, name, True, recipe.telemetry.flush_seconds))
         except OSError as error:
-            text = f"{name}: could not be started ({error}); {handle.remedy(name)}"
-            handle.said.append(Note(text, warning=True))
-    return handle
+            notes.append(_warning(run, name, f"its exporter could not be started ({error})"))
+    return Trackers(exporters, notes)
 
 
-def replay(run: Run, name: str, timeout: float | None = None) -> Iterator[Note]:
-    """Send a run's ledger to a tracker, as far as the tracker does not have it, and yield what there is to say.
+def replay(run: Run, name: str, timeout: float = 0.0) -> list[Note]:
+    """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there is to show.
+
+    Args:
+        run: The run.
+        name: One of TRACKERS.
+        timeout: Give up after so many seconds; 0: wait as long as it takes.
 
     Raises:
-        windlass.errors.RunFailed: The tracker did not take all of it.
+        UserError: There is no such tracker, it is not installed, or there is nothing to send.
+        RunFailed: The tracker did not take all of it.
     """
-    from windlass.errors import RunFailed
-
-    sidecar = _spawn(run.path, name, -1, timeout if timeout is not None else 1e9)
-    sidecar.send("")
-    try:
-        while sidecar.process.poll() is None:
-            yield from sidecar.poll()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                sidecar.process.wait(0.1)
-        yield from sidecar.poll()
-        if not sidecar.complete:
-            raise RunFailed(f"{name} did not take all of the ledger; see {run.path / 'trackers' / name}.log")
-    finally:
-        sidecar.kill()
-        os.close(sidecar.messages)
+    if name not in TRACKERS:
+        raise UserError(f"--to {name}: there are {', '.join(TRACKERS)}")
+    if timeout < 0:
+        raise UserError(f"--timeout {timeout:g}: seconds, or 0 to wait as long as it takes")
+    if not run.ledger():
+        raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")
+    if find_spec(name) is None:
+        raise UserError(f"{name} is not installed: pip install 'windlass[{name}]'")
+    exporter = Exporter(run.path, name, False, timeout or 1e6)
+    notes = Trackers([exporter], []).finish(timeout or 1e6)
+    if not exporter.complete:
+        raise RunFailed("\n".join([*(note.text for note in notes), f"see {run.path / 'trackers' / name}.log"]))
+    return notes
 
 
-def remedy(run: Path, name: str) -> str:
-    """What to do about a tracker that did not get everything."""
-    return f"nothing is lost: `windlass track {run} --to {name}` replays the ledger"
-
-
-def _spawn(run: Path, name: str, attempt: int, flush_seconds: float) -> _Sidecar:
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    command = [
-        sys.executable,
-        "-m",
-        "windlass.telemetry.trackers.exporter_process",
-        str(run),
-        "--to",
-        name,
-        "--attempt",
-        str(attempt),
-    ]
-    command += ["--flush-seconds", str(flush_seconds), "--messages", str(writing)]
-    command += ["--nice", str(NICE if attempt >= 0 else 0)]
-    log = _log(run, name)
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=(writing,),
-            process_group=0,
-            env=_environment(),
-        )
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-        if not isinstance(log, int):
-            log.close()
-    return _Sidecar(name, process, reading, time.monotonic())
-
-
-def _log(run: Path, name: str) -> IO[Any] | int:
-    """Where a sidecar's own output goes; nowhere where the disk is full."""
-    try:
-        (run / "trackers").mkdir(parents=True, exist_ok=True)
-        return open(run / "trackers" / f"{name}.log", "ab")
-    except OSError:
-        return subprocess.DEVNULL
-
-
-def _environment() -> dict[str, str]:
-    """The sidecar's environment: ours, without the ranks' variables, and one thread for each numeric library."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in ranks}
-    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def _warning(run: Path, name: str, text: str) -> Note:
+    return Note(f"{name}: {text}; nothing is lost: `windlass track {run} --to {name}` replays the ledger", warning=True)

@@ -1,0 +1,292 @@
+"""From the ledger to a tracker: names, each step once, the devices' samples, W&B online, and the verb `track`."""
+
+import json
+import math
+import os
+import sys
+import types
+
+import pytest
+
+from helpers import windlass
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.trackers import points, replay
+from windlass.telemetry.trackers.exporter_process import DeviceFiles, Follower
+from windlass.telemetry.trackers.wandb import Backend as WandB
+
+TIME = "2026-01-01T00:00:00.000Z"
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.toml").write_text(Recipe().toml())
+    return Run(tmp_path / "run")
+
+
+def write(run, attempt, first, last, event=None, value=1.0):
+    ledger = Ledger(run.metrics_path, attempt)
+    ledger.write("event", first, event="resumed" if attempt else "started")
+    for step in range(first + 1, last + 1):
+        ledger.write("train", step, loss=step * value)
+        if step == 7 and attempt:
+            ledger.write("eval", step, suite="loss", loss=2.0)
+    if event:
+        ledger.write("event", last, event=event)
+    ledger.close()
+
+
+# -- names --------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_grouped():
+    line = {
+        "kind": "train", "step": 3, "time": TIME, "attempt": 1, "loss": 0.1, "lr": 1e-3, "grad_norm": "NaN", "tokens_per_s": 5,
+        "samples_per_s": 2, "mfu": 0.4, "step_ms": 7.5, "epoch": 0.5, "seconds": {"train": 2.0}, "loss_scale": 65536.0,
+    }  # fmt: skip
+    made = points.point(line, [{"rank": 0, "phase": "train", "util_pct": x} for x in (98.0, 100.0)])
+    assert made.step == 3 and made.stream == "train" and made.time == 1767225600.0
+    assert math.isnan(made.scalars.pop("train/grad_norm"))
+    assert made.scalars == {
+        "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/samples_per_s": 2, "throughput/mfu": 0.4,
+        "time/step_ms": 7.5, "train/epoch": 0.5, "goodput/train_s": 2.0, "train/loss_scale": 65536.0, "run/attempt": 1.0,
+        "device/util_pct/rank_0": 99.0,
+    }  # fmt: skip
+
+
+def test_suites_samples_and_the_summary_have_streams_of_their_own():
+    base = {"step": 5, "time": TIME, "attempt": 0}
+    loss = points.point(base | {"kind": "eval", "suite": "loss", "loss": 1.5, "perplexity": "Infinity"})
+    assert loss.scalars == {"eval/loss": 1.5, "eval/perplexity": math.inf} and loss.stream == "eval/loss"
+    other = points.point(base | {"kind": "eval", "suite": "hellaswag", "acc_norm": 0.3})
+    assert other.scalars == {"eval/hellaswag/acc_norm": 0.3} and other.stream == "eval/hellaswag"
+    sample = points.point(base | {"kind": "sample", "index": 1, "prompt": "a", "text": "ab"})
+    assert sample.texts == {"samples/1": "ab"} and sample.stream == "sample/1"
+    summary = base | {
+        "kind": "summary",
+        "seconds": {"train": 1.0},
+        "loss": 1,
+        "best": "loss",
+        "by_rank": {"rank_0": {"u": 2.5}},
+    }
+    assert points.point(summary).scalars == {"summary/loss": 1.0, "summary/by_rank/rank_0/u": 2.5}
+    assert points.stream(base | {"kind": "event", "event": "checkpoint"}) == ""
+
+
+# -- following the ledger -----------------------------------------------------------------------------------------------
+
+
+class FakeTracker:
+    """A tracker that keeps what it was sent; it can neither change nor forget a point, as most."""
+
+    hint = "look here"
+
+    def __init__(self):
+        self.rows, self.marks, self.infos, self.ended, self.fails = [], {}, [], [], 0
+
+    def open(self, info):
+        self.infos.append(info)
+        return dict(self.marks)
+
+    def write(self, points, marks):
+        for number, point in enumerate(points):
+            if self.fails and number == 2:
+                self.fails -= 1
+                raise ConnectionError("500")
+            self.rows.append((point.step, point.scalars.get("train/loss")))
+            self.marks[point.stream] = point.step
+
+    def close(self, state, ended):
+        self.ended.append(state)
+
+    @property
+    def steps(self):
+        return [step for step, loss in self.rows if loss is not None]
+
+
+def follower(run, tracker, live=True):
+    return Follower(run, lambda: tracker, live)
+
+
+def test_each_line_once_through_a_resume_and_a_second_time(run):
+    tracker = FakeTracker()
+    write(run, 0, 0, 8)
+    first = follower(run, tracker)
+    assert first.flush() and first.flush()
+    first.finish()
+    assert tracker.ended == ["failed"], "no ending was written, and the training process is gone"
+    write(run, 1, 5, 12, "preempted", value=2.0)
+    follower(run, tracker).finish()
+    assert tracker.steps == list(range(1, 13))
+    assert [loss for step, loss in tracker.rows if step > 8 and loss] == [18, 20, 22, 24]
+    assert tracker.ended[-1] == "preempted"
+    follower(run, tracker, live=False).finish()
+    assert len(tracker.steps) == 12
+    assert len({info.id for info in tracker.infos}) == 1, "one run in the tracker, whatever its attempts"
+
+
+def test_a_replay_sends_the_effective_ledger(run):
+    write(run, 0, 0, 8)
+    write(run, 1, 5, 10, "finished", value=2.0)
+    tracker = FakeTracker()
+    follower(run, tracker, live=False).finish()
+    assert [loss for _, loss in tracker.rows if loss] == [1, 2, 3, 4, 5, 12, 14, 16, 18, 20]
+    assert tracker.ended == ["finished"]
+
+
+def test_where_the_run_goes_back_the_tracker_is_opened_again(run):
+    tracker = FakeTracker()
+    live = follower(run, tracker)
+    assert not live.flush() and not tracker.infos
+    write(run, 0, 0, 4)
+    live.flush()
+    write(run, 1, 2, 6)
+    live.flush()
+    assert len(tracker.infos) == 2 and tracker.ended == ["running"]
+    assert tracker.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_after_a_failure_it_resumes_from_what_the_tracker_has(run):
+    tracker = FakeTracker()
+    live = follower(run, tracker)
+    write(run, 0, 0, 5)
+    live.flush()
+    tracker.fails = 1
+    write(run, 0, 5, 9)
+    with pytest.raises(ConnectionError):
+        live.flush()
+    live.backend = None
+    live.flush()
+    assert tracker.steps == list(range(1, 10))
+
+
+def test_samples_are_joined_by_time_each_once(run):
+    def stamp(second):
+        return f"2026-01-01T00:{second // 60:02d}:{second % 60:02d}.000Z"
+
+    run.devices_dir.mkdir()
+    for rank, seconds in ((0, range(1200)), (1, range(100, 110))):
+        lines = [{"time": stamp(seconds[0]), "rank": rank, "kind": "start", "cores": 2}]
+        lines += [
+            {"time": stamp(s), "rank": rank, "phase": "train", "util_pct": float(s), "pad": "x" * 500} for s in seconds
+        ]
+        (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = DeviceFiles(run.devices_dir)
+    assert points.device_means(files.until(stamp(3))) == {"device/util_pct/rank_0": 1.5}
+    assert points.device_means(files.until(stamp(3))) == {}
+    means = points.device_means(files.until(stamp(104)))
+    assert means == {"device/util_pct/rank_0": 54.0, "device/util_pct/rank_1": 102.0}
+    late = DeviceFiles(run.devices_dir, since=stamp(599))
+    assert [x["util_pct"] for x in late.until(stamp(1300))] == [float(x) for x in range(600, 1200)]
+
+
+# -- W&B online, against a library that stands in for it: there is no server to test against -----------------------------
+
+
+class Server:
+    """What the service remembers of one run."""
+
+    def __init__(self):
+        self.rows, self.summary, self.starts, self.ended, self.refuses = [], {}, [], [], False
+
+    def init(self, **arguments):
+        self.starts.append(arguments)
+        if self.refuses and arguments["mode"] == "online":
+            raise ConnectionError("permission denied")
+        return FakeRun(self, arguments)
+
+
+class FakeRun:
+    def __init__(self, server, arguments):
+        self.server, self.summary, self.url = server, server.summary, "https://example.org/run"
+        self.resumed, self.step = bool(server.rows), len(server.rows) and server.rows[-1][0] + 1
+        self.settings = types.SimpleNamespace(_offline=arguments["mode"] == "offline", sync_dir="wandb/offline-run-1")
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, row, step=None):
+        assert step is None or step >= self.step, "the service drops rows that go back"
+        self.step = self.step if step is None else step
+        self.server.rows.append((self.step, row))
+        self.server.summary.update({key: value for key, value in row.items() if key != "_timestamp"})
+
+    def finish(self, exit_code):
+        self.server.ended.append(exit_code)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server, module = Server(), types.ModuleType("wandb")
+    module.init, module.teardown = server.init, lambda: None
+    module.Settings = lambda **settings: settings
+    module.Html = lambda text, inject: ("html", text)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return server
+
+
+def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
+    write(run, 0, 0, 8)
+    Follower(run, WandB, live=True).finish()
+    write(run, 1, 5, 10, "finished")
+    Follower(run, WandB, live=True).finish()
+    Follower(run, WandB, live=False).finish()
+    first, second, _ = server.starts
+    assert first["id"] == second["id"] and second["resume"] == "allow" and second["mode"] == "online"
+    assert KEY not in str(server.starts)
+    train = [(row["step"], row["train/loss"]) for _, row in server.rows if "train/loss" in row]
+    assert train == [(step, step) for step in range(1, 11)]
+    # the evaluation of step 7, which the kill had left undone, comes after step 8 and is not lost
+    assert [row["step"] for _, row in server.rows if "eval/loss" in row] == [7]
+    assert server.ended == [1, 0, 0] and server.summary["state"] == "finished"
+
+
+def test_where_the_wandb_server_does_not_let_us_in_it_goes_offline_and_says_why(server, run):
+    server.refuses = True
+    write(run, 0, 0, 3)
+    live = Follower(run, WandB, live=True)
+    live.flush()
+    assert [start["mode"] for start in server.starts] == ["online", "offline"]
+    assert live.backend.hint.startswith("wandb sync ") and "permission denied" in live.backend.hint
+
+
+def test_a_user_who_wants_no_wandb_gets_none(server, run, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write(run, 0, 0, 3)
+    with pytest.raises(RuntimeError):
+        Follower(run, WandB, live=True).flush()
+    assert not server.starts
+
+
+# -- the verb -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
+    with pytest.raises(UserError) as error:
+        replay(run, "wandb")
+    assert "no ledger" in str(error.value)
+    write(run, 0, 0, 1)
+    for arguments, word in ((("neptune",), "tensorboard, mlflow, wandb"), (("wandb", -1.0), "--timeout")):
+        with pytest.raises(UserError) as error:
+            replay(run, *arguments)
+        assert word in str(error.value)
+    monkeypatch.setattr("windlass.telemetry.trackers.find_spec", lambda name: None)
+    with pytest.raises(UserError) as error:
+        replay(run, "mlflow")
+    assert "windlass[mlflow]" in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('broken installation')", "import time; time.sleep(3600)"])
+def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch, fault):
+    write(run, 0, 0, 1)
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "__init__.py").write_text(fault + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = windlass("track", run.path, "--to", "mlflow", "--timeout", "8", code=1)
+    assert "trackers/mlflow.log" in done.stderr and ("broken installation" in done.stderr or "sleep" in fault)
