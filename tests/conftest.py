@@ -53,8 +53,8 @@ def no_watchdog_outlives_its_test() -> Iterator[None]:
     """A rank that fails sees to it that its process ends, soon and as failed; a test that fails one on purpose is no rank."""
     yield
     faulthandler.cancel_dump_traceback_later()
-    if failing := sys.modules.get("windlass.parallel.failing"):
-        atexit.unregister(failing.end_here)
+    if ranks := sys.modules.get("windlass.parallel.dist"):
+        atexit.unregister(ranks.exit_now)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A rank that raises, dies, is suspended or loops: the others end, soon, and say who, where and why."""
+"""A rank that raises, dies, is suspended, loops or never comes: the others end, soon, and say who, where and why."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from harness import FORK, recipe
 
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
-from windlass.parallel.env import DistEnv
-from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.collectives import sum_async
+from windlass.parallel.dist import Ranks, init_process_group, init_store
+from windlass.parallel.env import DistEnv
 
 pytestmark = pytest.mark.dist
 HOST = socket.gethostname()
@@ -33,10 +33,20 @@ class Ended:
 
     code: int | None
     text: str
+    seconds: float
 
 
-def end(fn: Callable[[Ranks], None], world: int, folder: Path, limit: float = 30.0, **settings: float) -> list[Ended]:
-    """Run `fn` on forked ranks, as a worker does, and see how each of them ends."""
+def suspended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def end(
+    fn: Callable[[Ranks], None], world: int, folder: Path, missing: int | None = None, alone: bool = False, **settings: float
+) -> list[Ended]:
+    """Run `fn` on forked ranks, as a worker does, and see how each of them ends.
+
+    `alone`: before the process group is made; `missing`: this rank never comes.
+    """
     listening = socket.create_server(("127.0.0.1", 0), backlog=16)
     port = listening.getsockname()[1]
 
@@ -46,12 +56,16 @@ def end(fn: Callable[[Ranks], None], world: int, folder: Path, limit: float = 30
         sys.stderr = os.fdopen(2, "w")
         fd = listening.detach() if rank == 0 else None
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
-        code = 0
+        code, made = 0, recipe(**settings)
         try:
-            with init_ranks(
-                DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), recipe(**settings), store
-            ) as ranks:
-                fn(ranks)
+            if rank == missing:
+                time.sleep(60)
+            with init_store(DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), made, store) as ranks:
+                if alone:
+                    fn(ranks)
+                init_process_group(ranks, made)
+                if not alone:
+                    fn(ranks)
         except Stopped:
             code = 75
         except BaseException:
@@ -61,23 +75,21 @@ def end(fn: Callable[[Ranks], None], world: int, folder: Path, limit: float = 30
         os._exit(code)
 
     processes = [FORK.Process(target=worker, args=(rank,), daemon=True) for rank in range(world)]
+    began, times = time.monotonic(), dict[int, float]()
     for process in processes:
         process.start()
     listening.close()
-    until, ended = time.monotonic() + limit, []
-    codes: dict[int, int | None] = {}
-    while len(codes) < world and time.monotonic() < until:
-        codes |= {r: p.exitcode for r, p in enumerate(processes) if p.exitcode is not None}
-        if len(codes) == world - 1:
-            (last,) = set(range(world)) - set(codes)
-            if Path(f"/proc/{processes[last].pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-                break
+    while len(times) < world and time.monotonic() < began + 30:
+        for rank, process in enumerate(processes):
+            if process.exitcode is not None or (len(times) == world - 1 and (rank == missing or suspended(process.pid))):
+                times.setdefault(rank, time.monotonic() - began)
         time.sleep(0.02)
+    ended = []
     for rank, process in enumerate(processes):
-        codes.setdefault(rank, process.exitcode)
+        code = process.exitcode
         process.kill()
         process.join()
-        ended.append(Ended(codes[rank], (folder / f"{rank}.txt").read_text()))
+        ended.append(Ended(code, (folder / f"{rank}.txt").read_text(), times.get(rank, 30.0)))
     return ended
 
 
@@ -109,17 +121,39 @@ def test_an_exception_ends_the_others_with_its_rank_step_and_phase(tmp_path: Pat
     assert [e.code for e in ended] == [1, 1, 1]
     for rank, one in enumerate(ended):
         if rank == culprit:
-            assert "ValueError: a shape is wrong" in one.text
-            assert "RunFailed" not in one.text
+            assert "ValueError: a shape is wrong" in one.text and "RunFailed" not in one.text
         else:
-            assert (
-                f"RunFailed: rank {rank} at step 12, phase backward lost the others; first there was rank {culprit} "
-                in one.text
-            )
-            assert f"on {HOST} at step 12, phase backward: ValueError: a shape is wrong" in one.text
+            assert f"RunFailed: rank {rank} on {HOST} at step 12, phase backward lost the others" in one.text
+            assert f"rank {culprit} on {HOST} at step 12, phase backward: ValueError: a shape is wrong" in one.text
 
 
-def test_a_killed_rank_ends_the_others_and_the_last_collective_is_named(tmp_path: Path):
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, culprit: int):
+    """Whether they wait for an answer over the store, or already for the process group."""
+
+    def fn(ranks: Ranks) -> None:
+        ranks.mark(0, "load")
+        if ranks.rank == culprit:
+            time.sleep(0.5)  # the others wait by now
+            raise FileNotFoundError("no such corpus")
+        if ranks.rank == 2:
+            ranks.all_gather_object("data", 1)
+
+    ended = end(fn, 3, tmp_path, alone=True, parallel__startup_timeout_seconds=600)
+    assert [e.code for e in ended] == [1, 1, 1]
+    for one in (e for rank, e in enumerate(ended) if rank != culprit):
+        assert f"rank {culprit} on {HOST} at step 0, phase load: FileNotFoundError: no such corpus" in one.text
+        assert one.seconds < 15
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path):
+    ended = end(collective, 3, tmp_path, missing=1, parallel__startup_timeout_seconds=2)
+    for rank in (0, 2):
+        assert ended[rank].code == 1
+        assert "waited 2 s for rank 1" in ended[rank].text
+
+
+def test_a_killed_rank_ends_the_others(tmp_path: Path):
     def fn(ranks: Ranks) -> None:
         collective(ranks)
         ranks.mark(3, "forward")
@@ -129,97 +163,80 @@ def test_a_killed_rank_ends_the_others_and_the_last_collective_is_named(tmp_path
 
     ended = end(fn, 2, tmp_path)
     assert [e.code for e in ended] == [1, -signal.SIGKILL]
-    assert "RunFailed: rank 0 at step 3, phase forward lost the others" in ended[0].text
-    assert "all_reduce of [[5, 7]]" in ended[0].text
+    assert f"RunFailed: rank 0 on {HOST} at step 3, phase forward lost the others" in ended[0].text
+    assert f"last seen: rank 1 on {HOST}" in ended[0].text
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_suspended_rank_is_named_and_the_others_show_their_stacks(tmp_path: Path, culprit: int):
-    def waiting_for_the_others(ranks: Ranks) -> None:
-        collective(ranks)
-
+def test_a_suspended_rank_is_named_by_the_others(tmp_path: Path, culprit: int):
     def fn(ranks: Ranks) -> None:
         ranks.mark(7, "save")
         ranks.all_gather_object("here", 1)
-        time.sleep(0.25)  # a heartbeat, so that the others know the place
+        time.sleep(0.25)  # a heartbeat, so that the others know where it is
         if ranks.rank == culprit:
             os.kill(os.getpid(), signal.SIGSTOP)
-        waiting_for_the_others(ranks)
+        collective(ranks)
 
     ended = end(fn, 3, tmp_path, parallel__heartbeat_seconds=0.1)
-    for rank, one in enumerate(ended):
-        if rank == culprit:
-            assert one.code is None
-            continue
+    others = [one for rank, one in enumerate(ended) if rank != culprit]
+    assert ended[culprit].code is None
+    for one in others:
         assert one.code == 1
-        assert f"the run lost rank {culprit} on {HOST} at step 7" in one.text, one.text
-        assert "waiting_for_the_others" in one.text
-    others = "".join(one.text for rank, one in enumerate(ended) if rank != culprit)
-    assert ("no sign of life for" if culprit else "its store does not answer") in others
+        assert f"the run lost rank {culprit} on {HOST} at step 7, phase save: " in one.text, one.text
+    assert any(("no heartbeat for" if culprit else "its store did not answer") in one.text for one in others)
 
 
 def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time_limit(tmp_path: Path):
-    def looping(ranks: Ranks) -> None:
-        while True:
-            time.sleep(0.05)
-
     def fn(ranks: Ranks) -> None:
         collective(ranks)
         ranks.set_timeout(1.0)
         ranks.mark(9, "evaluation" if ranks.rank == 1 else "step")
         time.sleep(0.3)
-        if ranks.rank == 1:
-            looping(ranks)
+        while ranks.rank == 1:
+            time.sleep(0.05)
         collective(ranks)
 
     ended = end(fn, 2, tmp_path, parallel__timeout_seconds=1.0, parallel__heartbeat_seconds=0.1)
     assert [e.code for e in ended] == [1, 1]
-    assert "RunFailed: rank 0 at step 9, phase step lost the others" in ended[0].text
+    assert f"RunFailed: rank 0 on {HOST} at step 9, phase step lost the others" in ended[0].text
     assert f"rank 1 on {HOST} at step 9, phase evaluation, for" in ended[0].text
-    assert "in looping" in ended[1].text  # and the one that looped shows where
 
 
 def test_a_failed_rank_ends_even_if_something_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("windlass.parallel.dist.EXIT_SECONDS", 0.3)
 
     def fn(ranks: Ranks) -> None:
-        try:
-            raise RunFailed("over")
-        except RunFailed as error:
-            ranks.fail(error)
+        ranks.fail(RunFailed("over"))
         time.sleep(60)
 
     assert [e.code for e in end(fn, 2, tmp_path)] == [1, 1]
 
 
 WORKER = """
-import os, sys
-import torch.distributed as dist, torch
-from windlass.errors import RunFailed
+import torch, torch.distributed as dist
 from windlass.parallel.env import detect_env
 from windlass.parallel.dist import init_ranks
 from windlass.recipe import Recipe
-place = detect_env()
+env = detect_env()
 recipe = Recipe.model_validate({"parallel": {"device": "cpu", "strategy": "full_shard"}})
-with init_ranks(place, recipe) as ranks:
+with init_ranks(env, recipe) as ranks:
     dist.all_reduce(torch.ones(2))
     ranks.mark(5, "forward")
-    ranks.set_timeout(60.0)
-    if ranks.rank == 1 and place.attempt == 0:
+    if ranks.rank == 1 and env.attempt == 0:
         raise ValueError("a shape is wrong")
-    if place.attempt == 0:
+    if env.attempt == 0:
         dist.all_reduce(torch.ones(2))
     assert ranks.all_gather_object("who", ranks.rank) == [0, 1]
 """
 
 
 def test_workers_of_the_launcher_end_by_themselves_and_a_restart_meets_anew(capfd: pytest.CaptureFixture[str]):
-    said: list[str] = []
-    code = launch([sys.executable, "-W", "error::ResourceWarning", "-c", WORKER], 2, max_restarts=1, say=said.append)
+    logged: list[str] = []
+    code = launch([sys.executable, "-W", "error::ResourceWarning", "-c", WORKER], 2, max_restarts=1, log=logged.append)
     printed = capfd.readouterr().err
-    assert code == 0, "\n".join([*said, printed])
-    assert f"rank 1 of 2 on {HOST} failed with exit code 1 at step 5, phase forward" in said[0]
-    assert "last error: ValueError: a shape is wrong" in said[0]
-    assert "  [rank 1] [rank1]: ValueError: a shape is wrong" in said[0]
-    assert "restart 1 of 1, with 2 ranks" in said[1]
-    assert "lost the others; first there was rank 1" in printed
+    assert code == 0, "\n".join([*logged, printed])
+    assert f"rank 1 of 2 on {HOST} failed with exit code 1 at step 5, phase forward" in logged[0]
+    assert "last error: ValueError: a shape is wrong" in logged[0]
+    assert "  [rank 1] [rank1]: ValueError: a shape is wrong" in logged[0]
+    assert "restart 1 of 1, with 2 ranks" in logged[1]
+    assert f"the first failure was that of rank 1 on {HOST} at step 5, phase forward" in printed

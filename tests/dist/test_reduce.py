@@ -134,4 +134,4 @@ def test_a_meeting_that_nobody_comes_to_ends_in_time():
         return str(failed.value)
 
     (text,) = run_ranks(alone, 1)
-    assert text.startswith("rank 1 of 2 could not meet the others at 127.0.0.1:9: ")
+    assert text.startswith("rank 1 of 2 did not meet the others at 127.0.0.1:9: ")

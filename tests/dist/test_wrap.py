@@ -19,7 +19,7 @@ from toy import Toy, fill, micro_batch, toy
 
 from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import init_ranks
-from windlass.parallel.recompute import keep
+from windlass.parallel.parallelize import keep
 from windlass.parallel.collectives import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
 from windlass.parallel.parallelize import autocast, named_buffers, named_parameters, sync_gradients, unwrap, parallelize
 

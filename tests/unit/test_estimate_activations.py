@@ -21,7 +21,7 @@ from windlass.estimate.activations import (
 from windlass.model import loss
 from windlass.model.build import initialise
 from windlass.model.gpt import GPT
-from windlass.parallel.recompute import checkpoint_activations
+from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}

@@ -39,7 +39,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits: the tests measure what happens, not when."""
     monkeypatch.setattr(local, "SETTLE_SECONDS", 0.3)
     monkeypatch.setattr(local, "TERM_SECONDS", 0.5)
-    monkeypatch.setattr(local, "STACKS_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def run(tmp_path: Path, quick: None) -> Callable[..., tuple[int, str, dict[str, 
     def run(body: str, worlds: int | list[int] = 2, restarts: int = 0, **more) -> tuple[int, str, dict[str, dict]]:
         said: list[str] = []
         command = [sys.executable, "-c", WORKER + body, str(tmp_path)]
-        code = launch(command, worlds, restarts, say=said.append, **more)
+        code = launch(command, worlds, restarts, log=said.append, **more)
         return code, "\n".join(said), words(tmp_path)
 
     return run
@@ -158,7 +157,7 @@ def test_the_first_failure_is_the_cause_not_its_echo(run):
     body = """
 from windlass.processes import Failure
 ready(); others()
-word = Failure(rank, "h", 12, "backward", "ValueError: it was me" if rank == 1 else "connection closed", time.time(), rank == 1)
+word = Failure(rank, "h", 12, "backward", "ValueError: it was me" if rank == 1 else "connection closed", time.time(), rank != 1)
 if rank == 1: time.sleep(0.15)
 word.write(os.environ["WINDLASS_WATCH_DIR"], rank)
 sys.exit(1)
@@ -187,24 +186,19 @@ sys.exit(1)
     assert "rank 0 of 2" in said and " failed; the run has ended" in said and "last error: ValueError: mine" in said
 
 
-def test_place_and_stacks_of_the_ranks_that_answer(run):
+def test_step_and_phase_of_a_killed_rank(run):
     body = """
 from windlass import processes
-directory = os.environ["WINDLASS_WATCH_DIR"]
-place = processes.Place(rank, directory)
-processes.dump_stacks_on_request(rank, directory)
-place.mark(12, "backward")
+status = processes.RankStatus(rank, os.environ[processes.WATCH_DIR])
+status.mark(12, "a rather long phase")
+status.mark(12, "backward")
 ready(); others()
-def in_a_collective(): wait()
 if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-in_a_collective()
+wait()
 """
     code, said, _ = run(body)
     assert code == 1
-    assert "rank 1 of 2" in said
-    assert "at step 12, phase backward" in said
-    assert "in in_a_collective" in said
-    assert "[rank 0]" in said
+    assert "rank 1 of 2" in said and "at step 12, phase backward;" in said
 
 
 def test_a_suspended_rank_is_lost(run):
@@ -338,6 +332,29 @@ def test_workers_do_not_outlive_a_killed_launcher(driven, tmp_path: Path):
     process.kill()
     process.wait()
     wait_for(lambda: all(map(gone, workers)))
+
+
+SWEEP = """
+import os, subprocess, sys, threading, time
+cell = "import os, sys, time; from windlass.processes import exit_with_parent; exit_with_parent(os.getppid()); "
+cell += "print(os.getpid(), flush=True); time.sleep(60)"
+started = []
+thread = threading.Thread(target=lambda: started.append(subprocess.Popen([sys.executable, "-c", cell])))
+thread.start()
+thread.join()
+time.sleep(60)
+"""
+
+
+def test_a_process_outlives_the_thread_that_started_it_but_not_the_process():
+    parent = subprocess.Popen([sys.executable, "-c", SWEEP], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(0.7)
+    assert not gone(child)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: gone(child))
+    parent.stdout.close()
 
 
 def test_rank_0_has_the_terminal(tmp_path: Path):

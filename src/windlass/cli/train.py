@@ -42,12 +42,12 @@ def train(
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
     from windlass.parallel.env import detect_env
-    from windlass.processes import die_with_parent
+    from windlass.processes import PARENT, exit_with_parent
     from windlass.recipe import Recipe
     from windlass.training.start import resolve_start
 
-    if parent := os.environ.pop("WINDLASS_PARENT", ""):  # a cell of a sweep never outlives it
-        die_with_parent(int(parent))
+    if parent := os.environ.pop(PARENT, ""):  # a rank never outlives its launcher, nor a cell of a sweep the sweep
+        exit_with_parent(int(parent))
     loaded = Recipe.load(recipe, overrides or [])
     here = detect_env(os.environ)
     if here.launcher == "none":

@@ -1,18 +1,22 @@
-"""The ranks as one group: start, meshes and time limits, small exchanges over the store, stop, and failure without a hang."""
+"""The ranks as one group: the store, process groups and meshes, small exchanges, time limits, and an end without a hang.
+
+A start has two halves. `init_store` connects the ranks by a key-value store and waits until all have come; from then on a
+failure of one rank, written there, ends the waits of the others, and each rank can open its data before anything else is
+set up. `init_process_group` then chooses the device and makes the groups. `Ranks` is a context manager: a rank that leaves
+it by an exception reports that and joins no collective any more.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import faulthandler
-import itertools
 import json
 import os
 import socket
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -22,261 +26,238 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, FAILED, RunFailed, UserError
+from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
 from windlass.parallel.env import DistEnv
-from windlass.parallel.failing import end_here, headline, last_collective, lost_contact, orderly
-from windlass.parallel.heartbeat import Watch
+from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
 EXIT_SECONDS = 10.0
-"""A rank that failed is gone after this long, whatever its communicators wait for."""
-LAST_WORD_SECONDS = 30.0
-"""How long rank 0, which holds the store, waits for the others to say that they are done."""
-LOOK_SECONDS = 0.02
-"""How often a rank that waits for others on the store looks: between two looks Python sees to its signals."""
+"""A rank that failed has ended after this long, whatever its communicators wait for."""
+STOP_SECONDS = 30.0
+"""How long rank 0, which holds the store, waits at a clean end for the others."""
+POLL_SECONDS = 0.02
+"""How often a rank that waits on the store looks: between two looks Python handles its signals."""
+LOST_CONTACT = (
+    "connection closed by peer",
+    "connection reset",
+    "timed out",
+    "timeout",
+    "broken pipe",
+    "socket",
+    "nccl",
+)
 
 
 class Ranks:
-    """This rank among all, from `start` (or `init_store`) to `stop`. A context manager: leaving it by an exception waits for nobody.
+    """This rank among all, from `init_store` to the end of the `with` block.
 
     Attributes:
         env: rank, world, host and launcher.
-        device: this rank's device; before `init_process_group` the CPU.
+        device: this rank's device; the CPU before `init_process_group`.
         strategy: `single`, `ddp`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
         mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
-        store: the key-value store of this attempt; None for a process of its own.
+        store: the key-value store of this attempt; None with the strategy `single`.
         control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
         hosts: the host name of each rank.
-        position: where this rank is (`mark`).
     """
 
     def __init__(self, env: DistEnv, device: torch.device, strategy: str):
         self.env, self.device, self.strategy = env, device, strategy
+        self.rank, self.world, self.main = env.rank, env.world, env.rank == 0
         self.mesh: DeviceMesh | None = None
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
         self.hosts: list[str] = [socket.gethostname()]
-        self.position = processes.Place(env.rank, os.environ.get(processes.WATCH_DIR))
-        self._watch: Watch | None = None
+        self._status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
+        self._heartbeat: Heartbeat | None = None
         self._failed = False
-        self._limit_seconds = 0.0
-        self._counters: dict[str, itertools.count[int]] = defaultdict(itertools.count)
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return self.env.rank
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
-        return self.env.world
-
-    @property
-    def main(self) -> bool:
-        """Whether this is rank 0, which speaks and writes for all."""
-        return self.env.rank == 0
-
-    def mark(self, step: int, phase: str) -> None:
-        """Note where this rank is, for messages about it; costs microseconds and waits for nothing.
-
-        On CUDA that is where the host is: the device may still be at what the host gave it earlier.
-        """
-        self.position.mark(step, phase)
+        self._timeout = 0.0
+        self._exchanges = Counter[str]()
 
     @property
     def step(self) -> int:
         """The step of the last `mark`."""
-        return self.position.step
+        return self._status.step
 
     @property
     def phase(self) -> str:
         """The phase of the last `mark`."""
-        return self.position.phase
+        return self._status.phase
+
+    def mark(self, step: int, phase: str) -> None:
+        """Note where this rank is, for messages about it; takes microseconds and waits for nothing.
+
+        On CUDA that is where the host is: the device may still be at work that the host gave it earlier.
+        """
+        self._status.mark(step, phase)
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
-        self._limit_seconds = seconds
-        if self.store is not None:
-            self.store.set_timeout(timedelta(seconds=seconds))
-        for group in self._groups():
+        self._timeout = seconds
+        if self.store is None:
+            return
+        self.store.set_timeout(timedelta(seconds=seconds))
+        groups = [dist.group.WORLD, self.control, *(self.mesh.get_all_groups() if self.mesh else [])]
+        for group in filter(None, groups):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
         """Every rank's value (anything that JSON holds), in order of the ranks; waits for all. Not for the hot path."""
         if self.store is None or self.world == 1:
             return [json.loads(json.dumps(value))]
-        key = f"gather/{name}/{next(self._counters[name])}"
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        keys = [f"{key}/{rank}" for rank in range(self.world)]
-        self._await(keys)
+        self._exchanges[name] += 1
+        keys = [f"gather/{name}/{self._exchanges[name]}/{rank}" for rank in range(self.world)]
+        self.store.set(keys[self.rank], json.dumps(value))
+        self._wait(dict(enumerate(keys)))
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
 
     def broadcast_object(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank; the others' values are ignored."""
         if self.store is None or self.world == 1:
             return json.loads(json.dumps(value))
-        key = f"share/{name}/{next(self._counters[name])}"
-        if self.rank == 0:
+        self._exchanges[name] += 1
+        key = f"broadcast/{name}/{self._exchanges[name]}"
+        if self.main:
             self.store.set(key, json.dumps(value))
-        self._await([key])
+        self._wait({0: key})
         return json.loads(self.store.get(key))
 
-    def _await(self, keys: list[str]) -> None:
-        """Wait for keys in the store: not in one call, in which Python would see no signal, but looking again and again."""
+    def _wait(self, keys: dict[int, str]) -> None:
+        """Wait for a key of each of some ranks; raises DistStoreError when the time is over or any rank has failed."""
         assert self.store is not None
-        until, pause = time.monotonic() + self._limit_seconds, 0.0005
-        while not self.store.check(keys):
+        until, pause = time.monotonic() + self._timeout, 0.0005
+        while not self.store.check(list(keys.values())):
+            if pause >= POLL_SECONDS and self.store.check(["failure"]):
+                raise dist.DistStoreError("another rank has failed")
             if time.monotonic() > until:
-                missing = ", ".join(key for key in keys if not self.store.check([key]))
-                raise dist.DistStoreError(f"timed out after {self._limit_seconds:g} s waiting for {missing}")
+                missing = [str(rank) for rank, key in keys.items() if not self.store.check([key])]
+                raise dist.DistStoreError(f"timed out: waited {self._timeout:g} s for rank {', '.join(missing)}")
             time.sleep(pause)
-            pause = min(2 * pause, LOOK_SECONDS)
+            pause = min(2 * pause, POLL_SECONDS)
 
     def stop(self) -> None:
-        """A clean end. Rank 0 leaves last, because the store lives in it."""
+        """A clean end. Rank 0 ends last, because the store lives in it."""
+        if self._heartbeat:
+            self._heartbeat.stop()
         if self.store is not None and self.world > 1:
-            self.store.set(f"done/{self.rank}", "1")
-        if self._watch:
-            self._watch.stop()
-        if self.store is not None and self.world > 1 and self.rank == 0:
             with contextlib.suppress(dist.DistError):  # a rank that failed after its last collective says so itself
-                self.store.set_timeout(timedelta(seconds=LAST_WORD_SECONDS))
-                self.store.wait([f"done/{rank}" for rank in range(self.world)])
-        self._leave()
+                self.store.set(f"done/{self.rank}", "1")
+                if self.main:
+                    self.store.wait([f"done/{rank}" for rank in range(self.world)], timedelta(seconds=STOP_SECONDS))
+        if self.store is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self.store = self.control = self.mesh = None
 
     def fail(self, error: BaseException) -> processes.Failure:
-        """This rank cannot go on: leave word for the others and the launcher, and join no collective any more.
+        """Report that this rank cannot go on; returns the failure that came first, its own or another rank's.
 
-        The process is ended by force after EXIT_SECONDS if it does not end by itself. Returns what happened first: another
-        rank's failure where this error is only its consequence.
+        From now on it joins no collective. Its process is ended after EXIT_SECONDS if it does not end by itself.
         """
         self._failed = True
-        mine = processes.Failure(
-            rank=self.rank,
-            host=self.hosts[self.rank] if len(self.hosts) == self.world else socket.gethostname(),
-            step=self.position.step,
-            phase=self.position.phase,
-            error=headline(error),
-            time=time.time(),
-            first=not lost_contact(error),
-            collective=last_collective(),
-        )
+        text = f"{type(error).__name__}: {first_line(error)}"
+        host = socket.gethostname()
+        failure = processes.Failure(self.rank, host, self.step, self.phase, text, time.time(), lost_contact(error))
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
-            atexit.register(end_here, BAD_INPUT if isinstance(error, UserError) else FAILED)
+            atexit.register(exit_now, BAD_INPUT if isinstance(error, UserError) else FAILED)
         if directory := os.environ.get(processes.WATCH_DIR):
             with contextlib.suppress(OSError):
-                mine.write(directory, self.rank)
-        if not self._watch:
-            return mine
-        cause = self._watch.report(mine)
-        self._watch.stop()
-        return cause
+                failure.write(directory, self.rank)
+        if self._heartbeat is None:
+            return failure
+        first = self._heartbeat.report(failure)
+        self._heartbeat.stop()
+        return first
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or self.world == 1 or orderly(error):
+        if error is None or self.world == 1 or isinstance(error, Stopped):  # all ranks stop together
             self.stop()
-            return
-        if self._failed:  # and has said so
-            return
-        places = self._watch.places() if self._watch and lost_contact(error) else ""
-        cause = self.fail(error)
-        if lost_contact(error):
-            where = f"rank {self.rank} at step {self.position.step}, phase {self.position.phase}"
-            if cause.rank != self.rank:
-                raise RunFailed(f"{where} lost the others; first there was {cause}") from None
-            known = f"; {places}" if places else ""
-            raise RunFailed(
-                f"{where} lost the others: {cause.error}; last collective: {cause.collective or 'unknown'}{known}"
-            ) from error
-
-    def _groups(self) -> Iterator[dist.ProcessGroup]:
-        if not dist.is_initialized() or self.store is None:
-            return
-        yield dist.distributed_c10d._get_default_group()
-        if self.control is not None:
-            yield self.control
-        if self.mesh is not None and self.mesh.ndim > 1:
-            yield from self.mesh.get_all_groups()
-
-    def _leave(self) -> None:
-        if self.store is not None and dist.is_initialized():
-            dist.destroy_process_group()
-        self.store = self.control = self.mesh = None
+        elif not self._failed:
+            last_seen = self._heartbeat.last_seen() if self._heartbeat and lost_contact(error) else ""
+            first = self.fail(error)
+            here = f"rank {self.rank} on {socket.gethostname()} at step {self.step}, phase {self.phase}"
+            if lost_contact(error) and first.rank != self.rank:
+                raise RunFailed(f"{here} lost the others; the first failure was that of {first}") from None
+            if lost_contact(error):
+                raise RunFailed(
+                    f"{here} lost the others: {first.error}; last seen: {last_seen or 'nothing'}"
+                ) from error
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """Join the other ranks: device, process group (NCCL on CUDA, gloo on CPU), meshes, control group, heartbeat.
+    """Connect to the other ranks: `init_store`, then `init_process_group`.
 
     A process of its own with the strategy `single` gets no process group at all. `store`: one that the ranks share already,
-    instead of one on the env's address.
+    instead of one at the address of `env`.
 
     Raises:
         UserError: strategy, device and world do not go together.
-        RunFailed: the other ranks could not be reached in `parallel.startup_timeout_seconds`.
+        RunFailed: another rank failed, or did not come within `parallel.startup_timeout_seconds`.
     """
     ranks = init_store(env, recipe, store)
-    init_process_group(ranks, recipe)
+    with contextlib.ExitStack() as stack:
+        stack.push(ranks)
+        init_process_group(ranks, recipe)
+        stack.pop_all()
     return ranks
 
 
 def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """The first half of `start`: the store alone, over which ranks can agree while each opens its data; raises the same."""
+    """The first half of `init_ranks`: the store and the heartbeat; raises the same."""
     strategy = recipe.strategy(env.world)
     if strategy == "single" and env.world > 1:
         raise UserError(f'parallel.strategy = "single" is for one rank, and there are {env.world}; use "ddp" or "auto"')
+    if recipe.train.deterministic:  # cuBLAS reads it at the first matrix product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if env.launcher not in ("none", "environment"):
-        processes.die_with_parent(os.getppid())
-        processes.dump_stacks_on_request(env.rank, os.environ.get(processes.WATCH_DIR))
+        processes.exit_with_parent(int(os.environ.pop(processes.PARENT, os.getppid())))
     ranks = Ranks(env, torch.device("cpu"), strategy)
-    if strategy != "single":
-        with _meeting(ranks):
-            limit = recipe.parallel.startup_timeout_seconds
-            if store is None:
-                store = dist.HashStore() if env.world == 1 else _tcp_store(env, timedelta(seconds=limit))
-            ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)
-            ranks.set_timeout(limit)
+    if strategy == "single":
+        return ranks
+    seconds = recipe.parallel.startup_timeout_seconds
+    try:
+        if store is None:
+            store = dist.HashStore() if env.world == 1 else _tcp_store(env, seconds)
+        ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)  # a restart under torchrun meets old keys
+        ranks.set_timeout(seconds)
+        if env.world > 1:
+            ranks._heartbeat = Heartbeat(ranks._status, env, ranks.store, recipe.parallel.heartbeat_seconds)
+            keys = {rank: f"beat/{rank}" for rank in range(env.world)}
+            ranks._wait(keys)
+            ranks.hosts = [json.loads(beat)["host"] for beat in ranks.store.multi_get(list(keys.values()))]
+            ranks._heartbeat.start()
+    except (dist.DistError, RuntimeError) as error:
+        first = ranks.fail(error)
+        why = first_line(error) if first.rank == env.rank else f"the first failure was that of {first}"
+        raise RunFailed(
+            f"rank {env.rank} of {env.world} did not meet the others at {env.addr}:{env.port}: {why}"
+        ) from error
     return ranks
 
 
 def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
-    """The second half of `start`: device, process group, meshes, control group, heartbeat; raises the same."""
-    env = ranks.env
-    ranks.device = device = choose_device(recipe.parallel.device, env)
+    """The second half of `init_ranks`: device, process group (NCCL on CUDA, gloo on CPU), control group and meshes."""
+    env, settings = ranks.env, recipe.parallel
+    ranks.device = device = choose_device(settings.device, env)
     _set_threads(recipe.train.threads, env, device)
     if device.type == "cpu":
         processes.keep_freed_memory()
-    if ranks.strategy != "single":
-        with _meeting(ranks):
-            _join(ranks, recipe)
-
-
-@contextlib.contextmanager
-def _meeting(ranks: Ranks) -> Iterator[None]:
-    """What keeps the ranks from meeting, in plain words."""
-    try:
-        yield
-    except (dist.DistError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
-        ranks.fail(error)
-        env = ranks.env
-        raise RunFailed(
-            f"rank {env.rank} of {env.world} could not meet the others at {env.addr}:{env.port}: {error}"
-        ) from error
-
-
-def _join(ranks: Ranks, recipe: Recipe) -> None:
-    env, device, settings = ranks.env, ranks.device, recipe.parallel
+    elif recipe.train.tf32:
+        torch.set_float32_matmul_precision("high")
+    if ranks.strategy == "single":
+        return
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if env.nodes == 1 and loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may resolve to nowhere
+    if env.world > 1:
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        if message := shared_device(list(zip(ranks.hosts, ranks.all_gather_object("device", uuid), strict=True))):
+            raise UserError(message)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # the flight recorder names the last collective
-    if env.nodes == 1 and (loopback := _loopback()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may lead nowhere
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=dist.PrefixStore("group", ranks.store),
@@ -286,53 +267,61 @@ def _join(ranks: Ranks, recipe: Recipe) -> None:
     )
     if env.world > 1:
         ranks.control = dist.new_group(backend="gloo", timeout=timeout)
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        homes = ranks.all_gather_object("home", [socket.gethostname(), uuid])
-        ranks.hosts = [host for host, _ in homes]
-        if wrong := shared_device(homes):
-            raise UserError(wrong)
-        ranks._watch = Watch(ranks.position, env, ranks.hosts, ranks.store, settings.heartbeat_seconds)
-        ranks._watch.start()
     if ranks.strategy == "hybrid_shard":
         size = shard_size(settings.shard_size, env)
-        shape, names = (env.world // size, size), ("replicate", "shard")
-        ranks.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        ranks.mesh = init_device_mesh(device.type, (env.world // size, size), mesh_dim_names=("replicate", "shard"))
     elif ranks.strategy in SHARDED:
         ranks.mesh = init_device_mesh(device.type, (env.world,), mesh_dim_names=("shard",))
     ranks.set_timeout(settings.startup_timeout_seconds)
 
 
-def _tcp_store(env: DistEnv, timeout: timedelta) -> dist.Store:
+def _tcp_store(env: DistEnv, seconds: float) -> dist.Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds a store already
-    hosts_it = env.rank == 0 and not agent
+    is_master = env.rank == 0 and not agent
     listening = os.environ.get(processes.STORE_FD) if env.launcher == "windlass" else None
     return dist.TCPStore(
         env.addr,
         env.port,
         env.world,
-        is_master=hosts_it,
-        timeout=timeout,
+        is_master=is_master,
+        timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
-        master_listen_fd=int(listening) if hosts_it and listening else None,
+        master_listen_fd=int(listening) if is_master and listening else None,
     )
 
 
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone or late."""
+    text = str(error).lower()
+    lost = type(error) is RuntimeError and any(words in text for words in LOST_CONTACT)
+    return lost or isinstance(error, dist.DistError)
+
+
+def exit_now(code: int) -> None:
+    """End a process that failed: the interpreter would destroy groups whose threads still wait, and abort."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def shard_size(wanted: int, env: DistEnv) -> int:
-    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest share up to a half.
+    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest divisor up to a half.
 
     Raises:
         UserError: the wanted size does not divide the world.
     """
+    divisors = [size for size in range(1, env.world + 1) if env.world % size == 0]
     if wanted:
-        if env.world % wanted:
-            near = min((d for d in range(1, env.world + 1) if env.world % d == 0), key=lambda d: abs(d - wanted))
+        if wanted not in divisors:
+            near = min(divisors, key=lambda size: abs(size - wanted))
             raise UserError(
                 f"parallel.shard_size = {wanted} does not divide the {env.world} ranks; the nearest that does is {near}"
             )
         return wanted
-    if env.nodes > 1 and env.world % env.local_world == 0:
+    if env.nodes > 1 and env.local_world in divisors:
         return env.local_world
-    return max(d for d in range(1, max(1, env.world // 2) + 1) if env.world % d == 0)
+    return max(size for size in divisors if size <= max(1, env.world // 2))
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:
@@ -346,7 +335,7 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
     visible = torch.cuda.device_count()
-    if env.local_world > visible > 1:  # one visible device may be this rank's own: `_join` sees to that
+    if env.local_world > visible > 1:  # a single visible device may be this rank's own: `shared_device` checks that
         raise UserError(
             f"{env.local_world} ranks on this host and {visible} CUDA device(s): start as many ranks as devices, "
             'or set parallel.device = "cpu"'
@@ -356,10 +345,10 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
     return torch.device("cuda", index)
 
 
-def shared_device(homes: list[list[str]]) -> str | None:
-    """What is wrong where two ranks would use one device; `homes` holds each rank's host and the UUID of its device."""
-    seen: dict[tuple[str, ...], int] = {}
-    for rank, (host, uuid) in enumerate(homes):
+def shared_device(devices: list[tuple[str, str]]) -> str | None:
+    """What is wrong where two ranks would use one device; `devices` holds each rank's host and the UUID of its device."""
+    seen: dict[tuple[str, str], int] = {}
+    for rank, (host, uuid) in enumerate(devices):
         if uuid and (host, uuid) in seen:
             return f"ranks {seen[host, uuid]} and {rank} on {host} both see the same one CUDA device: give each rank its own"
         seen[host, uuid] = rank
@@ -372,14 +361,3 @@ def _set_threads(wanted: int, env: DistEnv, device: torch.device) -> None:
     elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // env.local_world))
-
-
-def _loopback() -> str | None:
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def say(text: str) -> None:
-    """To stderr at once, in one write, so that ranks do not interleave."""
-    sys.stderr.write(text.rstrip() + "\n")
-    sys.stderr.flush()

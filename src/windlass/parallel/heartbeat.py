@@ -1,23 +1,24 @@
-"""The heartbeat: each rank shows that it lives, and names the one that does not.
+"""The heartbeat: each rank shows every few seconds that it lives, and ends when another one failed or fell silent.
 
-A thread of each rank counts up its own key in the store. Rank 0 watches all keys, the others rank 0's, and all look for the
-first failure that anyone reported. A rank whose count stands still for MISSED intervals (it was suspended, or its host is
-gone) ends the run: every rank that still answers prints the stacks of its threads and exits. The store itself lives in rank
-0 and never answers again when that is suspended, whatever the time limit, so a second thread watches the first.
+A thread writes this rank's step and phase under the rank's own key of the store, with a count. Rank 0 watches all counts,
+the others that of rank 0, and all look for the first failure that any rank reported. A rank whose count stands still for
+MISSED intervals (it was suspended, or its host is gone) is lost, and the run ends: within 30 s at the default interval.
+
+The store lives in rank 0. When that is suspended a call to the store never returns, whatever its time limit; so each call
+is made in a helper thread, which is left behind when it takes too long.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,151 +27,139 @@ from windlass import processes
 from windlass.parallel.env import DistEnv
 from windlass.processes import Failure
 
-MISSED = 6
-"""Heartbeats a rank may miss: it is named after at most MISSED + 1 intervals."""
-TICK_SECONDS = 1.0
-"""How soon at the latest a reported failure is known everywhere."""
-LAST_SECONDS = 2.0
-"""How long the main thread has to fail by itself, with its own message, once the run is known to be lost."""
-
-ECHO_SECONDS = 0.5
-"""How long a rank that only lost contact waits for the word of the one that failed."""
+MISSED = 5
+"""Intervals without a beat after which a rank is lost."""
+POLL_SECONDS = 1.0
+"""How often a rank looks for a reported failure, at least."""
+EXIT_SECONDS = 2.0
+"""How long the main thread has to end with a message of its own, once the run is known to be lost."""
+CAUSE_SECONDS = 1.0
+"""How long a rank that only lost contact waits for the report of the one that failed."""
 
 Result = TypeVar("Result")
 
 
-class Watch:
-    """The watching threads of one rank, with connections to the store of their own."""
+class Heartbeat:
+    """The watching thread of one rank, with a connection to the store of its own."""
 
-    def __init__(self, position: processes.Place, place: DistEnv, hosts: list[str], store: dist.Store, interval: float):
-        self.position, self.place, self.hosts, self.interval = position, place, hosts, interval
-        self.store, self.reports = store.clone(), store.clone()
-        self.store.set_timeout(timedelta(seconds=interval * MISSED))
-        self.reports.set_timeout(timedelta(seconds=LAST_SECONDS))
-        self.first: Failure | None = None
+    def __init__(self, status: processes.RankStatus, env: DistEnv, store: dist.Store, interval: float):
+        self.status, self.env, self.store, self.interval = status, env, store.clone(), interval
+        self.host = socket.gethostname()
+        self.failure: Failure | None = None
         """The first failure that this rank knows of."""
-        self._count, self._tick = 0, min(TICK_SECONDS, interval)
-        self._ended = threading.Event()
-        self._parent = os.getppid()
-        self._peers = [rank for rank in range(place.world) if rank] if place.rank == 0 else [0]
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._answered = time.monotonic()
+        self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        self._count = 0
+        self._over = threading.Event()
         self._beat()
 
     def start(self) -> None:
-        """Begin to beat and to watch."""
-        for work in (self._talk, self._judge):
-            threading.Thread(target=work, name=f"windlass-watch{work.__name__}", daemon=True).start()
+        """From now on beat and watch; all ranks have their first beat in the store."""
+        threading.Thread(target=self._run, name="windlass-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """No more beats, and no more watching: the run is over."""
-        self._ended.set()
+        """This rank ends as it should."""
+        self._over.set()
 
     def report(self, failure: Failure) -> Failure:
-        """Tell the others, and return the first failure known of.
+        """Tell the others, and return the failure that came first: another rank's where this one is secondary.
 
-        Where this one is only an echo, the first may be told a moment later: it is waited for. Rank 0, whose end takes the
-        store away, sees to it that all others have heard.
+        Rank 0, whose end takes the store away, waits a moment until all others have read it.
         """
-        if not failure.first:
-            until = time.monotonic() + ECHO_SECONDS
-            while self.first is None and time.monotonic() < until:
-                time.sleep(0.02)
-        if self.first is None:
-            word = _within(LAST_SECONDS, lambda: self.reports.compare_set("failure", "", json.dumps(asdict(failure))))
-            self.first = Failure(**json.loads(word)) if word else failure
-        if self.place.rank:
-            _within(LAST_SECONDS, lambda: self.reports.set(f"heard/{self.place.rank}", "1"))
-        elif failure.first:
-            _within(TICK_SECONDS + LAST_SECONDS, lambda: self.reports.wait([f"heard/{rank}" for rank in self._peers]))
-        return self.first
+        until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
+        self.failure = self.failure or within(EXIT_SECONDS, self._reported)
+        while self.failure is None and time.monotonic() < until:
+            time.sleep(0.02)
+            self.failure = within(EXIT_SECONDS, self._reported)
+        if self.failure is None:
+            text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", json.dumps(asdict(failure))))
+            self.failure = Failure(**json.loads(text)) if text else failure
+        if self.env.rank:
+            within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
+        elif not failure.secondary:
+            within(POLL_SECONDS + EXIT_SECONDS, lambda: self.store.wait([f"heard/{r}" for r in self._watched]))
+        return self.failure
 
-    def places(self) -> str:
-        """Where each rank said last that it was; empty where the store does not answer."""
-        keys, now = [f"beat/{rank}" for rank in range(self.place.world)], time.time()
-        words = [json.loads(raw) for raw in _within(LAST_SECONDS, lambda: self.reports.multi_get(keys)) or []]
-        return "; ".join(
-            f"rank {w['rank']} on {self.hosts[w['rank']]} at step {w['step']}, phase {w['phase']}, for {now - w['since']:.0f} s"
-            for w in words
-        )
+    def last_seen(self) -> str:
+        """The last beat of each other rank, to say who is late; empty where the store does not answer."""
+        ranks, now = [r for r in range(self.env.world) if r != self.env.rank], time.time()
+        beats = within(EXIT_SECONDS, lambda: self.store.multi_get([f"beat/{r}" for r in ranks])) or []
+        texts = []
+        for rank, beat in zip(ranks, map(json.loads, beats), strict=False):
+            age = now - beat["since"]
+            texts.append(
+                f"rank {rank} on {beat['host']} at step {beat['step']}, phase {beat['phase']}, for {age:.0f} s"
+            )
+        return "; ".join(texts)
 
-    def _talk(self) -> None:
-        """Beat, look at the others' beats, and listen for failures."""
-        due = 0.0
-        while not self._ended.wait(self._tick):
+    def _run(self) -> None:
+        beat_due, before = 0.0, time.monotonic()
+        while not self._over.wait(min(POLL_SECONDS, self.interval)):
             now = time.monotonic()
-            late = (
-                now - self._answered > 3 * self.interval
-            )  # this process itself was held up: nobody is cell_state by that
-            try:
-                if now >= due or late:
-                    due = now + self.interval
-                    self._beat()
-                    self._look(now, late)
-                if self.first is None and self.store.check(["failure"]):
-                    self.first = Failure(**json.loads(self.store.get("failure")))
-                    self.store.set(f"heard/{self.place.rank}", "1")
-            except Exception as error:
-                self._lost(0, f"its store does not answer ({str(error).strip().splitlines()[:1]})")
-            self._answered = time.monotonic()
+            if now - before > 3 * self.interval:  # this process itself was suspended: nobody is late because of that
+                self._seen.clear()
+            watch = now >= beat_due
+            if watch:
+                beat_due = now + self.interval
+            answer = within(self.interval * MISSED, lambda: self._poll(watch))  # noqa: B023 - it has ended, or is left behind
+            before = time.monotonic()
+            if answer is None and not self._over.is_set():
+                last = self._seen.get(0, ({"host": self.env.addr, "step": self.status.step, "phase": "unknown"}, 0.0))[
+                    0
+                ]
+                self.failure = self.failure or self._lost(0, last, f"its store did not answer for {before - now:.0f} s")
+            if self.failure and not self._over.wait(EXIT_SECONDS):
+                self._exit(self.failure)
 
-    def _judge(self) -> None:
-        """End this rank when the run is lost, or the launcher gone."""
-        before = time.monotonic()
-        while not self._ended.wait(self._tick):
-            now = time.monotonic()
-            if now - before > 3 * self.interval:
-                self._answered = now
-            before = now
-            if os.getppid() != self._parent and self.place.launcher not in ("none", "environment"):
-                os._exit(1)
-            if now - self._answered > self.interval * MISSED:
-                self._lost(0, f"its store does not answer, for {round(now - self._answered, 1)} s now")
-            if self.first and not self._ended.wait(LAST_SECONDS):
-                self._end(self.first)
+    def _poll(self, watch: bool) -> bool:
+        if watch:
+            self._beat()
+            for rank, text in zip(
+                self._watched, self.store.multi_get([f"beat/{r}" for r in self._watched]), strict=True
+            ):
+                beat, now = json.loads(text), time.monotonic()
+                last, since = self._seen.get(rank, ({}, now))
+                if last.get("count") != beat["count"]:
+                    self._seen[rank] = (beat, now)
+                elif now - since >= self.interval * MISSED and not self.store.check([f"done/{rank}"]):
+                    lost = self._lost(rank, beat, f"no heartbeat for {now - since:.0f} s")
+                    self.store.compare_set("failure", "", json.dumps(asdict(lost)))
+        self.failure = self.failure or self._reported()
+        if self.failure:
+            self.store.set(f"heard/{self.env.rank}", "1")
+        return True
 
     def _beat(self) -> None:
         self._count += 1
-        self.store.set(f"beat/{self.place.rank}", json.dumps({"count": self._count, **self.position.fields()}))
+        beat = {"count": self._count, "host": self.host, **self.status.fields()}
+        self.store.set(f"beat/{self.env.rank}", json.dumps(beat))
 
-    def _look(self, now: float, late: bool) -> None:
-        for rank, raw in zip(self._peers, self.store.multi_get([f"beat/{r}" for r in self._peers]), strict=True):
-            word = json.loads(raw)
-            count, since = self._seen.get(rank, (-1, now))
-            if word["count"] != count or late:
-                self._seen[rank] = (word["count"], now)
-            elif now - since > self.interval * MISSED and not self.store.check([f"done/{rank}"]):
-                self._lost(rank, f"no sign of life for {round(now - since, 1)} s", word)
+    def _reported(self) -> Failure | None:
+        return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
-    def _lost(self, rank: int, why: str, word: dict[str, Any] | None = None) -> None:
-        if self.first is not None or self._ended.is_set():
-            return
-        step, phase = (word["step"], word["phase"]) if word else (self.position.step, "unknown")
-        self.first = Failure(rank=rank, host=self.hosts[rank], step=step, phase=phase, error=why, time=time.time())
-        if rank:  # rank 0's loss cannot be told through its own store, and everybody sees it
-            self.store.compare_set("failure", "", json.dumps(asdict(self.first)))
+    def _lost(self, rank: int, beat: dict[str, Any], why: str) -> Failure:
+        return Failure(rank, beat["host"], beat["step"], beat["phase"], why, time.time())
 
-    def _end(self, trouble: Failure) -> None:
-        """The main thread did not end by itself: show where it stands, and go."""
-        me = f"windlass: rank {self.place.rank} ({self.hosts[self.place.rank]}, step {self.position.step}, "
-        sys.stderr.write(f"{me}phase {self.position.phase}) ends, because the run lost {trouble}\n")
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    def _exit(self, failure: Failure) -> None:
+        """The main thread did not end by itself: it waits in a collective."""
+        where = f"rank {self.env.rank} on {self.host} at step {self.status.step}, phase {self.status.phase}"
+        sys.stderr.write(f"windlass: {where} ends, because the run lost {failure}\n")
         sys.stderr.flush()
         if directory := os.environ.get(processes.WATCH_DIR):
             with contextlib.suppress(OSError):
-                trouble.write(directory, self.place.rank)
+                failure.write(directory, self.env.rank)
         os._exit(1)
 
 
-def _within(seconds: float, ask: Callable[[], Result]) -> Result | None:
-    """What `ask` gives, or None where it fails or takes too long; then its thread is left behind."""
-    found: list[Result] = []
+def within(seconds: float, call: Callable[[], Result]) -> Result | None:
+    """What `call` returns; None where it fails or takes longer, and then its thread is left behind."""
+    results: list[Result] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):  # the store is in rank 0, which may be what was lost
-            found.append(ask())
+            results.append(call())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None

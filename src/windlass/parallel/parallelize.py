@@ -1,8 +1,8 @@
-"""From a bare model to one that computes on many ranks: activation checkpointing, compile, DDP or FSDP2, in this order.
+"""From a bare model to one that computes on many ranks: activation checkpointing, compile, then DDP or FSDP2.
 
 What every strategy promises: after the backward pass of a step each parameter's gradient is the *sum over ranks* of the
-gradient of that rank's loss. A rank's loss is its sum over valid tokens divided by the *global* number of valid tokens of
-the step, so the sum is the gradient of the mean over all tokens, whatever the world, the accumulation and the padding.
+gradient of that rank's loss. A rank's loss is its sum over unmasked labels divided by the *global* number of unmasked labels
+of the step, so the sum is the gradient of the mean over all tokens, whatever the world, the accumulation and the padding.
 DDP and FSDP2 average by themselves; here both are told to add.
 
 Precision. The master weights and the reduction of gradients are float32 (float64 with `fp64`). bf16 and fp16 are autocast
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,17 +26,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.parallel import gloo
 from windlass.parallel.dist import SHARDED, Ranks
-from windlass.parallel.recompute import checkpoint_activations
 from windlass.recipe import Recipe
 
+aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NO_BUFFERS = "forward_sync_buffers"  # its name until torch 2.12: broadcast_buffers
-if NO_BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameters:
-    NO_BUFFERS = "broadcast_buffers"
-WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
+ATTENTION = "_scaled_dot_product_"
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -45,6 +45,12 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if device.type == "cpu":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context for a forward pass (training and evaluation): low precision for the operations that bear it."""
+    low = LOW.get(resolve_precision(recipe.train.precision, device))
+    return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
@@ -61,63 +67,37 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     checkpoint_activations(blocks, settings.activation_checkpointing)
     if recipe.train.compile:
         for block in blocks:
-            block.forward = _compiled(block.forward)
+            block.forward = torch.compile(block.forward)
     on_meta = any(p.is_meta for p in model.parameters())
-    if ranks.strategy in SHARDED:
-        if not on_meta:
-            _same_everywhere(model, ranks)
+    sharded = ranks.strategy in SHARDED
+    if not sharded:
+        _move(model, ranks.device, ranks.device, empty=on_meta)
+    if not on_meta and ranks.world > 1:  # a model that a user made may differ from process to process
+        for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
+            dist.broadcast(tensor.data, src=0)
+    if sharded:
         _shard(model, blocks, ranks, recipe)
         if on_meta:
-            _move(model, torch.device("cpu") if settings.offload else ranks.device, empty=True, buffers=ranks.device)
+            _move(model, torch.device("cpu") if settings.offload else ranks.device, ranks.device, empty=True)
         return model
-    _move(model, ranks.device, empty=on_meta)
     if ranks.strategy == "single":
         return model
-    if not on_meta:
-        _same_everywhere(model, ranks)
+    name = "forward_sync_buffers"  # `broadcast_buffers` until torch 2.12
+    known = name in inspect.signature(DistributedDataParallel.__init__).parameters
     wrapped = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        **{NO_BUFFERS: False},  # no buffer of ours changes
-        init_sync=False,  # done above, also where the world is one
+        **{name if known else "broadcast_buffers": False},  # no buffer of ours changes
+        init_sync=False,  # done above
         bucket_cap_mb=settings.bucket_mb,  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
     )
-    wrapped.register_comm_hook(None, _add)
+    # A bucket's gradients added over the ranks (DDP's own hook averages). A lambda, because DDP rejects string annotations.
+    wrapped.register_comm_hook(
+        None,
+        lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0]),
+    )
     return wrapped
-
-
-_plainly: list[None] = []
-
-
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    fast = torch.compile(forward)
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (forward if _plainly else fast)(*args, **kwargs)
-
-    return run
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, blocks run as they are written: with a cache that grows, each new length could have them compiled again."""
-    _plainly.append(None)
-    try:
-        yield
-    finally:
-        _plainly.pop()
-
-
-def _add(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A bucket's gradients added over the ranks (DDP's own reduction would average)."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-_add.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}  # DDP checks them, as types
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:
@@ -130,7 +110,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
     gather_again = ranks.strategy != "shard_grad_op"
     for block in blocks:
         if low:
-            _norms_in_float32(block)
+            _keep_norms_in_float32(block)
         fully_shard(
             block, mesh=ranks.mesh, reshard_after_forward=gather_again, mp_policy=in_blocks, offload_policy=offload
         )
@@ -143,55 +123,35 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
             if ranks.device.type == "cpu":
                 module.set_custom_all_gather(gather)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
-    model.keeps_gathered = not gather_again  # type: ignore[assignment]
-    _prefetch([model, *blocks], settings.forward_prefetch, settings.backward_prefetch)
-
-
-def _norms_in_float32(block: nn.Module) -> None:
-    """Have each norm take its gathered gain and bias up to float32, as autocast does on CUDA but not on a CPU."""
-
-    def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, norm.normalized_shape, _up(norm.weight), _up(norm.bias), norm.eps)
-
-    def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, norm.normalized_shape, _up(norm.weight), norm.eps)
-
-    for module in block.modules():
-        for kind, forward in ((nn.LayerNorm, layer_norm), (nn.RMSNorm, rms_norm)):
-            if type(module).forward is kind.forward:
-                module.forward = functools.partial(forward, module)
-                break
-        else:
-            if is_norm(module):
-                module.forward = functools.partial(_raised, module, module.forward)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module of somebody's own is a normalisation: by its class's name, and its vectors as its only parameters."""
-    parameters = [p for p in module.parameters() if p is not None]
-    return "norm" in type(module).__name__.lower() and bool(parameters) and all(p.dim() <= 1 for p in parameters)
-
-
-def _raised(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A norm's own forward pass, with float32 in the place of what was gathered in a low precision."""
-    low = {name: p.float() for name, p in norm.named_parameters() if p.dtype in LOW.values()}
-    return torch.func.functional_call(norm, low, args, kwargs) if low else forward(*args, **kwargs)
-
-
-def _up(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
-
-
-def _prefetch(units: list[nn.Module], forward: int, backward: int) -> None:
+    model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
+    model.reduces_always = settings.reduce_each_micro_batch  # type: ignore[assignment]
+    units: list[Any] = [model, *blocks]
+    forward, backward = settings.forward_prefetch, settings.backward_prefetch
     for i, unit in enumerate(units):
         if forward:
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward])  # type: ignore[operator]
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward])
         if backward and i:
-            unit.set_modules_to_backward_prefetch(units[max(1, i - backward) : i][::-1])  # type: ignore[operator]
+            unit.set_modules_to_backward_prefetch(units[max(1, i - backward) : i][::-1])
 
 
-def _move(model: nn.Module, device: torch.device, empty: bool, buffers: torch.device | None = None) -> None:
-    """Parameters and buffers to a device, with (`empty`) or without leaving their values behind; ties stay ties."""
+def _keep_norms_in_float32(block: nn.Module) -> None:
+    """Have each norm raise its gathered gain and bias to float32, as autocast does on CUDA but not on a CPU.
+
+    A norm is known by its class's name, and by having no parameters but vectors: also one of a model library.
+    """
+
+    def run(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        low = {name: p.float() for name, p in norm.named_parameters() if p.dtype in LOW.values()}
+        return torch.func.functional_call(norm, low, args, kwargs) if low else forward(*args, **kwargs)
+
+    for module in block.modules():
+        parameters = list(module.parameters())
+        if "norm" in type(module).__name__.lower() and parameters and all(p.dim() <= 1 for p in parameters):
+            module.forward = functools.partial(run, module, module.forward)
+
+
+def _move(model: nn.Module, device: torch.device, buffer_device: torch.device, empty: bool) -> None:
+    """Parameters and buffers to their devices; with `empty` those on the meta device come out without values. Ties stay."""
     done: dict[Tensor, Any] = {}
 
     def moved(tensor: Tensor, target: torch.device) -> Tensor:
@@ -204,41 +164,71 @@ def _move(model: nn.Module, device: torch.device, empty: bool, buffers: torch.de
                     done[parameter] = nn.Parameter(moved(parameter.data, device), requires_grad=parameter.requires_grad)
                 module._parameters[name] = done[parameter]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != (buffers or device):
-                module._buffers[name] = done.setdefault(buffer, moved(buffer, buffers or device))
-
-
-@torch.no_grad()
-def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
-    """Rank 0's values on all ranks: a model that a user made may differ from process to process."""
-    if ranks.world > 1:
-        for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-            dist.broadcast(tensor.data, src=0)
-
-
-def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context for a forward pass (training and evaluation): low precision for the operations that bear it."""
-    low = LOW.get(resolve_precision(recipe.train.precision, device))
-    return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
+            if buffer is not None and buffer.device != buffer_device:
+                module._buffers[name] = done.setdefault(buffer, moved(buffer, buffer_device))
 
 
 @contextlib.contextmanager
-def sync_gradients(model: nn.Module, on: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: reduce the gradients over the ranks after it (`on`, the last of the
-    step), or keep adding to this rank's own. Between the micro-batches FSDP2 then holds whole gradients.
+def sync_gradients(model: nn.Module, last: bool) -> Iterator[None]:
+    """Around forward and backward of one micro-batch: reduce the gradients over the ranks after the `last` one of the step.
 
-    ZeRO-2 (`shard_grad_op`) keeps its parameters gathered over the whole step.
+    Before that, DDP and FSDP2 add to this rank's own whole gradients. With `parallel.reduce_each_micro_batch` FSDP2 reduces
+    after each one instead, and keeps only its shard: less memory, more traffic. ZeRO-2 (`shard_grad_op`) keeps its parameters
+    gathered over the whole step.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(on)
+        model.set_requires_gradient_sync(last or bool(model.reduces_always))
         if model.keeps_gathered:
-            model.set_reshard_after_backward(on)
+            model.set_reshard_after_backward(last)
+    skip = isinstance(model, DistributedDataParallel) and not last
+    with model.no_sync() if skip else contextlib.nullcontext():  # type: ignore[operator]
         yield
-    elif isinstance(model, DistributedDataParallel) and not on:
-        with model.no_sync():
-            yield
-    else:
-        yield
+
+
+def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
+    """Have each block forget its activations in the forward pass, and compute them again in the backward pass.
+
+    `full` recomputes the whole block; `selective` keeps what matrix products and attention gave and recomputes the rest.
+    The generators' states are restored for the recomputation, so that dropout draws the same masks. The blocks stay the
+    modules they were: no name changes.
+    """
+    if how == "none":
+        return
+    context = {} if how == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep)}
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+        return run
+
+    for block in blocks:
+        block.forward = wrap(block.forward)
+
+
+def keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of `selective`: keep matrix products and attention.
+
+    Attention that draws dropout itself is recomputed: if it were skipped, the generator would stand elsewhere for the
+    dropout after it, and the masks would differ from those of the forward pass.
+    """
+    if op in MATRIX_PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    if ATTENTION in str(op):
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not given.get("dropout_p"):
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, compiled blocks run eagerly: with a cache that grows, each new length could have them compiled again."""
+    compiler = sys.modules.get("torch._dynamo")  # loading it takes seconds, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -247,19 +237,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's or module's name without what wrappers put into it."""
-    for prefix in WRAPPERS[1:]:
-        name = name.replace(prefix, "")
-    return name
+    """A parameter's or module's name without what wrappers of its modules add."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter once (a tied one under its first name), under its name in the bare model."""
-    for name, parameter in unwrap(model).named_parameters():
-        yield clean_name(name), parameter
+    return ((clean_name(name), parameter) for name, parameter in unwrap(model).named_parameters())
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Likewise the buffers."""
-    for name, buffer in unwrap(model).named_buffers():
-        yield clean_name(name), buffer
+    return ((clean_name(name), buffer) for name, buffer in unwrap(model).named_buffers())

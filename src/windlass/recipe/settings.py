@@ -194,9 +194,11 @@ class TrainSettings(Section):
     """Sequences in one optimizer step, over all ranks: what the recipe fixes."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: chosen to hold about 4,096 tokens on a CPU, 16,384 on a GPU."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of the forward and backward pass; master weights are always fp32 (`fp64`: float64, for proofs).
     `auto`: bf16 where a GPU has it, else fp16 on a GPU, fp32 on a CPU."""
+    tf32: bool = False
+    """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits), which is several times faster."""
     compile: bool = False
     """`torch.compile`, a block at a time."""
     grad_clip: float = Field(1.0, ge=0)
@@ -285,6 +287,9 @@ class ParallelSettings(Section):
     group of `shard_size` ranks and replicates between the groups."""
     shard_size: int = Field(0, ge=0)
     """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks where there is one host."""
+    reduce_each_micro_batch: bool = False
+    """FSDP2: reduce the gradients after each micro-batch and keep only this rank's shard of them, instead of whole gradients
+    until the step's last one: less memory, more traffic."""
     offload: bool = False
     """Keep parameters, gradients and moments in the host's memory between uses (FSDP2)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -299,8 +304,8 @@ class ParallelSettings(Section):
     """How long a collective may take before the run is ended, naming the rank and phase."""
     startup_timeout_seconds: float = Field(1800.0, gt=0)
     """The same until the first step is done (loading, compiling)."""
-    heartbeat_seconds: float = Field(10.0, gt=0)
-    """How often each rank shows that it lives."""
+    heartbeat_seconds: float = Field(5.0, gt=0)
+    """How often each rank shows that it lives; one that is silent for 6 times as long ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on CUDA where there is one."""
 
