@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ STOP_SECONDS = 30.0
 """How long rank 0, which holds the store, waits at a clean end for the others."""
 POLL_SECONDS = 0.02
 """How often a rank that waits on the store looks: between two looks Python handles its signals."""
+GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
 LOST_CONTACT = (
     "connection closed by peer",
     "connection reset",
@@ -155,7 +157,7 @@ class Ranks:
         From now on it joins no collective. Its process is ended after EXIT_SECONDS if it does not end by itself.
         """
         self._failed = True
-        text = f"{type(error).__name__}: {first_line(error)}"
+        text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
         host = socket.gethostname()
         failure = processes.Failure(self.rank, host, self.step, self.phase, text, time.time(), lost_contact(error))
         if self.world > 1:
