@@ -15,7 +15,7 @@ from harness import recipe as make_recipe
 from harness import run_ranks
 from windlass.data.loader import Loader
 
-from windlass.data.rows import Rows
+from windlass.data.samples import Rows
 from windlass.model.build import build_model
 from windlass.model.build import initialise
 from windlass.optim.build import build_optimizer

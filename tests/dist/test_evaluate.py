@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Join, recipe, run_ranks
 
-from windlass.data.rows import Rows
+from windlass.data.samples import Rows
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation.generate import generate

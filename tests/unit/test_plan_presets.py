@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from windlass.cli import main
-from windlass.data.dataset import PackedSamples
+from windlass.data.dataset import open_samples
 from windlass.data.prepare import prepare
-from windlass.data.shards import Index, Stream
 from windlass.estimate.known import known_facts
 from windlass.model.size import count
 from windlass.recipe import Recipe, presets
@@ -71,11 +70,9 @@ def test_what_is_said_of_a_text_is_what_preparing_it_gives(tmp_path, monkeypatch
     monkeypatch.setitem(known.TEXTS, digest, known.Text("made up", len(text), len(set(text))))
     recipe = Recipe.load("shakespeare-char-cpu", ["data.source=input.txt", f"data.sha256={digest}", "data.workers=1"])
     facts = known_facts(recipe)
-    directory = prepare(recipe)
-    index = Index.load(directory)
-    split = index.splits["train"]
-    samples = PackedSamples(Stream(directory, index.streams[split.stream]), split.start, split.stop, 64)
-    assert facts.vocab == index.tokenizer["vocab"] and facts.samples_per_epoch == len(samples)
+    prepared = prepare(recipe)
+    samples = open_samples(recipe, prepared)[0]
+    assert facts.vocab == prepared.vocab and facts.samples_per_epoch == len(samples)
     assert facts.tokens_per_sample == samples.sample_tokens()
 
 

@@ -161,27 +161,17 @@ def _hf_sizes(recipe: Recipe) -> tuple[HfSizes | None, str]:
 
 def _facts(recipe: Recipe) -> Facts:
     """What the prepared data know, where there are any, or what is known of a public corpus."""
+    from windlass.data.prepare import find_prepared
     from windlass.estimate.known import known_facts
     from windlass.estimate.plan import Facts
 
-    if recipe.data.format != "text":
+    prepared = find_prepared(recipe)
+    if prepared is None:
         return known_facts(recipe)
-    from windlass.data.prepare import data_dir, ready
+    from windlass.data.dataset import open_samples
 
-    directory = data_dir(recipe)
-    index = ready(recipe, directory)
-    if index is None:
-        return known_facts(recipe)
-    from windlass.data.dataset import DocumentSamples, PackedSamples
-    from windlass.data.shards import Stream
-
-    vocab, split, eot = index.tokenizer["vocab"], index.splits["train"], index.tokenizer.get("eot")
-    stream, context = Stream(directory, index.streams[split.stream]), recipe.model.context
-    if recipe.data.packing == "documents" and eot is not None:
-        samples: Any = DocumentSamples(stream, (split.first_document, split.last_document), context, eot)
-    else:
-        samples = PackedSamples(stream, split.start, split.stop, context)
-    return Facts(vocab, len(samples), samples.sample_tokens())
+    samples: Any = open_samples(recipe, prepared)[0]
+    return Facts(prepared.vocab, len(samples), samples.sample_tokens())
 
 
 def _device(recipe: Recipe, name: str, room: int | None, ranks: int, of_run: str) -> Device:
@@ -305,11 +295,9 @@ def _measure(setting: Setting, prepare_command: str) -> Speed:
 
 
 def _prepared(recipe: Recipe) -> bool:
-    from windlass.data.items import INDEX
-    from windlass.data.prepare import data_dir, ready
+    from windlass.data.prepare import find_prepared
 
-    directory = data_dir(recipe)
-    return (directory / INDEX).is_file() if recipe.data.format != "text" else ready(recipe, directory) is not None
+    return find_prepared(recipe) is not None
 
 
 def _plan(

@@ -81,7 +81,7 @@ def train(
 
 def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
     """Start this very command line on N local processes, after what can be wrong was looked for."""
-    from windlass.data.prepare import data_dir, prepare, ready
+    from windlass.data.prepare import prepare
     from windlass.launch.local import launch, parse_worlds, worker_command
     from windlass.training.guard import Signals
 
@@ -89,8 +89,7 @@ def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
     for number in worlds:
         recipe.batch(number)
     with Signals() as signals, signals.at_once():
-        if ready(recipe, data_dir(recipe)) is None:
-            prepare(recipe)
+        prepare(recipe)
     code = launch(worker_command(sys.argv[1:]), worlds, max_restarts)
     if code == 0:
         show_end(run)

@@ -1,4 +1,11 @@
-"""Conversations as training rows: the loss on the assistant's turns alone, laid out by the tokenizer's chat template."""
+"""Conversations as training rows: the loss on the assistant's turns alone, laid out by the tokenizer's chat template.
+
+What is unusual:
+- The tokens are those of `transformers`' `apply_chat_template`, but a special token's text in a message is text: messages
+  are guarded by private characters while the template is rendered, so that it is known who wrote what.
+- Which tokens are the answers' is found without help of the template, by rendering the conversation up to each answer;
+  templates that mark them with `{% generation %}` are taken at their word.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +15,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.corpus import find_files
-from windlass.data.rows import Rows
+from windlass.data.remote import load_dataset
+from windlass.data.samples import Rows
+from windlass.data.sources import find_files
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +37,7 @@ Piece = tuple[str | int | None, bool]
 """A text, a special token by its id, or None for the end-of-text token; and whether it counts in the loss."""
 NONE: Mapping[str, int] = MappingProxyType({})
 TODAY = date(2024, 7, 26)
-"""What a template that asks for the date is told, so that the same rows come out on every day; Llama 3's own default."""
+"""The date that a template is given, so that the same rows come out on every day; Llama 3's own default."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 HIDDEN = ("\U000f0000", "\U000f0001")
 BEGIN, END = "\U000f0002", "\U000f0003"
@@ -50,7 +58,7 @@ class Template:
 
     @staticmethod
     def of_directory(directory: Path) -> Template:
-        """The template that lies beside a tokenizer of `transformers`; the plain one where there is none."""
+        """The template that lies beside a tokenizer of `transformers`, or that `save` wrote; else the plain one."""
         try:
             config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -67,26 +75,17 @@ class Template:
         }
         return Template(source, tuple(texts.items()))
 
-    @staticmethod
-    def load(directory: Path) -> Template:
-        """The reverse of `save`; the plain template where none was saved."""
-        try:
-            saved = json.loads((directory / "chat.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return Template()
-        return Template(saved["source"], tuple(saved["special"].items()))
-
     def save(self, directory: Path) -> None:
-        """Write it down as `chat.json`."""
-        text = json.dumps({"source": self.source, "special": dict(self.special)}, indent=1)
-        (directory / "chat.json").write_text(text + "\n", encoding="utf-8")
+        """Write `tokenizer_config.json`."""
+        config = {**dict(self.special), "chat_template": self.source}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     def prompt(self, messages: Sequence[Message], special: Mapping[str, int] = NONE) -> list[str | int | None]:
-        """The text after which the assistant speaks, in pieces as those of `pieces`."""
+        """The text after which the assistant answers, in pieces as those of `pieces`."""
         if self.source:
             guard = _Guard(special)
             return [piece for piece, _ in guard.cut(self._render(messages, guard, ask=True)[0], [])]
-        return [*(text for text, _ in self._plain(messages)), "Assistant:"]
+        return [*(text for text, _ in _plain(messages)), "Assistant:"]
 
     def pieces(self, messages: Sequence[Message], special: Mapping[str, int] = NONE) -> list[Piece]:
         """The conversation up to its last answer, in pieces, each with whether it counts.
@@ -105,7 +104,7 @@ class Template:
             UserError: The template writes earlier turns differently once later ones are there.
         """
         if not self.source:
-            return self._plain(messages)
+            return _plain(messages)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         guard = _Guard(special)
         whole, spans = self._render(messages[: places[-1] + 1], guard, ask=False)
@@ -114,7 +113,7 @@ class Template:
         return guard.cut(whole, spans)
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """The special token after which the assistant has spoken; None where there is none."""
+        """The special token that ends the assistant's turn; None where there is none."""
         try:
             pieces = self.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], special)
         except UserError:
@@ -127,35 +126,21 @@ class Template:
     ) -> list[tuple[int, int]]:
         """Where in the rendered conversation the answers are: after the text that asks for each, up to its turn's end."""
         heads = [self._render(messages[:place], guard, ask=True)[0] for place in places]
-        found: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for number, (place, head) in enumerate(zip(places, heads, strict=True)):
             last = number == len(places) - 1
             here = whole if last else self._render(messages[: place + 1], guard, ask=False)[0]
             closed = whole.startswith(here)
             stop = len(here) if closed or last else len(heads[number + 1])
-            start, before = len(head), found[-1][1] if found else 0
+            start, before = len(head), spans[-1][1] if spans else 0
             end = guard.turn_end(whole[start:stop], messages[place]["content"], closed) if start <= stop else None
             if not whole.startswith(head) or start < before or end is None:
                 raise UserError(
                     "the tokenizer's chat template changes earlier turns when later ones follow, so that the answers cannot "
                     "be told apart from the rest; train on conversations with one answer"
                 )
-            found.append((start, start + end))
-        return found
-
-    def _plain(self, messages: Sequence[Message]) -> list[Piece]:
-        found: list[Piece] = []
-        for message in messages:
-            if message["role"] == "assistant":
-                found += [
-                    ("Assistant:", False),
-                    (" " + message["content"].strip(), True),
-                    (None, True),
-                    ("\n\n", False),
-                ]
-            else:
-                found.append((f"{message['role'].capitalize()}: {message['content'].strip()}\n\n", False))
-        return found
+            spans.append((start, start + end))
+        return spans
 
     @cached_property
     def _compiled(self) -> Any:
@@ -163,14 +148,14 @@ class Template:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(message: str) -> None:
+        def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
         )
         environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        environment.globals["raise_exception"] = refuse
+        environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
         return environment.from_string(self.source)
 
@@ -185,16 +170,27 @@ class Template:
             text = str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **given))
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the tokenizer's chat template does not take this conversation: {error}") from None
-        parts, spans, size = re.split(f"([{BEGIN}{END}])", text), [], 0
-        begun = 0
-        for part in parts:
+        parts, spans, size, begun = [], [], 0, 0
+        for part in re.split(f"([{BEGIN}{END}])", text):
             if part == BEGIN:
                 begun = size
             elif part == END:
                 spans.append((begun, size))
             else:
+                parts.append(part)
                 size += len(part)
-        return "".join(part for part in parts if part not in (BEGIN, END)), spans
+        return "".join(parts), spans
+
+
+def _plain(messages: Sequence[Message]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for message in messages:
+        text = message["content"].strip()
+        if message["role"] == "assistant":
+            pieces += [("Assistant:", False), (" " + text, True), (None, True), ("\n\n", False)]
+        else:
+            pieces.append((f"{message['role'].capitalize()}: {text}\n\n", False))
+    return pieces
 
 
 class _Guard:
@@ -203,7 +199,7 @@ class _Guard:
     def __init__(self, special: Mapping[str, int]):
         self._special = special
         texts = sorted(special, key=len, reverse=True)  # the longest that matches, as in `tokenizers`
-        self._found = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._texts = [*texts, *PRIVATE]
         self._hidden = re.compile("|".join(map(re.escape, self._texts)))
 
@@ -219,11 +215,11 @@ class _Guard:
 
         Where there is none, `closed` says that the text has nothing else in it; None where it may have.
         """
-        said = self.hide(content).strip()
-        at = (tail.rfind(said) if closed else tail.find(said)) if said else 0
-        ends = [match.end() for match in self._found.finditer(tail) if match.start() >= at + len(said)]
+        answer = self.hide(content).strip()
+        at = (tail.rfind(answer) if closed else tail.find(answer)) if answer else 0
+        ends = [match.end() for match in self._pattern.finditer(tail) if match.start() >= at + len(answer)]
         if at < 0:  # the template changed it
-            ends = [match.end() for match in self._found.finditer(tail)][-1:]
+            ends = [match.end() for match in self._pattern.finditer(tail)][-1:]
         return ends[0] if ends else len(tail) if closed else None
 
     def cut(self, text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -232,14 +228,13 @@ class _Guard:
         pieces: list[Piece] = []
         for number, (start, stop) in enumerate(itertools.pairwise(edges)):
             part, at, counts = text[start:stop], 0, number % 2 == 1
-            for match in self._found.finditer(part):
+            for match in self._pattern.finditer(part):
                 pieces += [(self._shown(part[at : match.start()]), counts), (self._special[match[0]], counts)]
                 at = match.end()
             pieces.append((self._shown(part[at:]), counts))
         return [piece for piece in pieces if piece[0] != ""]
 
 
-@cache
 def _generation_blocks() -> Any:
     """The extension of jinja that puts what is between `{% generation %}` and `{% endgeneration %}` between two marks."""
     from jinja2 import nodes
@@ -259,61 +254,79 @@ def _generation_blocks() -> Any:
     return Generation
 
 
-def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Texts and ids of a tokenizer's special tokens."""
-    known: Mapping[str, int] | None = getattr(tokenizer, "special", None)
-    if known is not None:
-        return known
-    return {} if tokenizer.eot is None else {tokenizer.decode([tokenizer.eot]): tokenizer.eot}
+# -- tokens and rows
 
 
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat template."""
-    turn = template.end_of_turn(special_tokens(tokenizer)) if template is not None and template.source else None
+    turn = template.end_of_turn(tokenizer.special) if template is not None and template.source else None
     return frozenset(token for token in (tokenizer.eot, turn) if token is not None)
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """The tokens of pieces of a conversation, each with whether it counts.
-
-    A tokenizer of `tokenizers` reads them as one text: then the tokens are those of `apply_chat_template`.
-    """
-    known = [(tokenizer.eot if piece is None else piece, counts) for piece, counts in pieces]
-    parts = [(piece, counts) for piece, counts in known if piece is not None]
-    if True:
-        ids, marks = tokenizer.encode_marked(parts)
-        return list(ids), list(marks)
-    found = [
-        (int(i), counts)
-        for piece, counts in parts
-        for i in ([piece] if isinstance(piece, int) else tokenizer.encode(piece))
-    ]
-    return [i for i, _ in found], [counts for _, counts in found]
+    """The tokens of pieces of a conversation, each with whether it counts."""
+    by_id = [(tokenizer.eot if piece is None else piece, counts) for piece, counts in pieces]
+    return tokenizer.encode_marked([(piece, counts) for piece, counts in by_id if piece is not None])
 
 
 def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    """The tokens after which the assistant speaks."""
-    pieces = template.prompt(messages, special_tokens(tokenizer))
-    return encode(tokenizer, [(piece, False) for piece in pieces])[0]
+    """The tokens after which the assistant answers."""
+    return encode(tokenizer, [(piece, False) for piece in template.prompt(messages, tokenizer.special)])[0]
 
 
-def read_files(pattern: str, setting: str = "data.source") -> list[list[Message]]:
-    """The conversations of JSONL files, each line an object with `messages`; raises UserError with the line."""
-    found = []
-    for path in find_files(pattern, setting):
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-        found += [_conversation(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise UserError(f"{setting}: there is no conversation in {pattern}")
-    return found
+def row(
+    messages: Sequence[Message], template: Template, tokenizer: Tokenizer, context: int
+) -> tuple[list[int], list[bool]] | None:
+    """Tokens and marks of a conversation, cut after `context` + 1 of them; None where nothing is left to learn."""
+    ids, marks = encode(tokenizer, template.pieces(messages, tokenizer.special))
+    ids, marks = ids[: context + 1], marks[: context + 1]
+    return (ids, marks) if any(marks[1:]) else None
 
 
-def _conversation(line: str, where: str) -> list[Message]:
+def rows(items: Iterable[Sequence[Message]], template: Template, tokenizer: Tokenizer, context: int) -> Rows:
+    """Training rows, one a conversation; those whose answers begin past the context are left out."""
+    made = (row(item, template, tokenizer, context) for item in items)
+    table = Rows((r for r in made if r is not None), pad=tokenizer.eot or 0)
+    if not len(table):
+        raise UserError(f"model.context = {context} tokens is too short: no conversation reaches an answer within it")
+    return table
+
+
+# -- files
+
+
+def read(source: str, split: str = "train", setting: str = "data.source") -> list[list[Message]]:
+    """The conversations of JSONL files, each line an object with `messages`, or of the column `messages` of `hf:...`.
+
+    Raises UserError with the line or row that is no conversation.
+    """
+    conversations = []
+    if source.startswith("hf:"):
+        table = load_dataset(source[3:], split)
+        if "messages" not in table.column_names:
+            raise UserError(
+                f"{setting}: {source}, split {split!r} has no column 'messages'; it has {', '.join(table.column_names)}"
+            )
+        for number, record in enumerate(table.select_columns(["messages"])):
+            conversations.append(_conversation(record, f"{source}, row {number}"))
+    else:
+        for path in find_files(source, setting):
+            try:
+                lines = path.read_text(encoding="utf-8").split("\n")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{setting}: {path} cannot be read: {error}") from None
+            conversations += [
+                _conversation(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()
+            ]
+    if not conversations:
+        raise UserError(f"{setting}: there is no conversation in {source}")
+    return conversations
+
+
+def _conversation(record: str | dict[str, Any], where: str) -> list[Message]:
     try:
-        messages = [{"role": str(m["role"]), "content": m["content"]} for m in json.loads(line)["messages"]]
+        tree = json.loads(record) if isinstance(record, str) else record
+        messages = [{"role": str(m["role"]), "content": m["content"]} for m in tree["messages"]]
     except (ValueError, KeyError, TypeError):
         raise UserError(f'{where}: write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}') from None
     for message in messages:
@@ -324,21 +337,3 @@ def _conversation(line: str, where: str) -> list[Message]:
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: there is no answer of the assistant to learn from")
     return messages
-
-
-def row(
-    messages: Sequence[Message], template: Template, tokenizer: Tokenizer, context: int
-) -> tuple[list[int], list[bool]] | None:
-    """Tokens and marks of a conversation, cut after `context` + 1 of them; None where nothing is left to learn."""
-    ids, marks = encode(tokenizer, template.pieces(messages, special_tokens(tokenizer)))
-    ids, marks = ids[: context + 1], marks[: context + 1]
-    return (ids, marks) if any(marks[1:]) else None
-
-
-def rows(items: Iterable[Sequence[Message]], template: Template, tokenizer: Tokenizer, context: int) -> Rows:
-    """Training rows, one a conversation; those whose answers begin past the context are left out."""
-    made = (row(item, template, tokenizer, context) for item in items)
-    found = Rows((r for r in made if r is not None), pad=tokenizer.eot or 0)
-    if not len(found):
-        raise UserError(f"model.context = {context} tokens is too short: no conversation reaches an answer within it")
-    return found

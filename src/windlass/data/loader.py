@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.data.dataset import Samples
 from windlass.data.order import Order, sample_order, step_samples
+from windlass.data.samples import Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 

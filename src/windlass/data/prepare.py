@@ -1,7 +1,8 @@
-"""Corpus -> tokenizer -> token shards: in parallel, committed shard by shard, going on where a kill left it.
+"""Prepare a recipe's data: exactly one process makes them where they are not there yet, all others wait and check them.
 
-The result is a pure function of the corpus and the settings: the number of workers, and any number of kills, change no
-byte of it.
+Documents become token shards (`documents.py`); questions and conversations become rows of tokens, in this file. Prepared
+data are used again where the settings that determine them are the same, refused where they differ, and checked each time
+they are opened.
 """
 
 from __future__ import annotations
@@ -11,32 +12,34 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from windlass.data import foreign, verify
-from windlass.data.corpus import find_files, open_corpus, slug
-from windlass.data.encode import encode_documents
-from windlass.data.items import directory_of, prepare_items
-from windlass.data.lock import LOCK, only_one
-from windlass.data.progress import Progress, console
+from windlass import hub
+from windlass.data import chat, squad
+from windlass.data.documents import PROGRESS, TextPreparation, tokenizer_info
+from windlass.data.progress import Progress
+from windlass.data.samples import choose
 from windlass.data.shards import (
     EVAL,
     INDEX,
     MAIN,
-    PROGRESS,
     Index,
-    Shard,
-    ShardWriter,
-    dtype_for,
-    sweep,
-    write_json,
+    RowsFile,
+    check_sizes,
+    file_state,
+    parts,
+    remember,
+    unverified,
+    verify,
 )
-from windlass.data.splits import Part, budget, cut, halves, make_splits
-from windlass.data.tokenizer import Tokenizer
+from windlass.data.sources import describe_files, find_files, has_changed, slug
+from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import (
     char_tokenizer,
     kind_of,
@@ -46,299 +49,295 @@ from windlass.data.vocabulary import (
     train_bpe,
 )
 from windlass.errors import RunFailed, UserError
-from windlass.recipe import DataSettings, Recipe
+from windlass.recipe import Recipe
 
-SHAPING = (
-    "source", "eval_source", "sha256", "tokenizer", "tokenizer_vocab", "text_key", "split", "eval_split",
-    "max_documents", "max_tokens", "val_fraction", "val_shards", "shard_tokens",
+LOCK = ".lock"
+LOCK_POLL_SECONDS = 0.2
+TEXT_SETTINGS = (
+    "source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split", "max_documents", "max_tokens",
+    "val_fraction", "val_shards", "shard_tokens",
 )  # fmt: skip
 """The settings that determine the shards; the rest (order, packing, workers ...) only says how they are read."""
-BPE_CHARACTERS = 200_000_000
-"""Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
+ROWS_SETTINGS = ("format", "source", "eval_source", "val_fraction", "train_size", "eval_size")
+"""The settings that determine the rows; `model.context`, `run.seed` and the content of the files do too."""
+LAYOUT = squad.PROMPT + "User: System: Assistant: \n"
+"""What a character tokenizer must know besides the characters of the items."""
 
 
-def shaping(data: DataSettings) -> dict[str, Any]:
-    """The settings that determine the prepared data."""
-    values = {key: getattr(data, key) for key in SHAPING}
-    if data.tokenizer != "bpe":
-        del values["tokenizer_vocab"]
-    if data.source == "stdlib":
-        import platform
+@dataclass(frozen=True)
+class Prepared:
+    """The prepared data of a recipe, checked."""
 
-        values["python"] = platform.python_version()
-    return values
+    directory: Path
+    index: Index
+    tokenizer: Tokenizer
+    made: bool
+    """Whether they were made now, by this process."""
+    seconds: float
+    """What making, waiting and checking took."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids of the tokenizer."""
+        return self.tokenizer.vocab
+
+    @property
+    def documents(self) -> int:
+        """Documents, or items, of training and validation; 0 where that is not known."""
+        return sum(s.documents for s in self.index.shards) + sum(rows.items for rows in self.index.rows.values())
+
+    def tokens(self, split: str) -> int:
+        """Tokens of `train` or `val`; with questions and conversations the unmasked labels."""
+        if split in self.index.rows:
+            return self.index.rows[split].unmasked
+        return self.index.splits[split].stop - self.index.splits[split].start if split in self.index.splits else 0
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Prepare the data of a recipe where they are not there yet, and check them.
+
+    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed.
+
+    Raises:
+        UserError: The source, the tokenizer or the directory is not what it should be; a shard is missing, truncated or
+            changed; the data were prepared with another tokenizer or other settings.
+        RunFailed: The disk is full or fails.
+    """
+    started = time.perf_counter()
+    settings, directory, made = preparing_settings(recipe), data_dir(recipe), False
+    progress = Progress()
+    try:
+        index = _ready(recipe, settings, directory)
+        if index is None:
+            _check_output_dir(directory)
+            with _lock(directory, progress):
+                index = _ready(recipe, settings, directory)
+                if index is None:
+                    index, made = _make(recipe, settings, directory, progress), True
+        tokenizer = _checked_tokenizer(recipe, directory, index)
+        _check_files(directory, index, progress)
+        if not made and os.environ.get("RANK", "0") == "0":
+            _note_changes(directory, index, progress)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            raise RunFailed(f"{directory}: {error.strerror}; what is committed stays: start again to resume") from None
+        raise
+    finally:
+        progress.close()
+    return Prepared(directory, index, tokenizer, made, time.perf_counter() - started)
+
+
+def find_prepared(recipe: Recipe) -> Prepared | None:
+    """The prepared data of a recipe, their files not checked; None where they are not there. Raises as `prepare`."""
+    directory = data_dir(recipe)
+    index = _ready(recipe, preparing_settings(recipe), directory)
+    return Prepared(directory, index, load_tokenizer(recipe, directory), False, 0.0) if index else None
+
+
+def preparing_settings(recipe: Recipe) -> dict[str, Any]:
+    """Everything that determines the prepared data: settings and, of questions and conversations, every file's content."""
+    data = recipe.data
+    vocab = {"tokenizer_vocab": data.tokenizer_vocab} if data.tokenizer == "bpe" else {}
+    if data.format == "text":
+        python = {"python": platform.python_version()} if data.source == "stdlib" else {}
+        return {**{key: getattr(data, key) for key in TEXT_SETTINGS}, **vocab, **python}
+    files: list[Path] = []
+    for source in (data.source, data.eval_source):
+        place = source.removeprefix("squad:").removeprefix("hf:")
+        if source.startswith("hf:") and Path(place).expanduser().is_dir():
+            files += [path for path in sorted(Path(place).expanduser().rglob("*")) if path.is_file()]
+        elif source and source != "squad" and not source.startswith("hf:"):
+            files += find_files(place)
+    splits = {"split": data.split, "eval_split": data.eval_split} if data.source.startswith("hf:") else {}
+    return {
+        **{key: getattr(data, key) for key in ROWS_SETTINGS},
+        **vocab,
+        **splits,
+        "tokenizer": recipe.tokenizer,
+        "context": recipe.model.context,
+        "seed": recipe.run.seed,
+        "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
+        "files": describe_files(files)["files"],
+    }
 
 
 def data_dir(recipe: Recipe) -> Path:
-    """Where the prepared data of a recipe lie: `data.dir`, or `data/<source>-<digest of what shapes them>`."""
-    if recipe.data.format != "text":
-        return directory_of(recipe)
+    """Where the prepared data of a recipe lie: `data.dir`, or `data/<source>-<hash of what determines them>`."""
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
-    digest = hashlib.sha256(json.dumps(shaping(recipe.data), sort_keys=True).encode()).hexdigest()
-    return Path("data") / f"{slug(recipe.data.source)}-{digest[:8]}"
+    digest = hashlib.sha256(json.dumps(preparing_settings(recipe), sort_keys=True).encode()).hexdigest()
+    name = slug(recipe.data.source) if recipe.data.format == "text" else recipe.data.format
+    return Path("data") / f"{name}-{digest[:8]}"
 
 
-def ready(recipe: Recipe, directory: Path) -> Index | None:
-    """The index of prepared data that belong to a recipe; None where they are not (wholly) there.
+def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
+    """The index of a directory; None where the data are not (wholly) there.
 
     Raises UserError where the directory holds data that were prepared with other settings, which are shown.
     """
     index = Index.load(directory)
     if index is None:
         return None
-    wanted, there = shaping(recipe.data), index.settings
-    changed = [k for k in sorted({*wanted, *there}) if wanted.get(k) != there.get(k)]
+    there, prefix = index.settings, "data." if recipe.data.format == "text" else ""
+    changed = [key for key in sorted({*wanted, *there}) if wanted.get(key) != there.get(key)]
     if changed:
-        lines = [f"  data.{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}" for k in changed]
+        lines = [f"  {prefix}{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}" for k in changed]
         raise UserError(
             "\n".join([f"{directory} holds data that were prepared otherwise; give another data.dir:", *lines])
         )
     return index
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None) -> Path:
-    """Prepare the data of a recipe where they are not there yet; returns their directory.
-
-    Exactly one process of a file system works; the others wait, without a time-out, until it is done, or take over where
-    it was killed.
-
-    Args:
-        recipe: Its `data` section is what counts.
-        progress: Shows how far it is; None: on stderr, where it takes longer than a moment.
-
-    Raises:
-        UserError: The source, the tokenizer or the directory is not what it should be.
-        RunFailed: The disk is full or fails.
-    """
-    if recipe.data.format != "text":
-        return prepare_items(recipe, progress)
-    directory = data_dir(recipe)
-    if ready(recipe, directory) is not None:
-        return directory
-    shown = progress or console()
-    _refuse_strangers(directory)
-    try:
-        with only_one(directory, lambda: ready(recipe, directory) is not None, shown.note, "prepares") as left:
-            if left:
-                _Preparation(recipe, directory, shown).run()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
-            raise RunFailed(f"{directory}: {error.strerror}; what is committed stays, start again to go on") from None
-        raise
-    finally:
-        shown.close()
-    return directory
-
-
-def _refuse_strangers(directory: Path) -> None:
-    """Raise UserError where a directory holds something else than data being prepared."""
+def _check_output_dir(directory: Path) -> None:
+    """Raise UserError where a directory holds something else than data being prepared, or cannot be written."""
     ours = (INDEX, PROGRESS, LOCK)
     if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in ours):
         raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"{directory} is a file; give another data.dir") from None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
 
 
-class _Preparation:
-    """One go at a data directory, by the process that holds its lock."""
+@contextlib.contextmanager
+def _lock(directory: Path, progress: Progress) -> Iterator[None]:
+    """Hold the directory's lock; without a time-out. The lock is the kernel's: it goes with its process however that ends."""
+    from filelock import FileLock, Timeout
 
-    def __init__(self, recipe: Recipe, directory: Path, shown: Progress):
-        self.recipe, self.data, self.directory, self.shown = recipe, recipe.data, directory, shown
-        self.workers = self.data.workers or len(os.sched_getaffinity(0))
-        self.state: dict[str, Any] = {}
-        self.inherited: set[str] = set()
-        """Files that an earlier go committed: what the disk has of them is checked when they are opened."""
+    lock = FileLock(directory / LOCK)
+    try:
+        lock.acquire(timeout=1, poll_interval=LOCK_POLL_SECONDS)
+    except Timeout:
+        progress.note(f"waiting for another process that prepares or checks {directory}")
+        lock.acquire(poll_interval=LOCK_POLL_SECONDS)
+    except PermissionError:
+        raise UserError(f"{directory} cannot be written; give another data.dir") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
-    def run(self) -> None:
-        """Do what is left to do, and write the index."""
-        sweep(self.directory)
-        index = self._foreign() if self.data.source.startswith("shards:") else self._own()
-        index = index.save(self.directory)
-        seen = {file: verify.state_of(self.directory / file, sha256) for file, _, sha256 in verify.parts(index.shards)}
-        verify.remember(self.directory, {file: state for file, state in seen.items() if file not in self.inherited})
-        (self.directory / PROGRESS).unlink(missing_ok=True)
-        for stray in [p for stem in (MAIN, EVAL) for p in self.directory.glob(f"{stem}-[0-9]*") if p.name not in seen]:
-            stray.unlink(missing_ok=True)  # of an earlier go with another corpus
 
-    def _own(self) -> Index:
-        parts = self._parts()
-        source = {
-            part.stem: {"name": part.corpus.name, "single_text": part.corpus.single_text, **part.corpus.description}
-            for part in parts
-        }
-        self._go_on(source)
-        tokenizer = self._tokenizer(parts)
-        if self.state.setdefault("tokenizer", tokenizer.fingerprint) != tokenizer.fingerprint:
-            self._forget(source)
-            self.state["tokenizer"] = tokenizer.fingerprint
-        for part in parts:
-            if not part.corpus.single_text and tokenizer.eot is None:
-                raise UserError(
-                    f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
-                    "another, or a source that is one text"
-                )
-        streams = {part.stem: self._write(part, tokenizer) for part in parts}
-        splits = make_splits(self.data, self.directory, streams)
-        return Index(shaping(self.data), source, _describe(self.data, tokenizer), streams, splits)
+def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
+    """Make the data under the directory's lock; the index is written last."""
+    for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
+        leftover.unlink()  # half written by a process that was killed
+    if recipe.data.format != "text":
+        return _make_rows(recipe, settings, directory, progress).save(directory)
+    workers = recipe.data.workers or len(os.sched_getaffinity(0))
+    preparation = TextPreparation(recipe, settings, directory, workers, progress)
+    index = preparation.run().save(directory)
+    written = {file: file_state(directory / file, sha256) for file, _, sha256 in parts(index.shards)}
+    remember(directory, {file: state for file, state in written.items() if file not in preparation.inherited})
+    (directory / PROGRESS).unlink(missing_ok=True)
+    for stray in [p for stem in (MAIN, EVAL) for p in directory.glob(f"{stem}-[0-9]*") if p.name not in written]:
+        stray.unlink(missing_ok=True)  # of an earlier preparation of another corpus
+    return index
 
-    def _parts(self) -> list[Part]:
-        """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
-        d, note = self.data, self.shown.note
-        main = open_corpus(d, d.source, sha256=d.sha256, split=d.split, notify=note)
-        main.limit = d.max_documents
-        separate = d.eval_source or (d.eval_split and d.source)
-        if not separate:
-            if main.single_text and d.val_fraction and not d.val_shards:
-                return halves(main, d)
-            held_out = d.val_shards * d.shard_tokens
-            return [Part(MAIN, main, budget(d, held_out=True), cut(main, d.max_tokens, held_out))]
-        held = open_corpus(d, separate, split=d.eval_split or d.split, notify=note)
-        share = Fraction(str(d.val_fraction))
-        held.limit = max(1, int(d.max_documents * share)) if d.max_documents and share else 0
-        few = max(1, int(d.max_tokens * share)) if d.max_tokens and share else 0
-        return [
-            Part(MAIN, main, budget(d, held_out=False), cut(main, d.max_tokens)),
-            Part(EVAL, held, lambda tokens: bool(few) and tokens >= few, cut(held, few)),
-        ]
 
-    def _tokenizer(self, parts: list[Part]) -> Tokenizer:
-        """The tokenizer: saved by an earlier go, named, or made from the corpus; saved beside the shards."""
-        kind = kind_of(self.data.tokenizer)
-        if kind not in ("char", "bpe"):
-            tokenizer = named_tokenizer(self.recipe.tokenizer)
-        elif "tokenizer" in self.state:
-            return load_tokenizer(self.recipe, self.directory)
-        elif kind == "char":
-            tokenizer = self._characters(parts)
-        else:
-            self.shown.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {parts[0].corpus.name}")
-            texts = _first(parts[0].corpus.documents(), BPE_CHARACTERS)
-            tokenizer = train_bpe(texts, self.data.tokenizer_vocab)
-        tokenizer.save(self.directory)
-        return tokenizer
-
-    def _characters(self, parts: list[Part]) -> Tokenizer:
-        found: set[str] = set()
-        for part in parts:
-            tokens = 0
-            for text in part.corpus.documents():
-                found |= set(text)
-                tokens += len(text) + 1
-                if part.enough(tokens):
-                    break
-        if not found:
-            raise UserError(f"data.source: there is no text in {parts[0].corpus.name}")
-        return char_tokenizer(found, with_eot=not all(part.corpus.single_text for part in parts))
-
-    def _write(self, part: Part, tokenizer: Tokenizer) -> list[Shard]:
-        before = self.state["streams"].get(part.stem, {"shards": [], "resume": [0, 0], "done": False})
-        shards = [Shard(**s) for s in before["shards"]]
-        if before["done"]:
-            return shards
-        if shards:
-            self.shown.note(f"going on after {len(shards)} committed shards, {sum(s.tokens for s in shards):,} tokens")
-        writer = ShardWriter(
-            self.directory, part.stem, dtype_for(tokenizer.vocab), self.data.shard_tokens, shards,
-            tuple(before["resume"]), lambda w: self._commit(part.stem, w, done=False),
-        )  # fmt: skip
-        try:
-            documents = self._pour(part, tokenizer, writer)
-            shards = writer.finish(documents)
-        finally:
-            writer.close()
-        if not shards:
-            raise UserError(f"data: there is no text in {part.corpus.name}")
-        self._commit(part.stem, writer, done=True)
-        return shards
-
-    def _pour(self, part: Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
-        """Write the documents' tokens in order; returns the number of documents of the source that were used."""
-        what = "validation data" if part.stem == EVAL else "training data"
-        number, carried = writer.resume
-        if not carried and part.enough(writer.tokens):
-            return number
-        eot = None if part.corpus.single_text else tokenizer.eot
-        batches = encode_documents(part.corpus.documents(number), number, tokenizer, eot, self.workers)
-        seen = 0
-        with contextlib.closing(batches):
-            for batch in batches:
-                for number, tokens, last in batch:
-                    writer.add(tokens[: max(0, part.cut - seen)] if part.cut else tokens, number)
-                    seen += len(tokens)
-                    if last and part.enough(writer.tokens):
-                        return number + 1
-                self.shown.update(what, self._fraction(part, writer.tokens), writer.tokens)
-        return number + 1
-
-    def _fraction(self, part: Part, tokens: int) -> float | None:
-        shares = [part.corpus.fraction]
-        if part.corpus.limit:
-            shares.append(None)
-        if self.data.max_tokens and part.stem == MAIN:
-            shares.append(min(1.0, tokens / self.data.max_tokens))
-        return max((s for s in shares if s is not None), default=None)
-
-    def _commit(self, stem: str, writer: ShardWriter, *, done: bool) -> None:
-        self.state["streams"][stem] = {
-            "shards": [asdict(s) for s in writer.shards], "resume": list(writer.resume), "done": done
-        }  # fmt: skip
-        write_json(self.directory / PROGRESS, self.state)
-
-    def _go_on(self, source: dict[str, Any]) -> None:
-        """Take up what an earlier go committed, if it was the same work and its files are there; else begin anew."""
-        try:
-            self.state = json.loads((self.directory / PROGRESS).read_text(encoding="utf-8"))
-            same = self.state["settings"] == shaping(self.data) and self.state["source"] == source
-            shards = [Shard(**s) for stream in self.state["streams"].values() for s in stream["shards"]]
-            whole = all((self.directory / f).stat().st_size == size for f, size, _ in verify.parts(shards))
-            self.inherited = {file for file, _, _ in verify.parts(shards)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            same = whole = False
-        if not (same and whole):
-            self._forget(source)
-
-    def _forget(self, source: dict[str, Any]) -> None:
-        self.state, self.inherited = {"settings": shaping(self.data), "source": source, "streams": {}}, set()
-
-    def _foreign(self) -> Index:
-        """The index of shards that others wrote: they are read once, and stay where they are."""
-        d = self.data
-        tokenizer = load_tokenizer(self.recipe)
-        main = find_files(d.source.removeprefix("shards:"))
-        held: list[Path] = []
-        if d.eval_source:
-            if not d.eval_source.startswith("shards:"):
-                raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
-            held = find_files(d.eval_source.removeprefix("shards:"), "data.eval_source")
-        elif not d.val_shards:
-            held = [path for path in main if foreign.is_validation(path)]
-            held = held if len(held) < len(main) else []
-        taken = {path.resolve() for path in held}
-        main = [path for path in main if path.resolve() not in taken]
-        if not main:
-            raise UserError("data.source: no shard is left for training: data.eval_source names them all")
-        tokenizer.save(self.directory)
-        scanned = foreign.scan_all(
-            main + held,
-            tokenizer.vocab,
-            self.workers,
-            lambda n, total: self.shown.update("reading shards", n / total, n),
+def _checked_tokenizer(recipe: Recipe, directory: Path, index: Index) -> Tokenizer:
+    tokenizer, there = load_tokenizer(recipe, directory), index.tokenizer
+    if tokenizer.fingerprint != there.fingerprint:
+        raise UserError(
+            f"wrong tokenizer: {directory} was prepared with another {there.name} than the one that lies "
+            f"beside it; delete {directory} and run `windlass prepare` again"
         )
-        streams = {MAIN: scanned[: len(main)], **({EVAL: scanned[len(main) :]} if held else {})}
-        splits = make_splits(d, self.directory, streams)
-        source = {MAIN: {"kind": "shards", "name": d.source}}
-        return Index(shaping(d), source, _describe(d, tokenizer), streams, splits)
+    now = tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
+    changed = [file for file in sorted({*now, *there.files}) if now.get(file) != there.files.get(file)]
+    if now and changed:  # where they are gone, what was saved beside the data is enough
+        raise UserError(
+            f"wrong tokenizer: {changed[0]} has changed since the data in {directory} were prepared with it; put the old "
+            "file back, or give another data.dir"
+        )
+    return tokenizer
 
 
-def _describe(data: DataSettings, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "name": data.tokenizer, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab, "eot": tokenizer.eot,
-        "files": tokenizer_files(data.tokenizer),
-    }  # fmt: skip
+def _check_files(directory: Path, index: Index, progress: Progress) -> None:
+    check_sizes(directory, index)
+    if unverified(directory, index):
+        # Of several processes one reads the files, and the others wait for it, where it can write down that it did.
+        with _lock(directory, progress) if os.access(directory, os.W_OK) else contextlib.nullcontext():
+            verify(directory, index, lambda share: progress.update("checking SHA-256", share))
 
 
-def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        yield text[:characters]
-        characters -= len(text)
-        if characters <= 0:
-            return
+def _note_changes(directory: Path, index: Index, progress: Progress) -> None:
+    for description in index.source.values():
+        if has_changed(description["name"], description):
+            progress.note(
+                f"{description['name']} has changed since it was prepared, and what was prepared is used; delete "
+                f"{directory} to prepare it anew"
+            )
+            break
+
+
+# -- questions and conversations
+
+
+def _make_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
+    """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
+    items: dict[str, Sequence[Any]]
+    template = chat.Template()
+    if recipe.data.format == "squad":
+        train, held_out = squad.questions(recipe)
+        texts = [squad.PROMPT.format(question=q.question, context=q.context) for q in train]
+        texts = [text for q, prompt in zip(train, texts, strict=True) for text in (prompt, *q.answers)]
+        items = {"train": train, "val": held_out}
+    else:
+        conversations, held_out_conversations = _conversations(recipe)
+        texts = [message["content"] for conversation in conversations for message in conversation]
+        items = {"train": conversations, "val": held_out_conversations}
+        kind, _, place = recipe.tokenizer.partition(":")
+        if kind == "hf":
+            template = chat.Template.of_directory(hub.tokenizer_directory(place))
+    tokenizer = _make_tokenizer(recipe, texts, progress)
+    files: dict[str, RowsFile] = {}
+    for name, wanted in items.items():
+        if not wanted:
+            continue
+        if recipe.data.format == "squad":
+            rows = squad.rows(wanted, tokenizer, recipe.model.context)
+        else:
+            rows = chat.rows(wanted, template, tokenizer, recipe.model.context)
+        if len(rows) < len(wanted):
+            left_out = len(wanted) - len(rows)
+            progress.note(f"{left_out} of {len(wanted)} items do not fit into the context and are left out")
+        partial = directory / f".{name}.tmp"
+        rows.save(partial)
+        partial.replace(directory / f"{name}.npz")
+        files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
+    tokenizer.save(directory)
+    template.save(directory / FOLDER)
+    info = tokenizer_info(recipe, tokenizer, layout=True)
+    return Index(settings=settings, source={}, tokenizer=info, rows=files)
+
+
+def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:
+    """Training and evaluation conversations: `train_size` and `eval_size` of them as `run.seed` chooses."""
+    data, seed = recipe.data, recipe.run.seed
+    train: list[Any] = chat.read(data.source, data.split)
+    held_out: list[Any] = []
+    if data.eval_source or data.eval_split:
+        source = data.eval_source or data.source
+        held_out = chat.read(source, data.eval_split or data.split, "data.eval_source")
+    elif data.val_fraction and len(train) > 1:
+        count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
+        places = set(choose([str(i) for i in range(len(train))], count, seed, "split"))
+        held_out = [item for i, item in enumerate(train) if i in places]
+        train = [item for i, item in enumerate(train) if i not in places]
+    return (
+        [train[i] for i in choose([str(i) for i in range(len(train))], data.train_size, seed, "train")],
+        [held_out[i] for i in choose([str(i) for i in range(len(held_out))], data.eval_size, seed, "eval")],
+    )
+
+
+def _make_tokenizer(recipe: Recipe, texts: list[str], progress: Progress) -> Tokenizer:
+    """The tokenizer that the recipe names, or one made from the training texts."""
+    kind = kind_of(recipe.data.tokenizer)
+    if kind == "bpe":
+        progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from the training items")
+        return train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
+    if kind == "char":
+        return char_tokenizer([*texts, LAYOUT], with_eot=True)
+    return named_tokenizer(recipe.tokenizer)

@@ -1,8 +1,10 @@
-"""Token shards on disk: their index, how they are written, and how a stretch of tokens is read across them.
+"""What lies in a data directory: its index, how token shards are written, read, and checked.
 
 A data directory holds `index.json` (written last: where it is, everything is), `shard-00000.bin` ... (token ids, little
-endian, 16 or 32 bits by the size of the vocabulary), `documents-00000.bin` ... (where each document starts, as 64-bit
-offsets into its shard), the same with `eval-` where the validation corpus is one of its own, and `tokenizer/`.
+endian, 16 or 32 bits by the size of the vocabulary), `shard-00000.documents` ... (where each document starts, as 64-bit
+offsets into its shard), the same with `eval-` where the validation corpus is one of its own, and `tokenizer/`. With
+questions or conversations it holds `train.npz` and `val.npz` in place of shards. Everything is written under the
+directory's lock, by one process.
 """
 
 from __future__ import annotations
@@ -10,32 +12,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import socket
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from windlass.data.remote import sha256_of
 from windlass.errors import UserError
+from windlass.fileio import Files, read_json, write_atomic
 
-FORMAT = 1
-INDEX, PROGRESS = "index.json", "progress.json"
+FORMAT = 2
+INDEX, VERIFIED = "index.json", "verified.json"
 MAIN, EVAL = "shard", "eval-shard"
 """The two streams of tokens that a data directory can hold, by the first part of their files' names."""
 OPEN_FILES = 128
-HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
-LEFT_SECONDS = 3600.0
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(BaseModel):
     """One file of tokens."""
+
+    model_config = ConfigDict(frozen=True)
 
     file: str
     """Name in the data directory, or an absolute path of a file that others wrote."""
@@ -44,8 +45,6 @@ class Shard:
     """Documents that start in it; 0 where that is not known (shards that others wrote)."""
     bytes: int
     sha256: str
-    largest: int
-    """The largest token id in it."""
     dtype: str
     """`uint16` or `uint32`."""
     offset: int = 0
@@ -54,9 +53,8 @@ class Shard:
     starts_sha256: str = ""
 
 
-@dataclass(frozen=True)
-class Split:
-    """The stretch of a stream's tokens, and of its documents, that is for training or for validation."""
+class Split(BaseModel):
+    """The range of a stream's tokens, and of its documents, that is for training or for validation."""
 
     stream: str
     start: int
@@ -65,21 +63,41 @@ class Split:
     last_document: int
 
 
-@dataclass(frozen=True)
-class Index:
+class RowsFile(BaseModel):
+    """The rows of a split: `train.npz` or `val.npz`."""
+
+    items: int
+    fingerprint: str
+    unmasked: int
+    """Labels in an epoch that count in the loss."""
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer that made the tokens."""
+
+    name: str
+    fingerprint: str
+    vocab: int
+    eot: int | None
+    files: dict[str, str]
+    """The SHA-256 of each local file that the recipe names, by path."""
+
+
+class Index(BaseModel):
     """Everything that a data directory holds."""
 
     settings: dict[str, Any]
-    """The settings of the recipe that shaped the tokens."""
+    """The settings of the recipe that determine the tokens."""
     source: dict[str, Any]
-    """Where the text came from, for the reader."""
-    tokenizer: dict[str, Any]
-    """`name`, `fingerprint`, `vocab`, `eot`."""
-    streams: dict[str, list[Shard]]
-    splits: dict[str, Split]
+    """Where the text came from, by stream."""
+    tokenizer: TokenizerInfo
+    streams: dict[str, list[Shard]] = {}
+    splits: dict[str, Split] = {}
     """`train`, and `val` where there is one."""
+    rows: dict[str, RowsFile] = {}
+    """The same for questions and conversations."""
     format: int = FORMAT
-    fingerprint: str = field(default="", compare=False)
+    fingerprint: str = ""
 
     @property
     def shards(self) -> list[Shard]:
@@ -88,50 +106,42 @@ class Index:
 
     def compute_fingerprint(self) -> str:
         """A hash of the tokens, their split and their tokenizer: equal data has equal fingerprints, wherever it lies."""
-        streams = {
-            name: [[s.tokens, s.documents, s.dtype, s.offset, s.sha256, s.starts_sha256] for s in shards]
-            for name, shards in self.streams.items()
-        }
-        known = [
+        place = {"file", "starts_file"}
+        content = [
             FORMAT,
-            self.tokenizer["fingerprint"],
-            self.tokenizer["vocab"],
-            self.tokenizer["eot"],
-            streams,
-            {name: asdict(split) for name, split in self.splits.items()},
+            self.tokenizer.model_dump(include={"fingerprint", "vocab", "eot"}),
+            {name: [s.model_dump(exclude=place) for s in shards] for name, shards in self.streams.items()},
+            {name: split.model_dump() for name, split in self.splits.items()},
+            {name: rows.fingerprint for name, rows in self.rows.items()},
         ]
-        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def save(self, directory: Path) -> Index:
         """Write `index.json`, with the fingerprint; returns the index as written."""
-        whole = Index(**{**self.__dict__, "fingerprint": self.compute_fingerprint()})
-        write_json(directory / INDEX, asdict(whole))
-        return whole
+        index = self.model_copy(update={"fingerprint": self.compute_fingerprint()})
+        Files().replace(directory / INDEX, index.model_dump_json(indent=1).encode())
+        return index
 
     @staticmethod
     def load(directory: Path) -> Index | None:
         """The index of a data directory; None where there is none yet. Raises UserError where it is damaged."""
         path = directory / INDEX
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            index = Index.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except NotADirectoryError:
             raise UserError(f"{directory} is a file, not a data directory; give another data.dir") from None
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UserError(f"{path} is damaged (no JSON); delete it and run `windlass prepare` again") from None
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise UserError(f"{path} is not of the format {FORMAT} that this version reads; prepare the data again")
-        try:
-            raw["streams"] = {name: [Shard(**s) for s in shards] for name, shards in raw["streams"].items()}
-            raw["splits"] = {name: Split(**split) for name, split in raw["splits"].items()}
-            index = Index(**raw)
-            whole = index.fingerprint == index.compute_fingerprint()
-        except (KeyError, TypeError, AttributeError):
-            whole = False
-        if not whole:
-            raise UserError(f"{path} was changed after it was written; delete it and run `windlass prepare` again")
+        except ValidationError:
+            raise UserError(f"{path} is damaged, or of another version; {prepare_again(directory)}") from None
+        if index.format != FORMAT or index.fingerprint != index.compute_fingerprint():
+            raise UserError(f"{path} was changed after it was written; {prepare_again(directory)}")
         return index
+
+
+def prepare_again(directory: Path) -> str:
+    """The remedy for damaged data."""
+    return f"delete {directory} and run `windlass prepare` again"
 
 
 def dtype_for(vocab: int) -> str:
@@ -144,46 +154,6 @@ def on_disk(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def temporary(path: Path) -> Path:
-    """Where a file is written before it is renamed to `path`: a name that no other process on any host has."""
-    return path.with_name(f".{path.name}.{HOST}.{os.getpid()}.tmp")
-
-
-def sweep(directory: Path) -> None:
-    """Remove what killed processes left half written: those of this host at once, those of others after an hour.
-
-    To be called by the one process of this host that may write there.
-    """
-    for leftover in [p for name in (MAIN, EVAL, INDEX, PROGRESS) for p in directory.glob(f".{name}*.tmp")]:
-        try:
-            if f".{HOST}." in leftover.name or time.time() - leftover.stat().st_mtime > LEFT_SECONDS:
-                leftover.unlink()
-        except OSError:
-            continue
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, also after a crash of the machine."""
-    partial = temporary(path)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    commit_file(partial, path)
-
-
-def commit_file(partial: Path, final: Path) -> None:
-    """Rename a file that was written and synced to its name, and sync the directory."""
-    partial.replace(final)
-    folder = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    except OSError:
-        pass  # some network file systems cannot sync a directory
-    finally:
-        os.close(folder)
-
-
 class ShardWriter:
     """Writes a stream of documents as shards of equal size, each committed whole.
 
@@ -193,32 +163,28 @@ class ShardWriter:
 
     def __init__(
         self, directory: Path, stem: str, dtype: str, shard_tokens: int, shards: Sequence[Shard] = (),
-        resume: tuple[int, int] = (0, 0), on_commit: Callable[[ShardWriter], None] | None = None,
+        resume: tuple[int, int] = (0, 0), on_commit: Callable[[ShardWriter], None] = lambda writer: None,
     ):  # fmt: skip
         self.directory, self.stem, self.dtype, self.shard_tokens = directory, stem, dtype, shard_tokens
         self.shards = list(shards)
         self.resume = resume
         self.tokens = sum(s.tokens for s in self.shards)
         """Tokens written so far, in committed shards and in the one being written."""
-        self.documents = sum(s.documents for s in self.shards)
-        """Documents started so far."""
         self._on_commit = on_commit
         self._number, self._done, self._skip = resume[0], 0, resume[1]
-        self._file: BinaryIO | None = None
-        self._begin()
+        self._partial, self._file = directory / f".{stem}.tmp", None
+        self._begin_shard()
 
-    def _begin(self) -> None:
-        self._count, self._largest, self._starts = 0, 0, list[int]()
+    _file: BinaryIO | None
+
+    def _begin_shard(self) -> None:
+        self._count, self._starts = 0, list[int]()
         self._hash = hashlib.sha256()
 
-    @property
-    def _partial(self) -> Path:
-        return temporary(self.directory / self.stem)
-
     def add(self, tokens: np.ndarray, number: int) -> None:
-        """Append tokens of document `number` of the source; documents come in order, one may come in several stretches.
+        """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts.
 
-        After a resumption the document is added from its start again, and what was committed of it is passed over.
+        After a resume the document is added from its start again, and what was committed of it is passed over.
         """
         if number != self._number:
             self._number, self._done = number, 0
@@ -228,24 +194,19 @@ class ShardWriter:
         tokens = tokens[passed:]
         if len(tokens) and self._done == 0:
             self._starts.append(self._count)
-            self.documents += 1
         while len(tokens):
             part = tokens[: self.shard_tokens - self._count]
-            self._write(part)
             tokens = tokens[len(part) :]
+            if self._file is None:
+                self._file = self._partial.open("wb")
+            raw = part.astype(on_disk(self.dtype)).tobytes()
+            self._hash.update(raw)
+            self._file.write(raw)
+            self._count += len(part)
+            self.tokens += len(part)
             self._done += len(part)
             if self._count == self.shard_tokens:
                 self._commit((number, self._done))
-
-    def _write(self, part: np.ndarray) -> None:
-        if self._file is None:
-            self._file = self._partial.open("wb")
-        raw = part.astype(on_disk(self.dtype)).tobytes()
-        self._hash.update(raw)
-        self._file.write(raw)
-        self._largest = max(self._largest, int(part.max()))
-        self._count += len(part)
-        self.tokens += len(part)
 
     def _commit(self, resume: tuple[int, int]) -> None:
         assert self._file is not None
@@ -253,27 +214,27 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        number = len(self.shards)
-        file, starts_file = f"{self.stem}-{number:05d}.bin", f"{self.stem}-{number:05d}.documents"
+        name = f"{self.stem}-{len(self.shards):05d}"
         starts = np.array(self._starts, dtype="<u8").tobytes()
-        partial = temporary(self.directory / starts_file)
-        with partial.open("wb") as out:
-            out.write(starts)
-            out.flush()
-            os.fsync(out.fileno())
-        commit_file(partial, self.directory / starts_file)
-        commit_file(self._partial, self.directory / file)
-        size = self._count * np.dtype(self.dtype).itemsize
+        files = Files()
+        files.replace(self.directory / f"{name}.documents", starts)
+        files.rename(self._partial, self.directory / f"{name}.bin")
+        files.sync_dir(self.directory)
         self.shards.append(
             Shard(
-                file, self._count, len(self._starts), size, self._hash.hexdigest(), self._largest, self.dtype, 0,
-                starts_file, hashlib.sha256(starts).hexdigest(),
+                file=f"{name}.bin",
+                tokens=self._count,
+                documents=len(self._starts),
+                bytes=self._count * np.dtype(self.dtype).itemsize,
+                sha256=self._hash.hexdigest(),
+                dtype=self.dtype,
+                starts_file=f"{name}.documents",
+                starts_sha256=hashlib.sha256(starts).hexdigest(),
             )
-        )  # fmt: skip
+        )
         self.resume = resume
-        self._begin()
-        if self._on_commit is not None:
-            self._on_commit(self)
+        self._begin_shard()
+        self._on_commit(self)
 
     def finish(self, documents: int) -> list[Shard]:
         """Commit what is left, after `documents` documents of the source; returns all shards."""
@@ -282,7 +243,7 @@ class ShardWriter:
         return self.shards
 
     def close(self) -> None:
-        """Leave off: what is not committed is thrown away."""
+        """Discard what is not committed."""
         if self._file is not None:
             self._file.close()
             self._partial.unlink(missing_ok=True)
@@ -296,43 +257,36 @@ class Stream:
         self.directory, self.shards = directory, list(shards)
         self.edges = np.concatenate([[0], np.cumsum([s.tokens for s in self.shards])]).astype(np.int64)
         """Where each shard starts in the row, and the row's end, int64 [shards + 1]."""
-        self._dtypes = [on_disk(s.dtype) for s in self.shards]
+        self._layout = [(s.tokens, s.offset, on_disk(s.dtype)) for s in self.shards]
         self._open: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(self.edges[-1])
 
-    @property
-    def documents(self) -> int:
-        """Documents in it; 0 where that is not known."""
-        return sum(s.documents for s in self.shards)
-
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Copy the tokens from `start` on into `out` [n], any integer type that holds them."""
         place = int(np.searchsorted(self.edges, start, side="right")) - 1
         done = 0
         while done < len(out):
+            tokens, offset, dtype = self._layout[place]
             begin = start + done - int(self.edges[place])
-            count = min(len(out) - done, self.shards[place].tokens - begin)
-            out[done : done + count] = self._pread(place, begin, count)
+            count = min(len(out) - done, tokens - begin)
+            size = count * dtype.itemsize
+            with self._lock:
+                raw = os.pread(self._descriptor(place), size, offset + begin * dtype.itemsize)
+            if len(raw) != size:
+                path = self.directory / self.shards[place].file
+                raise UserError(f"{path} ends too early: it was truncated after it was checked")
+            out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
             place += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens of a stretch, int64 [stop - start]."""
+        """The tokens of a range, int64 [stop - start]."""
         out = np.empty(stop - start, dtype=np.int64)
         self.read_into(start, out)
         return out
-
-    def _pread(self, place: int, begin: int, count: int) -> np.ndarray:
-        shard, dtype = self.shards[place], self._dtypes[place]
-        size = count * dtype.itemsize
-        with self._lock:
-            raw = os.pread(self._descriptor(place), size, shard.offset + begin * dtype.itemsize)
-        if len(raw) != size:
-            raise UserError(f"{self.directory / shard.file} ends too early: it was truncated after it was checked")
-        return np.frombuffer(raw, dtype=dtype)
 
     def _descriptor(self, place: int) -> int:
         if place in self._open:
@@ -340,10 +294,11 @@ class Stream:
             return self._open[place]
         while len(self._open) >= OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
+        path = self.directory / self.shards[place].file
         try:
-            self._open[place] = os.open(self.directory / self.shards[place].file, os.O_RDONLY)
+            self._open[place] = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise UserError(f"the shard {self.directory / self.shards[place].file} cannot be read: {error}") from None
+            raise UserError(f"the shard {path} cannot be read: {error}") from None
         return self._open[place]
 
     def document_starts(self) -> np.ndarray:
@@ -351,8 +306,7 @@ class Stream:
         parts = [np.zeros(0, dtype=np.int64)]
         for shard, edge in zip(self.shards, self.edges, strict=False):
             if shard.starts_file:
-                raw = np.fromfile(self.directory / shard.starts_file, dtype="<u8")
-                parts.append(raw.astype(np.int64) + edge)
+                parts.append(np.fromfile(self.directory / shard.starts_file, dtype="<u8").astype(np.int64) + edge)
         return np.concatenate(parts)
 
     def close(self) -> None:
@@ -365,3 +319,70 @@ class Stream:
         if os is not None and os.close is not None:  # at the interpreter's end modules go first
             for descriptor in getattr(self, "_open", {}).values():
                 os.close(descriptor)
+
+
+# -- are the shards what the index says? Sizes always; SHA-256 once for each state of a file, remembered beside the shards.
+
+
+def parts(shards: Iterable[Shard]) -> list[tuple[str, int, str]]:
+    """(file, bytes, SHA-256) of every file that belongs to the shards."""
+    shards = list(shards)
+    starts = [(s.starts_file, 8 * s.documents, s.starts_sha256) for s in shards if s.starts_file]
+    return [*((s.file, s.bytes, s.sha256) for s in shards), *starts]
+
+
+def check_sizes(directory: Path, index: Index) -> None:
+    """Raise UserError, naming the file, where a shard is missing or is not as long as the index says."""
+    for file, size, _ in parts(index.shards):
+        path = directory / file
+        try:
+            actual = path.stat().st_size
+        except OSError:
+            raise UserError(f"the shard {path} is missing; {prepare_again(directory)}") from None
+        if actual != size:
+            what = "truncated" if actual < size else "too long"
+            raise UserError(f"the shard {path} is {what}: {actual:,} bytes, not {size:,}; {prepare_again(directory)}")
+
+
+def unverified(directory: Path, index: Index) -> list[tuple[str, int, str]]:
+    """The files whose SHA-256 was not read since they were changed last."""
+    verified = read_json(directory / VERIFIED)
+    return [part for part in parts(index.shards) if verified.get(part[0]) != file_state(directory / part[0], part[2])]
+
+
+def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None:
+    """Read the SHA-256 of every unverified file; `tick` gets the share done. Raises UserError, naming the file."""
+    left = unverified(directory, index)
+    total, done, lock = sum(size for _, size, _ in left), 0, threading.Lock()
+
+    def count(size: int) -> None:
+        nonlocal done
+        with lock:
+            done += size
+            tick(done / max(1, total))
+
+    def check(part: tuple[str, int, str]) -> tuple[str, list[int | str]]:
+        path, sha256 = directory / part[0], part[2]
+        before = file_state(path, sha256)  # a change while we read must not pass as checked
+        actual = sha256_of(path, count)
+        if actual != sha256:
+            raise UserError(
+                f"the shard {path} is damaged: its SHA-256 is {actual[:16]}..., not {sha256[:16]}...; "
+                f"{prepare_again(directory)}"
+            )
+        return part[0], before
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        remember(directory, read_json(directory / VERIFIED) | dict(pool.map(check, left)))
+
+
+def file_state(path: Path, sha256: str) -> list[int | str]:
+    """What is remembered of a file that was verified: its size, the time of its last change (ns), its SHA-256."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, sha256]
+
+
+def remember(directory: Path, verified: dict[str, Any]) -> None:
+    """Keep what was verified; where the directory cannot be written, the next start verifies again."""
+    if os.access(directory, os.W_OK):
+        write_atomic(directory / VERIFIED, json.dumps(verified, indent=1) + "\n")

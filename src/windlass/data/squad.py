@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import hub
-from windlass.data.rows import Rows, choose
+from windlass.data.samples import Rows, choose
 from windlass.errors import UserError
 
 if TYPE_CHECKING:

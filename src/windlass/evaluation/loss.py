@@ -20,7 +20,7 @@ from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from windlass.data.dataset import Samples
+    from windlass.data.samples import Samples
     from windlass.parallel.dist import Ranks
 
 

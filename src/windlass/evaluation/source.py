@@ -73,7 +73,7 @@ def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
     recipe = run.recipe.with_overrides(*overrides) if overrides else run.recipe
     home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
     tokenizer = load_tokenizer(run.recipe, home)
-    return Source(str(run.path), recipe, tokenizer, Template.load(home / FOLDER), choice.path, choice.step, run)
+    return Source(str(run.path), recipe, tokenizer, Template.of_directory(home / FOLDER), choice.path, choice.step, run)
 
 
 def _hf(name: str, overrides: Sequence[str]) -> Source:

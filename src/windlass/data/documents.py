@@ -1,0 +1,389 @@
+"""A corpus of documents -> tokenizer -> token shards: in parallel, committed shard by shard, resumed where it was killed.
+
+The result is a pure function of the corpus and the settings: the number of workers, and any number of kills, change no
+byte of it. Workers are threads, because the tokenizers release Python's lock: nothing is forked, nothing outlives us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from windlass.data import foreign
+from windlass.data.progress import Progress
+from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, TokenizerInfo, dtype_for, parts
+from windlass.data.sources import Corpus, find_files, open_corpus
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import (
+    char_tokenizer,
+    kind_of,
+    load_tokenizer,
+    named_tokenizer,
+    tokenizer_files,
+    train_bpe,
+)
+from windlass.errors import UserError
+from windlass.fileio import Files
+from windlass.recipe import DataSettings, Recipe
+
+PROGRESS = "progress.json"
+BPE_CHARACTERS = 200_000_000
+"""Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
+BATCH_CHARACTERS = 1 << 18
+"""Text that a worker gets at once: enough that the hand-over costs nothing."""
+
+
+class Committed(BaseModel):
+    """What is on disk of a stream."""
+
+    shards: list[Shard] = []
+    resume: tuple[int, int] = (0, 0)
+    done: bool = False
+
+
+class State(BaseModel):
+    """`progress.json`: what an interrupted preparation has committed, and of what work."""
+
+    settings: dict[str, Any]
+    source: dict[str, Any]
+    tokenizer: str = ""
+    """Its fingerprint."""
+    streams: dict[str, Committed] = {}
+
+    def save(self, directory: Path) -> None:
+        """Write it durably."""
+        Files().replace(directory / PROGRESS, self.model_dump_json(indent=1).encode())
+
+
+@dataclass
+class Part:
+    """One stream of documents on its way into shards."""
+
+    stem: str
+    corpus: Corpus
+    enough: Callable[[int], bool] = lambda tokens: False
+    """Whether so many tokens are enough."""
+    cut: int = 0
+    """With a single text, which has no document's end to stop at: keep so many tokens; 0: all."""
+
+
+def tokenizer_info(recipe: Recipe, tokenizer: Tokenizer, layout: bool = False) -> TokenizerInfo:
+    """The tokenizer as the index keeps it."""
+    return TokenizerInfo(
+        name=recipe.data.tokenizer, fingerprint=tokenizer.fingerprint, vocab=tokenizer.vocab, eot=tokenizer.eot,
+        files=tokenizer_files(recipe.data.tokenizer, layout),
+    )  # fmt: skip
+
+
+class TextPreparation:
+    """Makes the shards of one data directory, in the process that holds its lock."""
+
+    def __init__(
+        self, recipe: Recipe, settings: dict[str, Any], directory: Path, workers: int, progress: Progress
+    ) -> None:
+        self.recipe, self.data, self.settings = recipe, recipe.data, settings
+        self.directory, self.workers, self.progress = directory, workers, progress
+        self.state = State(settings=settings, source={})
+        self.inherited: set[str] = set()
+        """Files that an earlier, interrupted preparation committed: their SHA-256 is read again before they are used."""
+
+    def run(self) -> Index:
+        """Write the shards and the tokenizer; returns the index, which is not written yet."""
+        if self.data.source.startswith("shards:"):
+            return self._index_foreign()
+        stream_parts = self._parts()
+        source = {
+            p.stem: {"name": p.corpus.name, "single_text": p.corpus.single_text, **p.corpus.description}
+            for p in stream_parts
+        }
+        self._resume(source)
+        tokenizer = self._make_tokenizer(stream_parts)
+        if self.state.tokenizer not in ("", tokenizer.fingerprint):
+            self._start_over(source)
+        self.state.tokenizer = tokenizer.fingerprint
+        if tokenizer.eot is None and not all(part.corpus.single_text for part in stream_parts):
+            raise UserError(
+                f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
+                "another, or a source that is one text"
+            )
+        streams = {part.stem: self._write(part, tokenizer) for part in stream_parts}
+        return Index(
+            settings=self.settings,
+            source=source,
+            tokenizer=tokenizer_info(self.recipe, tokenizer),
+            streams=streams,
+            splits=make_splits(self.data, self.directory, streams),
+        )
+
+    def _parts(self) -> list[Part]:
+        """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
+        d, note = self.data, self.progress.note
+        share = Fraction(str(d.val_fraction))
+        main = open_corpus(d, d.source, sha256=d.sha256, split=d.split, notify=note)
+        main.limit = d.max_documents
+
+        def cut(corpus: Corpus, tokens: int) -> int:
+            return tokens if corpus.single_text else 0
+
+        if separate := d.eval_source or (d.eval_split and d.source):
+            held = open_corpus(d, separate, split=d.eval_split or d.split, notify=note)
+            held.limit = max(1, int(d.max_documents * share)) if d.max_documents and share else 0
+            few = max(1, int(d.max_tokens * share)) if d.max_tokens and share else 0
+            return [
+                Part(MAIN, main, lambda tokens: 0 < d.max_tokens <= tokens, cut(main, d.max_tokens)),
+                Part(EVAL, held, lambda tokens: 0 < few <= tokens, cut(held, few)),
+            ]
+        if main.single_text and share and not d.val_shards:
+            # nanoGPT's split: between two characters, each half encoded for itself
+            return [Part(MAIN, _half(main, share, True), cut=d.max_tokens), Part(EVAL, _half(main, share, False))]
+        held_out = d.val_shards * d.shard_tokens
+        kept = Fraction(1) if d.val_shards else 1 - share
+
+        def enough(tokens: int) -> bool:
+            return bool(d.max_tokens) and (tokens - held_out) * kept >= d.max_tokens
+
+        return [Part(MAIN, main, enough, cut(main, d.max_tokens + held_out) if d.max_tokens else 0)]
+
+    def _resume(self, source: dict[str, Any]) -> None:
+        """Take over what an earlier preparation committed, if it was the same work and its files are there."""
+        try:
+            state = State.model_validate_json((self.directory / PROGRESS).read_bytes())
+            files = parts(shard for stream in state.streams.values() for shard in stream.shards)
+            whole = all((self.directory / file).stat().st_size == size for file, size, _ in files)
+        except (OSError, ValidationError):
+            whole = False
+        if whole and state.settings == self.settings and state.source == source:
+            self.state, self.inherited = state, {file for file, _, _ in files}
+        else:
+            self._start_over(source)
+
+    def _start_over(self, source: dict[str, Any]) -> None:
+        self.state, self.inherited = State(settings=self.settings, source=source), set()
+
+    def _make_tokenizer(self, stream_parts: list[Part]) -> Tokenizer:
+        """The tokenizer: saved before the interruption, named, or made from the corpus; saved beside the shards."""
+        kind = kind_of(self.data.tokenizer)
+        if kind not in ("char", "bpe"):
+            tokenizer = named_tokenizer(self.recipe.tokenizer)
+        elif self.state.tokenizer:
+            return load_tokenizer(self.recipe, self.directory)
+        elif kind == "char":
+            characters: set[str] = set()
+            for part in stream_parts:
+                tokens = 0
+                for text in part.corpus.documents():
+                    characters |= set(text)
+                    tokens += len(text) + 1
+                    if part.enough(tokens):
+                        break
+            if not characters:
+                raise UserError(f"data.source: there is no text in {stream_parts[0].corpus.name}")
+            tokenizer = char_tokenizer(characters, with_eot=not all(part.corpus.single_text for part in stream_parts))
+        else:
+            corpus = stream_parts[0].corpus
+            self.progress.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {corpus.name}")
+            tokenizer = train_bpe(_first(corpus.documents(), BPE_CHARACTERS), self.data.tokenizer_vocab)
+        tokenizer.save(self.directory)
+        return tokenizer
+
+    def _write(self, part: Part, tokenizer: Tokenizer) -> list[Shard]:
+        before = self.state.streams.get(part.stem, Committed())
+        if before.done:
+            return before.shards
+        if before.shards:
+            tokens = sum(s.tokens for s in before.shards)
+            self.progress.note(f"resuming after {len(before.shards)} committed shards, {tokens:,} tokens")
+
+        def commit(writer: ShardWriter, done: bool = False) -> None:
+            self.state.streams[part.stem] = Committed(shards=writer.shards, resume=writer.resume, done=done)
+            self.state.save(self.directory)
+            if not self.progress.terminal and not done:
+                self.progress.note(f"{len(writer.shards):,} shards, {writer.tokens:,} tokens")
+
+        writer = ShardWriter(
+            self.directory, part.stem, dtype_for(tokenizer.vocab), self.data.shard_tokens, before.shards, before.resume,
+            commit,
+        )  # fmt: skip
+        try:
+            shards = writer.finish(self._write_documents(part, tokenizer, writer))
+        finally:
+            writer.close()
+        if not shards:
+            raise UserError(f"data: there is no text in {part.corpus.name}")
+        commit(writer, done=True)
+        return shards
+
+    def _write_documents(self, part: Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
+        """Write the documents' tokens in order; returns the number of documents of the source that were used."""
+        stage = "validation data" if part.stem == EVAL else "training data"
+        number, carried = writer.resume
+        if not carried and part.enough(writer.tokens):
+            return number
+        eot = None if part.corpus.single_text else tokenizer.eot
+        batches = encode_documents(part.corpus.documents(number), number, tokenizer, eot, self.workers)
+        tokens_read = 0
+        with contextlib.closing(batches):
+            for batch in batches:
+                for number, tokens, last in batch:
+                    writer.add(tokens[: max(0, part.cut - tokens_read)] if part.cut else tokens, number)
+                    tokens_read += len(tokens)
+                    if last and part.enough(writer.tokens):
+                        return number + 1
+                shares = [part.corpus.fraction if not part.corpus.limit else None]
+                if self.data.max_tokens and part.stem == MAIN:
+                    shares.append(min(1.0, writer.tokens / self.data.max_tokens))
+                fraction = max((share for share in shares if share is not None), default=None)
+                self.progress.update(stage, fraction, writer.tokens)
+        return number + 1
+
+    def _index_foreign(self) -> Index:
+        """The index of shards that others wrote: they are read once, and stay where they are."""
+        d = self.data
+        tokenizer = load_tokenizer(self.recipe)
+        main = find_files(d.source.removeprefix("shards:"))
+        held: list[Path] = []
+        if d.eval_source:
+            if not d.eval_source.startswith("shards:"):
+                raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
+            held = find_files(d.eval_source.removeprefix("shards:"), "data.eval_source")
+        elif not d.val_shards:
+            held = [path for path in main if foreign.is_validation(path)]
+            held = held if len(held) < len(main) else []
+        taken = {path.resolve() for path in held}
+        main = [path for path in main if path.resolve() not in taken]
+        if not main:
+            raise UserError("data.source: no shard is left for training: data.eval_source names them all")
+        tokenizer.save(self.directory)
+        shards = foreign.scan_all(
+            main + held, tokenizer.vocab, self.workers, lambda n, total: self.progress.update("reading shards", n / total, n)
+        )  # fmt: skip
+        streams = {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
+        return Index(
+            settings=self.settings,
+            source={MAIN: {"kind": "shards", "name": d.source}},
+            tokenizer=tokenizer_info(self.recipe, tokenizer),
+            streams=streams,
+            splits=make_splits(d, self.directory, streams),
+        )
+
+
+def _half(main: Corpus, val_share: Fraction, first: bool) -> Corpus:
+    def read(start: int, _: Corpus) -> Iterator[str]:
+        if start == 0:
+            text = next(main.documents())
+            cut = int(len(text) * (1 - val_share))
+            yield text[:cut] if first else text[cut:]
+
+    return Corpus(main.name, read, main.description, single_text=True)
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]]) -> dict[str, Split]:
+    """Which tokens are for training and which for validation.
+
+    A stream of its own is for validation as a whole; else the first `val_shards` shards, or the last `val_fraction` of the
+    documents (of the tokens, where documents are not known).
+    """
+
+    def size(shards: list[Shard]) -> tuple[int, int]:
+        return sum(s.tokens for s in shards), sum(s.documents for s in shards)
+
+    def split(stream: str, start: tuple[int, int], stop: tuple[int, int]) -> Split:
+        return Split(
+            stream=stream, start=start[0], stop=stop[0], first_document=start[1], last_document=stop[1]
+        )  # fmt: skip
+
+    main, share = streams[MAIN], Fraction(str(data.val_fraction))
+    tokens, documents = end = size(main)
+    if EVAL in streams:
+        return {"train": split(MAIN, (0, 0), end), "val": split(EVAL, (0, 0), size(streams[EVAL]))}
+    if data.val_shards:
+        if data.val_shards >= len(main):
+            raise UserError(
+                f"data.val_shards = {data.val_shards}, and the data have {len(main)} shards: none is left for training; "
+                "hold out fewer, or make data.shard_tokens smaller"
+            )
+        cut = size(main[: data.val_shards])
+        return {"train": split(MAIN, cut, end), "val": split(MAIN, (0, 0), cut)}
+    if not share:
+        return {"train": split(MAIN, (0, 0), end)}
+    if not documents:
+        cut = (tokens - max(1, int(tokens * share)), 0)
+    elif documents < 2:
+        raise UserError(
+            "data.val_fraction: the corpus is one document, of which none can be held out; give data.eval_source, or "
+            "data.val_fraction = 0"
+        )
+    else:
+        document = documents - min(documents - 1, max(1, round(documents * share)))
+        cut = (int(Stream(directory, main).document_starts()[document]), document)
+    return {"train": split(MAIN, (0, 0), cut), "val": split(MAIN, cut, end)}
+
+
+Encoded = tuple[int, np.ndarray, bool]
+"""Number of the document, tokens of a part of it (int64 [n]), whether it is its last part."""
+
+
+def encode_documents(
+    texts: Iterator[str], first: int, tokenizer: Tokenizer, eot: int | None, workers: int
+) -> Generator[list[Encoded], None, None]:
+    """The tokens of documents, in their order, some at a time; those of a long document in several parts.
+
+    Args:
+        texts: The documents; at most about two batches a worker are read ahead.
+        first: The number of the first of them.
+        tokenizer: Its `encode` is called in several threads at once.
+        eot: Put before the tokens of each document that has any; None: nothing is.
+        workers: Threads.
+    """
+    start = np.array([] if eot is None else [eot], dtype=np.int64)
+
+    def batches() -> Iterator[list[tuple[int, str, bool, bool]]]:
+        batch, size = [], 0
+        for number, text in enumerate(texts, first):
+            stretches = list(tokenizer.stretches(text)) or [""]
+            for place, stretch in enumerate(stretches, 1):
+                batch.append((number, stretch, place == 1, place == len(stretches)))
+                size += len(stretch) + 64
+                if size >= BATCH_CHARACTERS:
+                    yield batch
+                    batch, size = [], 0
+        if batch:
+            yield batch
+
+    def encode(batch: list[tuple[int, str, bool, bool]]) -> list[Encoded]:
+        encoded = []
+        for number, text, begins, ends in batch:
+            tokens = tokenizer.encode(text)
+            encoded.append((number, np.concatenate([start, tokens]) if begins and text else tokens, ends))
+        return encoded
+
+    source = batches()
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: deque[Future[list[Encoded]]] = deque()
+        try:
+            while True:
+                while len(waiting) < 2 * workers and (batch := next(source, None)) is not None:
+                    waiting.append(pool.submit(encode, batch))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

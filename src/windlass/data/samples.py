@@ -1,0 +1,198 @@
+"""Prepared data as samples: rows of tokens with the labels that belong to them.
+
+`labels[:, t]` is the token after `tokens[:, t]`, or -100 (`IGNORE_INDEX`) where it does not count in the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from windlass.data.shards import Stream
+from windlass.recipe.settings import IGNORE_INDEX
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """What a training or validation set is to the loader; a user's own class may be one.
+
+    A set may also have `length(i) -> int` (tokens of sample `i`, for length buckets), `shard_samples` (samples in each
+    shard, for `data.order = "shards-shuffled"`), `valid_tokens` (unmasked labels in an epoch) and `sample_tokens()` (their
+    mean per sample).
+    """
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels, both int64 [n, T], of samples (int64 [n]). T is the longest of the samples asked for, or a
+        fixed length."""
+
+
+class PackedSamples:
+    """Documents end to end, cut into rows of `context` tokens; row `i + 1` starts with the last label of row `i`.
+
+    With `ragged` the tokens that do not fill a last row make a shorter one, its padding masked: a validation set is then
+    counted to its last token.
+    """
+
+    def __init__(self, stream: Stream, start: int, stop: int, context: int, *, ragged: bool = False):
+        self.stream, self.start, self.context = stream, start, context
+        self.tokens = stop - start
+        """Tokens, including those that no row has room for."""
+        self.valid_tokens = max(0, stop - start - 1)
+        """Unmasked labels in an epoch."""
+        if not ragged:
+            self.valid_tokens -= self.valid_tokens % context
+        self._count = -(-self.valid_tokens // context)
+        starts = -(-np.clip(stream.edges - start, 0, None) // context)
+        self.shard_samples: Sequence[int] = np.diff(np.minimum(starts, self._count)).tolist()
+        """Rows that start in each shard."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def sample_tokens(self) -> float:
+        """Mean number of unmasked labels in a sample."""
+        return self.valid_tokens / max(1, self._count)
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels of rows, both int64 [n, context]."""
+        rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
+        counts = []
+        for row, i in zip(rows, indices.tolist(), strict=True):
+            if not 0 <= i < self._count:
+                raise IndexError(f"sample {i} of {self._count}")
+            count = min(self.context, self.valid_tokens - i * self.context)
+            self.stream.read_into(self.start + i * self.context, row[: count + 1])
+            counts.append(count)
+        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+        for at, count in enumerate(counts):
+            if count < self.context:
+                tokens[at, count:] = 0
+                labels[at, count:] = IGNORE_INDEX
+        return tokens, labels
+
+
+class DocumentSamples:
+    """One document a row, from its end-of-text token on, cut at `context`; the padding masked."""
+
+    def __init__(self, stream: Stream, documents: tuple[int, int], context: int, eot: int):
+        starts = stream.document_starts()
+        ends = np.append(starts[1:], len(stream))
+        first, last = documents
+        self.stream, self.context, self._eot = stream, context, eot
+        self._starts, self._sizes = starts[first:last], (ends - starts)[first:last]
+        self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
+        """Documents that start in each shard."""
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def length(self, i: int) -> int:
+        """Unmasked labels in sample `i`."""
+        return min(int(self._sizes[i]), self.context)
+
+    @cached_property
+    def valid_tokens(self) -> int:
+        """Unmasked labels in an epoch."""
+        return int(np.minimum(self._sizes, self.context).sum())
+
+    def sample_tokens(self) -> float:
+        """Mean number of unmasked labels in a sample."""
+        return self.valid_tokens / max(1, len(self))
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels of documents, both int64 [n, context]; the last label of a whole document ends the text."""
+        tokens = np.zeros((len(indices), self.context), dtype=np.int64)
+        labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
+        for at, i in enumerate(indices.tolist()):
+            count, size = self.length(i), int(self._sizes[i])
+            document = np.full(count + 1, self._eot, dtype=np.int64)
+            self.stream.read_into(int(self._starts[i]), document[: min(count + 1, size)])
+            tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
+        return tokens, labels
+
+
+class Rows:
+    """Questions or conversations held in memory, each token with a mark whether it is to be predicted.
+
+    A row of n tokens gives n - 1 positions: the label of each is the token after it, or -100 where that is not marked.
+    """
+
+    def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[bool]]], pad: int):
+        """Take (tokens, marks) pairs; `pad` fills rows up to the longest of a batch, with labels -100."""
+        pairs = list(rows)
+        assert all(len(ids) == len(marks) > 1 for ids, marks in pairs)
+        self._ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64)
+        self._tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in pairs)])
+        self._marks = np.concatenate([np.zeros(0, bool), *(np.asarray(marks, bool) for _, marks in pairs)])
+        self._marks[self._ends[:-1]] = False  # nothing comes before a row's first token to predict it from
+        self.pad = pad
+
+    def save(self, path: Path) -> None:
+        """Write the rows to an `.npz` file."""
+        with path.open("wb") as file:
+            np.savez(file, tokens=self._tokens, marks=self._marks, ends=self._ends, pad=np.int64(self.pad))
+
+    @staticmethod
+    def load(path: Path) -> Rows:
+        """Read what `save` wrote; raises OSError, ValueError, KeyError or BadZipFile where it is damaged."""
+        rows = Rows((), 0)
+        with np.load(path, allow_pickle=False) as saved:
+            rows._tokens, rows._marks, rows._ends = saved["tokens"], saved["marks"], saved["ends"]
+            rows.pad = int(saved["pad"])
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def length(self, index: int) -> int:
+        """Positions of a row: its tokens less one."""
+        return int(self._ends[index + 1] - self._ends[index]) - 1
+
+    @property
+    def valid_tokens(self) -> int:
+        """Unmasked labels, over all rows."""
+        return int(self._marks.sum())
+
+    def sample_tokens(self) -> float:
+        """Unmasked labels, in the mean row."""
+        return self.valid_tokens / max(1, len(self))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over tokens, marks and edges: equal for equal rows in equal order."""
+        digest = hashlib.sha256()
+        for part in (self._tokens.astype("<i4"), self._marks.astype("u1"), self._ends.astype("<i8")):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and labels [n, T] of the given rows, T being the longest of them."""
+        width = max((self.length(int(i)) for i in indices), default=1)
+        tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
+        labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
+        for place, index in enumerate(indices):
+            start, end = self._ends[index], self._ends[index + 1]
+            row, marks = self._tokens[start:end], self._marks[start:end]
+            tokens[place, : len(row) - 1] = row[:-1]
+            labels[place, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
+        return tokens, labels
+
+
+def choose(keys: Sequence[str], size: int, seed: int, purpose: str) -> list[int]:
+    """The places of `size` of the keys (0: all), in their order: which ones is a pure function of seed, purpose and keys."""
+    if not size or size >= len(keys):
+        return list(range(len(keys)))
+
+    def rank(place: int) -> bytes:
+        text = f"windlass/choose/{purpose}/{seed}/{keys[place]}"
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    return sorted(sorted(range(len(keys)), key=rank)[:size])
