@@ -6,22 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from windlass.data.progress import Silent
 from windlass.recipe import Recipe
-
-
-class Told(Silent):
-    """Keeps what it is told."""
-
-    def __init__(self):
-        self.notes = []
-        self.updates = []
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def update(self, what, fraction, tokens):
-        self.updates.append((what, fraction, tokens))
 
 
 def documents(count: int, seed: int = 0, longest: int = 400) -> list[str]:

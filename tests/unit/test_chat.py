@@ -81,10 +81,10 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     found = Template.of_directory(tmp_path)
     assert found.source == "X" and dict(found.special) == {"bos_token": "<s>", "eos_token": "</s>"}
     found.save(tmp_path)
-    assert Template.load(tmp_path) == found
+    assert Template.of_directory(tmp_path) == found
     (tmp_path / "chat_template.jinja").write_text("Y")
     assert Template.of_directory(tmp_path).source == "Y"
-    assert Template.of_directory(tmp_path / "none") == Template.load(tmp_path / "none") == Template()
+    assert Template.of_directory(tmp_path / "none") == Template()
 
 
 def test_files_become_training_and_validation_rows(tmp_path: Path) -> None:
@@ -99,6 +99,49 @@ def test_files_become_training_and_validation_rows(tmp_path: Path) -> None:
     assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ") and tokens.shape[0] == 1
 
 
+def talks(path: Path, answers: list[str]) -> Path:
+    lines = [{"messages": [*TALK[1:2], {"role": "assistant", "content": answer}]} for answer in answers]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
+def test_a_change_in_any_file_of_a_corpus_is_noticed(changed: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        talks(tmp_path / name, [f"Answer {i} of {name}." for i in range(3)])
+    data: dict[str, Any] = {"format": "chat", "source": f"{tmp_path}/*.jsonl", "val_fraction": 0}
+    anywhere = Recipe.model_validate({"model": {"context": 64}, "data": data})
+    kept = anywhere.with_overrides("data.dir=kept")
+    before = open_data(anywhere).fingerprint
+    assert open_data(kept).fingerprint == before
+    talks(tmp_path / changed, ["Another answer."] * 3)
+    assert open_data(anywhere).fingerprint != before
+    with pytest.raises(UserError) as caught:
+        open_data(kept)
+    assert changed in str(caught.value) and "data.dir" in str(caught.value)
+
+
+def test_conversations_of_a_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    answers = [f"Answer {i}." for i in range(8)]
+    file = talks(tmp_path / "talk.jsonl", answers)
+    table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
+    splits = {"train": table, "validation": table.select(range(3))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    data: dict[str, Any] = {"format": "chat", "source": f"hf:{tmp_path / 'set'}", "dir": str(tmp_path / "d")}
+    recipe = Recipe.model_validate({"model": {"context": 64}, "data": {**data, "eval_split": "validation"}})
+    opened = open_data(recipe)
+    assert (len(opened.train), len(opened.val or ())) == (8, 3)
+    same = {"format": "chat", "source": str(file), "val_fraction": 0, "dir": str(tmp_path / "f")}
+    from_file = open_data(Recipe.model_validate({"model": {"context": 64}, "data": same}))
+    for left, right in zip(opened.train.read(np.arange(8)), from_file.train.read(np.arange(8)), strict=True):
+        assert np.array_equal(left, right)
+    with pytest.raises(UserError, match="'messages'; it has text"):
+        datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
+        chat.read(f"hf:{tmp_path / 'other'}")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -111,7 +154,7 @@ def test_files_become_training_and_validation_rows(tmp_path: Path) -> None:
 def test_bad_lines_are_named(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
     with pytest.raises(UserError, match=said):
-        chat.read_files(str(tmp_path / "talk.jsonl"))
+        chat.read(str(tmp_path / "talk.jsonl"))
 
 
 def test_text_is_shown_when_its_characters_are_whole() -> None:

@@ -6,20 +6,23 @@ import contextlib
 import errno
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_fixtures import Told, documents, jsonl, recipe_for
+from data_fixtures import documents, jsonl, recipe_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.data import shards as shards_module
+from helpers import windlass
 from windlass.data.dataset import open_data
-from windlass.data.prepare import data_dir, prepare, ready
-from windlass.data.shards import Index, Stream, dtype_for
+from windlass.data.prepare import data_dir, find_prepared, prepare
+from windlass.data.progress import Progress
+from windlass.data.shards import Stream, dtype_for
 from windlass.data.vocabulary import load_tokenizer, train_bpe
 from windlass.errors import RunFailed, UserError
+from windlass.fileio import Files
 from windlass.recipe import Recipe
 
 
@@ -28,12 +31,10 @@ def _no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
-def run(recipe, told=None):
+def run(recipe):
     """Prepare; the directory and the index."""
-    directory = prepare(recipe, told or Told())
-    index = ready(recipe, directory)
-    assert index is not None
-    return directory, index
+    prepared = prepare(recipe)
+    return prepared.directory, prepared.index
 
 
 def split_tokens(directory, index, name):
@@ -63,7 +64,7 @@ def test_shakespeare_as_nanogpt_splits_it(data_files, tmp_path):
     train, val = split_tokens(directory, index, "train"), split_tokens(directory, index, "val")
     assert (len(train), len(val)) == (1_003_854, 111_540)
     assert np.array_equal(np.concatenate([train, val]), ids)
-    assert index.tokenizer["vocab"] == 65 and index.tokenizer["eot"] is None
+    assert index.tokenizer.vocab == 65 and index.tokenizer.eot is None
     assert {s.dtype for s in index.shards} == {"uint16"}
 
 
@@ -95,7 +96,6 @@ def test_the_index_says_what_is_there(tmp_path):
     for shard in index.shards:
         raw = (directory / shard.file).read_bytes()
         assert (len(raw), hashlib.sha256(raw).hexdigest()) == (shard.bytes, shard.sha256)
-        assert np.frombuffer(raw, "<u2").max() == shard.largest
         starts = (directory / shard.starts_file).read_bytes()
         assert (len(starts) // 8, hashlib.sha256(starts).hexdigest()) == (shard.documents, shard.starts_sha256)
     assert index.source["shard"]["files"][0]["bytes"] == (tmp_path / "x.jsonl").stat().st_size
@@ -112,14 +112,14 @@ def test_a_large_vocabulary_lies_in_32_bits(tmp_path):
     text += "".join(chr(c) for c in range(0x20000, 0x20000 + 9_000))
     (tmp_path / "x.txt").write_text(text, encoding="utf-8")
     directory, index = run(recipe_for(tmp_path / "x.txt", tmp_path / "data", tokenizer="char", val_fraction=0))
-    assert index.tokenizer["vocab"] == len(text) > 65536
+    assert index.tokenizer.vocab == len(text) > 65536
     assert {s.dtype for s in index.shards} == {"uint32"} and "val" not in index.splits
     assert split_tokens(directory, index, "train").tolist() == list(range(len(text)))
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
 def test_workers_change_no_byte(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 300)
     source = jsonl(tmp_path / "x.jsonl", documents(80))
     found = []
     for workers in (1, 5):
@@ -137,7 +137,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
 def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, monkeypatch):
     """Wherever the process dies, the next one goes on to the same files."""
-    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 500)
     texts = [*documents(20), "a very long one " * 300, *documents(20, seed=1)]
     source, held = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", documents(12, 2))
     changes = {"tokenizer": tokenizer, "eval_source": str(held), "max_tokens": 9000}
@@ -153,7 +153,7 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, 
 def test_interrupted_in_a_single_text(tmp_path, monkeypatch, data_files):
     """One document in many stretches over many shards."""
     monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
-    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 1500)
+    monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 1500)
     text = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:12_000]
     (tmp_path / "x.txt").write_text(text, encoding="utf-8")
     for tokenizer in ("byte", "char"):
@@ -170,19 +170,19 @@ def test_interrupted_in_a_single_text(tmp_path, monkeypatch, data_files):
 
 def killed_until_done(recipe, monkeypatch):
     """Prepare, dying before or after a rename, now an early one, now a later one; the index, and how often it died."""
-    real, calls, die_at, after = shards_module.commit_file, 0, 0, False
+    real, calls, die_at, after = Files.rename, 0, 0, False
 
-    def deadly(partial, final):
+    def deadly(files, source, target):
         nonlocal calls
         calls += 1
         if calls == die_at and not after:
             raise Killed
-        real(partial, final)
+        real(files, source, target)
         if calls == die_at:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards_module, "commit_file", deadly)
+        patch.setattr(Files, "rename", deadly)
         for deaths in range(200):
             calls, die_at, after = 0, 1 + deaths % 5, deaths % 2 == 1
             with contextlib.suppress(Killed):
@@ -190,67 +190,57 @@ def killed_until_done(recipe, monkeypatch):
     raise AssertionError("it never ends")
 
 
-def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def failing(operation, file, error, monkeypatch):
+    """The first `operation` on a file of that name fails."""
+
+    def about_to(self, name, path, output=None, data=None):
+        if name == operation and path.name == file:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "about_to", about_to)
+        yield
+
+
+def test_what_was_committed_is_not_done_again(tmp_path, monkeypatch, capsys):
     source = jsonl(tmp_path / "x.jsonl", documents(60))
     recipe = recipe_for(source, tmp_path / "data")
-    real, calls = shards_module.commit_file, 0
-
-    def full(partial, final):
-        nonlocal calls
-        calls += 1
-        if calls == 8:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(partial, final)
-
-    monkeypatch.setattr(shards_module, "commit_file", full)
-    with pytest.raises(RunFailed, match="No space left on device; what is committed stays, start again to go on"):
-        prepare(recipe, Told())
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with failing("rename", "shard-00002.bin", full, monkeypatch), pytest.raises(RunFailed, match="No space left"):
+        prepare(recipe)
     first = (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns
-    told = Told()
-    run(recipe, told)
-    assert any(note.startswith("going on after 2 committed shards, 2,048 tokens") for note in told.notes)
+    capsys.readouterr()
+    run(recipe)
+    assert "resuming after 2 committed shards, 2,048 tokens" in capsys.readouterr().err
     assert (tmp_path / "data" / "shard-00000.bin").stat().st_mtime_ns == first
 
 
-def test_an_interrupted_preparation_of_another_corpus_is_begun_anew(tmp_path, monkeypatch):
+def test_an_interrupted_preparation_of_another_corpus_starts_over(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "x.jsonl", documents(60))
     recipe = recipe_for(source, tmp_path / "data")
-    real = shards_module.ShardWriter.finish
-    monkeypatch.setattr(shards_module.ShardWriter, "finish", lambda self, n: (_ for _ in ()).throw(Killed()))
-    with pytest.raises(Killed):
-        prepare(recipe, Told())
-    monkeypatch.setattr(shards_module.ShardWriter, "finish", real)
+    with failing("rename", "index.json", Killed(), monkeypatch), pytest.raises(Killed):
+        prepare(recipe)
     jsonl(source, documents(6, seed=9))
     directory, index = run(recipe)
     again, fresh = run(recipe_for(source, tmp_path / "fresh"))
     assert index.fingerprint == fresh.fingerprint and sorted(files_of(directory)) == sorted(files_of(again))
 
 
-def test_a_committed_shard_that_went_missing_is_made_again(tmp_path, monkeypatch):
+def test_a_committed_shard_that_was_lost_or_damaged_in_between_is_noticed(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "x.jsonl", documents(60))
-    real = Index.save
-    monkeypatch.setattr(Index, "save", lambda self, directory: (_ for _ in ()).throw(Killed()))
-    with pytest.raises(Killed):
-        prepare(recipe_for(source, tmp_path / "data"), Told())
-    monkeypatch.setattr(Index, "save", real)
-    (tmp_path / "data" / "shard-00001.bin").unlink()
-    directory, _ = run(recipe_for(source, tmp_path / "data"))
-    whole, _ = run(recipe_for(source, tmp_path / "whole"))
-    assert files_of(directory) == files_of(whole)
-
-
-def test_a_committed_shard_that_was_damaged_in_between_is_found(tmp_path, monkeypatch):
-    source = jsonl(tmp_path / "x.jsonl", documents(60))
-    recipe = recipe_for(source, tmp_path / "data")
-    with monkeypatch.context() as patch:
-        patch.setattr(Index, "save", lambda self, directory: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            prepare(recipe, Told())
-    path = tmp_path / "data" / "shard-00001.bin"
+    for name in ("lost", "damaged"):
+        with failing("rename", "index.json", Killed(), monkeypatch), pytest.raises(Killed):
+            prepare(recipe_for(source, tmp_path / name))
+    (tmp_path / "lost" / "shard-00001.bin").unlink()
+    assert files_of(run(recipe_for(source, tmp_path / "lost"))[0]) == files_of(
+        run(recipe_for(source, tmp_path / "whole"))[0]
+    )
+    path = tmp_path / "damaged" / "shard-00001.bin"
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(UserError, match=r"shard-00001\.bin is damaged"):
-        open_data(recipe, progress=Told())
+        open_data(recipe_for(source, tmp_path / "damaged"))
 
 
 @given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
@@ -297,7 +287,7 @@ def test_the_first_shards_validate(tmp_path):
     assert split_tokens(directory, index, "val").tolist() == stream.read(0, 2048).tolist()
     assert split_tokens(directory, index, "train").tolist() == stream.read(2048, len(stream)).tolist()
     with pytest.raises(UserError, match="val_shards = 99, and the data have"):
-        prepare(recipe_for(source, tmp_path / "other", val_shards=99), Told())
+        prepare(recipe_for(source, tmp_path / "other", val_shards=99))
 
 
 def test_a_validation_source_of_its_own(tmp_path):
@@ -332,7 +322,7 @@ def test_characters_of_many_documents_end_with_one_more(tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     recipe = recipe_for(f"{tmp_path}/*.txt", tmp_path / "data", tokenizer="char", val_fraction=0)
     directory, index = run(recipe)
-    assert index.tokenizer["vocab"] == 8 and index.tokenizer["eot"] == 7
+    assert index.tokenizer.vocab == 8 and index.tokenizer.eot == 7
     tokenizer = load_tokenizer(recipe, directory)
     end = "<|endoftext|>"
     assert tokenizer.decode(split_tokens(directory, index, "train")) == f"{end}hello{end}world"
@@ -347,7 +337,7 @@ def test_a_tokenizer_that_cannot_end_a_text(tmp_path):
     file.write_text(json.dumps(tree))
     source = jsonl(tmp_path / "x.jsonl", ["some text", "more"])
     with pytest.raises(UserError, match="has no end-of-text token to separate documents"):
-        prepare(recipe_for(source, tmp_path / "data", tokenizer=f"hf:{file}"), Told())
+        prepare(recipe_for(source, tmp_path / "data", tokenizer=f"hf:{file}"))
     (tmp_path / "one.txt").write_text("some text, " * 9)
     run(recipe_for(tmp_path / "one.txt", tmp_path / "one", tokenizer=f"hf:{file}"))
 
@@ -359,21 +349,21 @@ def test_too_little_text(tmp_path, texts, message):
     source = jsonl(tmp_path / "x.jsonl", texts)
     for tokenizer in ("byte", "char"):
         with pytest.raises(UserError, match=message):
-            prepare(recipe_for(source, tmp_path / tokenizer, tokenizer=tokenizer), Told())
+            prepare(recipe_for(source, tmp_path / tokenizer, tokenizer=tokenizer))
 
 
 def test_an_empty_file(tmp_path):
     (tmp_path / "x.txt").write_text("")
     for tokenizer in ("byte", "char"):
         with pytest.raises(UserError, match="there is no text in"):
-            prepare(recipe_for(tmp_path / "x.txt", tmp_path / tokenizer, tokenizer=tokenizer), Told())
+            prepare(recipe_for(tmp_path / "x.txt", tmp_path / tokenizer, tokenizer=tokenizer))
 
 
 def test_data_that_were_prepared_otherwise(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(20))
     run(recipe_for(source, tmp_path / "data"))
     with pytest.raises(UserError) as caught:
-        prepare(recipe_for(source, tmp_path / "data", tokenizer="char", val_fraction=0.2), Told())
+        prepare(recipe_for(source, tmp_path / "data", tokenizer="char", val_fraction=0.2))
     lines = str(caught.value).splitlines()
     assert "prepared otherwise; give another data.dir" in lines[0]
     assert lines[1:] == [
@@ -393,10 +383,10 @@ def test_reading_otherwise_needs_no_new_shards(tmp_path):
 def test_directories_that_are_not_ours(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(20))
     with pytest.raises(UserError, match="is not empty and holds no prepared data"):
-        prepare(recipe_for(source, tmp_path), Told())
+        prepare(recipe_for(source, tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
     with pytest.raises(UserError, match="is a file"):
-        prepare(recipe_for(source, source), Told())
+        prepare(recipe_for(source, source))
 
 
 def test_a_damaged_index(tmp_path):
@@ -407,28 +397,51 @@ def test_a_damaged_index(tmp_path):
     whole = json.loads(path.read_text())
     changed = json.loads(path.read_text())
     changed["streams"]["shard"][0]["tokens"] -= 1
-    for content, message in [
-        ("{", "is damaged"),
-        ("[]", "is not of the format"),
-        (json.dumps({**whole, "format": 99}), "is not of the format"),
-        (json.dumps(changed), "was changed after it was written"),
-        (json.dumps({k: v for k, v in whole.items() if k != "streams"}), "was changed after it was written"),
-    ]:
+    without = {k: v for k, v in whole.items() if k != "tokenizer"}
+    for content in ("{", "[]", json.dumps({**whole, "format": 99}), json.dumps(changed), json.dumps(without)):
         path.write_text(content)
-        with pytest.raises(UserError, match=message):
-            prepare(recipe, Told())
+        with pytest.raises(UserError, match=r"index\.json .*run `windlass prepare` again"):
+            prepare(recipe)
 
 
-def test_progress_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 2000)
-    told = Told()
-    run(
-        recipe_for(jsonl(tmp_path / "x.jsonl", documents(100)), tmp_path / "data", workers=1, shard_tokens=20_000), told
-    )
-    fractions = [f for _, f, _ in told.updates]
-    tokens = [t for _, _, t in told.updates]
-    assert len(told.updates) > 5 and fractions == sorted(fractions) and tokens == sorted(tokens)
-    assert fractions[0] < 0.2 and fractions[-1] == 1.0 and any(0.3 < f < 0.7 for f in fractions)
+def test_what_is_prepared_is_described(tmp_path):
+    texts = documents(60)
+    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.25)
+    assert find_prepared(recipe) is None and not (tmp_path / "data").exists()
+    first, second = prepare(recipe), prepare(recipe)
+    assert (first.made, second.made) == (True, False) and first.seconds > 0
+    for prepared in (first, second, find_prepared(recipe)):
+        assert (prepared.directory, prepared.vocab, prepared.tokenizer.kind) == (tmp_path / "data", 257, "byte")
+        assert prepared.documents == sum(map(bool, texts)) and prepared.index == first.index
+        assert prepared.tokens("train") + prepared.tokens("val") == len(packed(texts, prepared.tokenizer))
+
+
+def test_the_verb(tmp_path):
+    source = jsonl(tmp_path / "x.jsonl", documents(60))
+    arguments = ["prepare", "quickstart", f"data.source={source}", f"data.dir={tmp_path / 'data'}"]
+    first, second = windlass(*arguments), windlass(*arguments)
+    assert first.stdout.splitlines()[:-1] == second.stdout.splitlines()[:-1]
+    names = [line.split()[0] for line in first.stdout.splitlines()]
+    assert names == ["directory", "training", "validation", "documents", "tokenizer", "fingerprint", "prepared"]
+    assert second.stdout.splitlines()[-1].endswith("already") and second.stderr == ""
+    bad = windlass("prepare", "quickstart", "data.source=nowhere.txt", f"data.dir={tmp_path / 'no'}", code=2)
+    assert "nowhere.txt" in bad.stderr and "Traceback" not in bad.stderr
+
+
+def test_a_bar_in_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bar = Progress()
+    bar.note("before")
+    bar.update("training data", 0.25, 1000)
+    bar._bar.refresh()  # it does so ten times a second by itself
+    bar.note("[between]")
+    bar.update("validation data", None, 2000)
+    bar.close()
+    bar.close()
+    shown = capsys.readouterr().err
+    assert "before" in shown and "[between]" in shown and "1,000 tokens" in shown and "25%" in shown
 
 
 def test_quickstart_names_no_data_outside(monkeypatch, tmp_path):

@@ -8,11 +8,12 @@ import http.server
 import json
 import threading
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import zstandard
 
-from windlass.data import download
-from windlass.data.corpus import find_files, open_corpus, slug
+from windlass.data.remote import download
+from windlass.data.sources import find_files, open_corpus, slug
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings
 
@@ -23,15 +24,16 @@ def lines(texts, key="text"):
     return "".join(json.dumps({"id": i, key: t}) + "\n" for i, t in enumerate(texts)).encode()
 
 
+def compressed(raw):
+    return pa.compress(raw, codec="zstd", asbytes=True)
+
+
 def zst(raw, frames=3):
     size = -(-len(raw) // frames)
-    return b"".join(zstandard.compress(raw[i : i + size]) for i in range(0, len(raw), size))
+    return b"".join(compressed(raw[i : i + size]) for i in range(0, len(raw), size))
 
 
 def parquet(path, texts, key="text", rows=5):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(
         pa.table({"id": list(range(len(texts))), key: pa.array(texts, pa.string())}), path, row_group_size=rows
     )
@@ -42,7 +44,7 @@ def write_all(folder):
     for i, text in enumerate(TEXTS):
         (folder / f"{i:02d}.txt").write_bytes(text.encode())
         (folder / f"{i:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
-        (folder / f"{i:02d}.md.zst").write_bytes(zst(text.encode() or b"", 2) if text else zstandard.compress(b""))
+        (folder / f"{i:02d}.md.zst").write_bytes(zst(text.encode() or b"", 2) if text else compressed(b""))
     raw = lines(TEXTS)
     (folder / "all.jsonl").write_bytes(raw.replace(b"\n", b"\n\n", 3))
     (folder / "all.jsonl.gz").write_bytes(gzip.compress(raw[:300]) + gzip.compress(raw[300:]))
@@ -103,13 +105,13 @@ def damaged(folder):
         ("d.jsonl", b'{"text": 3}\n', r"d\.jsonl, line 1: 'text' holds int, not text"),
         ("e.jsonl", b'["text"]\n', r"e\.jsonl, line 1: each line is one object"),
         ("f.jsonl", b'{"text": "\xff"}\n', r"f\.jsonl is not UTF-8: byte 0xff at line 1"),
-        ("g.jsonl.gz", gzip.compress(raw)[:-20], r"g\.jsonl\.gz is damaged or cut short"),
-        ("h.jsonl.gz", b"not gzip at all", r"h\.jsonl\.gz is damaged or cut short"),
-        ("i.jsonl.zst", zst(raw)[:-20], r"i\.jsonl\.zst is damaged or cut short"),
-        ("j.txt.zst", b"not zst at all", r"j\.txt\.zst is damaged or cut short"),
-        ("k.parquet", table[:-30], r"k\.parquet is no Parquet file, or is damaged"),
-        ("l.parquet", b"", r"l\.parquet is no Parquet file, or is damaged"),
-        ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, r"m\.txt\.gz is damaged or cut short"),
+        ("g.jsonl.gz", gzip.compress(raw)[:-20], r"g\.jsonl\.gz is damaged, cut short"),
+        ("h.jsonl.gz", b"not gzip at all", r"h\.jsonl\.gz is damaged, cut short"),
+        ("i.jsonl.zst", zst(raw)[:-20], r"i\.jsonl\.zst is damaged, cut short"),
+        ("j.txt.zst", b"not zst at all", r"j\.txt\.zst is damaged, cut short"),
+        ("k.parquet", table[:-30], r"k\.parquet is damaged, cut short"),
+        ("l.parquet", b"", r"l\.parquet is damaged, cut short"),
+        ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, r"m\.txt\.gz is damaged, cut short"),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", r"n\.jsonl, line 1 is no JSON"),
     ]
 
@@ -137,7 +139,7 @@ def test_there_is_no_such_source(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"12")
     for source, message in [
         (f"{tmp_path}/none.txt", r"there is no file .*none\.txt; a source is stdlib, a path"),
-        (f"{tmp_path}/*.csv", r"nothing fits the pattern"),
+        (f"{tmp_path}/*.csv", r"nothing matches the pattern"),
         (f"{tmp_path}/empty", r"there is no txt/jsonl/ndjson/parquet file in the directory"),
         (f"{tmp_path}/x.json", r"one object a line in a \.jsonl file"),
         (f"{tmp_path}/x.bin", r"write shards:"),
@@ -230,16 +232,16 @@ def test_a_download_is_made_once_and_checked(web, tmp_path, monkeypatch):
 
 def test_downloads_that_fail(web, tmp_path):
     good = hashlib.sha256(Handler.content).hexdigest()
-    with pytest.raises(UserError, match=f"its SHA-256 is {good}, and data.sha256 says 000"):
-        download.fetch(f"{web}/input.txt", "0" * 64, tmp_path)
+    with pytest.raises(UserError, match=f"its SHA-256 is {good}, data.sha256 = 000"):
+        download(f"{web}/input.txt", "0" * 64, tmp_path)
     with pytest.raises(UserError, match="HTTP 404"):
-        download.fetch(f"{web}/missing.txt", good, tmp_path)
+        download(f"{web}/missing.txt", good, tmp_path)
     with pytest.raises(UserError, match=r"could not be downloaded|broke off"):
-        download.fetch(f"{web}/short.txt", good, tmp_path)
+        download(f"{web}/short.txt", good, tmp_path)
     with pytest.raises(UserError, match="could not be downloaded"):
-        download.fetch("http://127.0.0.1:9/input.txt", good, tmp_path)
+        download("http://127.0.0.1:9/input.txt", good, tmp_path)
     with pytest.raises(UserError, match="needs the SHA-256"):
-        download.fetch(f"{web}/input.txt", "", tmp_path)
+        download(f"{web}/input.txt", "", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from windlass.data import squad
 from windlass.data.dataset import open_data
-from windlass.data.items import open_items, prepare_items
 from windlass.data.loader import eval_batches
-from windlass.data.rows import Rows, choose
+from windlass.data.prepare import prepare
+from windlass.data.samples import Rows, choose
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
@@ -213,23 +213,23 @@ def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
 def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) -> None:
     file = write(tmp_path / "s.json", articles=4)
     wanted = recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25)
-    items = open_items(wanted)
+    items = open_data(wanted)
     stamp = (tmp_path / "d" / "train.npz").stat().st_mtime_ns
-    assert open_items(wanted).fingerprint == items.fingerprint and len(items.train) == 9 and len(items.val or ()) == 3
-    assert prepare_items(wanted) == tmp_path / "d" and (tmp_path / "d" / "train.npz").stat().st_mtime_ns == stamp
+    assert open_data(wanted).fingerprint == items.fingerprint and len(items.train) == 9 and len(items.val or ()) == 3
+    assert prepare(wanted).directory == tmp_path / "d" and (tmp_path / "d" / "train.npz").stat().st_mtime_ns == stamp
     data = open_data(wanted)
     assert data.vocab == 257 and data.fingerprint == items.fingerprint and data.directory == tmp_path / "d"
-    with pytest.raises(UserError, match=r"prepared otherwise[\s\S]*context: prepared with 256, wanted 128"):
-        open_items(recipe(f"squad:{file}", tmp_path / "d", context=128, val_fraction=0.25))
+    with pytest.raises(UserError, match=r"prepared otherwise[\s\S]*context: prepared with 256, the recipe says 128"):
+        open_data(recipe(f"squad:{file}", tmp_path / "d", context=128, val_fraction=0.25))
     write(file, articles=4, count=2)
     with pytest.raises(UserError, match="files: prepared with"):
-        open_items(wanted)
+        open_data(wanted)
     write(file, articles=4)
     raw = bytearray((tmp_path / "d" / "train.npz").read_bytes())
     raw[len(raw) // 2] ^= 1
     (tmp_path / "d" / "train.npz").write_bytes(bytes(raw))
-    with pytest.raises(UserError, match=r"train\.npz .*prepare the data again"):
-        open_items(wanted)
+    with pytest.raises(UserError, match=r"train\.npz .*run `windlass prepare` again"):
+        open_data(wanted)
 
 
 def test_evaluation_reads_each_row_once_on_any_number_of_ranks() -> None:
