@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     _register()
     try:
         code = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()  # here, so that a closed pipe is met below and not while the interpreter ends
     except typer.Abort:
         sys.exit(130)
     except errors.UserError as error:
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     except errors.Stopped as error:
         print(f"windlass: {error}", file=sys.stderr)
         sys.exit(errors.STOPPED)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of our output closed its end, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(errors.DONE)
     except Exception as error:

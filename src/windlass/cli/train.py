@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from windlass.errors import UserError, first_line
+
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
     from windlass.run import Run
@@ -59,8 +61,6 @@ def train(
         if world not in ("", "1") or max_restarts:
             return _launch(loaded, world or "1", max_restarts, claimed.run)
     elif here.launcher != "windlass" and world not in ("", str(here.world)):
-        from windlass.errors import UserError
-
         raise UserError(
             f"--world {world}: this process is already one of {here.world} ({here.launcher}); leave --world out"
         )
@@ -97,22 +97,21 @@ def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
 
 
 def show_end(run: Run) -> None:
-    """The loss curve, the last sample and the report of a finished run."""
+    """The loss curve, the last sample and the report of a finished run. Training is over: what fails here is a warning."""
     if os.environ.get("WINDLASS_QUIET_END"):
         return
-    from windlass.errors import UserError
-    from windlass.reports import write_report
-    from windlass.reports.terminal import loss_curve
-    from windlass.reports.text import printable
-
-    typer.echo(loss_curve(run))
-    samples = run.lines("sample")
-    if samples:
-        typer.echo(f"sample at step {samples[-1]['step']}:")
-        typer.echo("\n".join(f"  | {line}" for line in printable(samples[-1]["text"]).splitlines()))
     try:
-        report = write_report([run], run.report_dir)
-    except UserError as error:  # a disk that is full after the last checkpoint makes no failure of the run
-        typer.echo(f"no report: {error}", err=True)
-    else:
-        typer.echo(f"report: {report.page}")
+        from windlass.reports import write_report
+        from windlass.reports.terminal import loss_curve
+        from windlass.reports.text import printable
+
+        typer.echo(loss_curve(run))
+        if samples := run.lines("sample"):
+            typer.echo(f"sample at step {samples[-1]['step']}:")
+            typer.echo("\n".join(f"  | {line}" for line in printable(samples[-1]["text"]).splitlines()))
+        typer.echo(f"report: {write_report([run], run.report_dir).page}")
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+        typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)
