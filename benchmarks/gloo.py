@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from harness import Join, recipe, run_ranks
 
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.parallel import gloo
 from windlass.parallel.parallelize import parallelize
 

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
 from windlass.model.convert import config
+from windlass.model.gpt import initialise
 from windlass.model.loss import cross_entropy_sum
 from windlass.processes import keep_freed_memory
 from windlass.recipe import Recipe

@@ -24,7 +24,8 @@ import torch
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Saver
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
 from windlass.recipe import Recipe
 

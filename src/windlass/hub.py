@@ -1,11 +1,10 @@
-"""The Hugging Face Hub: names become local directories, and what cannot be had is said in one sentence.
+"""The Hugging Face Hub: names become local directories, and what cannot be had is told with what to do about it.
 
 Imports nothing heavy: the Hub's own libraries read their environment when they are imported, so `prepare` comes first.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -16,9 +15,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from windlass.errors import UserError, first_line
+from windlass.fileio import read_json
 
-PROBE_SECONDS = 3.0
-"""How long to wait for the Hub to answer before working offline; its libraries would retry for most of a minute."""
+PROBE_SECONDS = (3.0, 6.0)
+"""How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute."""
+PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 """Configuration, tokenizer and code; of weights the safetensors files that `transformers` would read, and no others."""
@@ -28,20 +29,25 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def prepare() -> None:
-    """Work offline, from what is already downloaded, where the Hub cannot be reached; to be called before any import of it.
+    """Work offline, from what is already downloaded, where the Hub cannot be reached; called before any import of its libraries.
 
-    Does nothing where HF_HUB_OFFLINE is set already, either way.
+    Does nothing where HF_HUB_OFFLINE is set already, either way, or where the Hub is reached through a proxy.
     """
-    if "HF_HUB_OFFLINE" in os.environ or any(name in os.environ for name in ("HTTPS_PROXY", "https_proxy")):
+    if "HF_HUB_OFFLINE" in os.environ or any(os.environ.get(n) or os.environ.get(n.lower()) for n in PROXIES):
         return
     address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        socket.create_connection((address.hostname or "", port), timeout=PROBE_SECONDS).close()
-    except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        if "huggingface_hub.constants" in sys.modules:  # imported before us: it has read its environment
-            sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    for seconds in PROBE_SECONDS:
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+            return
+        except TimeoutError:
+            continue  # perhaps only slow
+        except OSError:
+            break
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if "huggingface_hub.constants" in sys.modules:  # imported before: it has read its environment
+        sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def offline() -> bool:
@@ -59,8 +65,8 @@ def explained(what: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} {missing_package(error)}") from None
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
-        if told := _refusal(error):
-            raise UserError(f"{what} {told}") from None
+        if reason := _refusal(error):
+            raise UserError(f"{what} {reason}") from None
         if offline():
             raise UserError(
                 f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
@@ -72,25 +78,25 @@ def explained(what: str) -> Iterator[None]:
 def missing_package(error: ImportError) -> str:
     """What to say of an import that failed: which package is missing, and what installs it."""
     name = (error.name or "").partition(".")[0]
-    if name in ("transformers", "huggingface_hub", "peft", "datasets", "safetensors", "tokenizers"):
+    if name in ("transformers", "huggingface_hub", "peft", "accelerate", "datasets", "safetensors", "tokenizers"):
         return f"needs the package {name}: install windlass[hf]"
     return f"needs the package {name}: install it" if name else f"needs a package that is missing: {first_line(error)}"
 
 
 def _refusal(error: BaseException) -> str:
-    """What to do where the Hub knows the name but does not give, or does not know it; empty for any other error."""
-    seen: BaseException | None = error
-    while seen is not None:
-        kinds = {kind.__name__ for kind in type(seen).__mro__}
-        where = getattr(seen, "repo_id", None)
-        page = f" (https://huggingface.co/{where})" if where else ""
+    """What to do where the Hub has the name but does not give it, or does not have it; empty for any other error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        repo = getattr(cause, "repo_id", None)
+        page = f" (https://huggingface.co/{repo})" if repo else ""
         if "GatedRepoError" in kinds:
             return f"is gated: accept its licence on its page on the Hub{page}, and set HF_TOKEN to a token of the account that did"
         if "RevisionNotFoundError" in kinds:
             return "has no such revision on the Hub: name a commit, a tag or a branch that it has"
         if "RepositoryNotFoundError" in kinds:
             return "is not on the Hub, or is private: look at the spelling, or set HF_TOKEN to a token that may read it"
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return ""
 
 
@@ -115,13 +121,12 @@ def directory(name: str, revision: str = "", key: str = "model.name", weights: b
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
-        found = Path(
+        folder = Path(
             snapshot_download(name, revision=revision or None, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS)
         )
         if weights:
-            files = weight_files(found)
-            snapshot_download(name, revision=commit_of(found) or revision or None, allow_patterns=files)
-        return found
+            snapshot_download(name, revision=commit_of(folder) or revision or None, allow_patterns=weight_files(folder))
+        return folder
 
 
 def tokenizer_directory(place: str) -> Path:
@@ -133,15 +138,19 @@ def tokenizer_directory(place: str) -> Path:
     return directory(name, revision, key="data.tokenizer")
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """The safetensors file of each tensor, of a model that has an index of them; empty where there is none. Raises UserError."""
+    if not (folder / INDEX).is_file():
+        return {}
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise UserError(f"{folder / INDEX} is no index of safetensors files")
+    return files
+
+
 def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a model: those of its index, or the single one. Raises UserError."""
-    if not (folder / INDEX).is_file():
-        return [SINGLE]
-    try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder / INDEX} is no index of safetensors files: {error}") from None
-    return sorted(set(map(str, places)))
+    return sorted(set(weight_map(folder).values())) or [SINGLE]
 
 
 def commit_of(folder: Path) -> str:

@@ -17,7 +17,7 @@ from windlass.data.loader import Loader
 
 from windlass.data.samples import Rows
 from windlass.model.build import build_model
-from windlass.model.build import initialise
+from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives

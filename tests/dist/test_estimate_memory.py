@@ -13,7 +13,7 @@ import hf_fixtures
 from windlass.estimate.memory import layout_of, memory
 from windlass.model.build import build_model
 from windlass.model.hf_size import read_sizes
-from windlass.model.build import initialise
+from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap

@@ -21,7 +21,7 @@ from windlass.evaluation.loss import evaluate_loss
 from windlass.evaluation.generate import Sampling
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
-from windlass.model.build import initialise
+from windlass.model.gpt import initialise
 from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, parallelize

@@ -8,7 +8,7 @@ from harness import recipe, run_ranks
 from torch.distributed.tensor import DTensor
 
 from windlass.model.build import build_model
-from windlass.model.build import initialise
+from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
 from windlass.parallel.parallelize import named_parameters, parallelize, unwrap
 

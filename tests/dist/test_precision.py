@@ -16,7 +16,7 @@ import hf_fixtures
 from windlass.evaluation.generate import generate
 from windlass.evaluation.generate import Sampling
 from windlass.model.build import build_model
-from windlass.model.build import initialise
+from windlass.model.gpt import initialise
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap, parallelize
 

@@ -138,7 +138,8 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
     import torch
 
     from windlass.checkpoint.load import choose, open_checkpoint
-    from windlass.model.build import build_model, initialise
+    from windlass.model.build import build_model
+    from windlass.model.gpt import initialise
 
     run = trained(adapters(lesson, "lora"), 1)
     sharded = trained(adapters(lesson, "lora-sharded", parallel__strategy="full_shard"), 2)

@@ -241,7 +241,8 @@ def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
 
 
 def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base: Path) -> None:
-    from windlass.model.build import build_model, initialise
+    from windlass.model.build import build_model
+    from windlass.model.gpt import initialise
     from windlass.model.hf_files import save_origin
 
     made = recipe(base, "run")

@@ -21,7 +21,8 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def both(settings: dict[str, Any], dtype: Any) -> list[Any]:
-    from windlass.model.build import build_model, initialise
+    from windlass.model.build import build_model
+    from windlass.model.gpt import initialise
     from windlass.recipe import Recipe
 
     shape = {"layers": 2, "heads": 4, "width": 64, "context": 48, "vocab": 101, "init_std": 0.1}

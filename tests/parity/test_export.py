@@ -22,8 +22,8 @@ from windlass.interop.export import export, merge_adapters, save_weights
 from windlass.interop.export_tokenizer import save_tokenizer
 from windlass.interop.init_from import load_initial
 from windlass.model import convert
-from windlass.model.build import build_model, initialise
-from windlass.model.gpt import GPT
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, initialise
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 

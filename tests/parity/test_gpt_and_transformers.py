@@ -14,8 +14,7 @@ from torch import Tensor
 from windlass.errors import UserError
 from windlass.interop.init_from import fill_from_hf
 from windlass.model import convert
-from windlass.model.build import initialise
-from windlass.model.gpt import GPT
+from windlass.model.gpt import GPT, initialise
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 

@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import hf_fixtures
+from windlass.data.vocabulary import named_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.generate import Sampling, generate
-from windlass.model.build import build_model, initialise
+from windlass.evaluation import sample
+from windlass.evaluation.generate import Sampling, generate, prompt_ids
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, find_blocks, has_plain_head, open_hf
 from windlass.recipe import Recipe
 
@@ -96,6 +100,21 @@ def test_greedy_text_is_that_of_transformers(kind: str, directories: dict[str, P
             pad_token_id=0,
         )
         assert [*prompt, *text] == expected[0].tolist()
+
+
+def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_path: Path) -> None:
+    """The tokenizer of many a Llama writes no BOS, though the model has learned one; EOS is not the same."""
+    directory = hf_fixtures.save_tokenizer(["the cat and the dog " * 20], tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    hf_fixtures.save("llama", directory, bos_token_id=5, eos_token_id=0, vocab_size=len(tokenizer))
+    assert tokenizer("x").input_ids[0] not in (0, 5) and tokenizer.eos_token_id == 0
+    reference = theirs(directory)
+    expected = reference.generate(torch.tensor([[5]]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 1:]
+    other = reference.generate(torch.tensor([[0]]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 1:]
+    text = "".join(piece for _, piece in sample(directory, "", max_tokens=12, temperature=0, device="cpu"))
+    assert text == tokenizer.decode(expected).removesuffix("<|endoftext|>") != tokenizer.decode(other)
+    fresh = built(directory, from_scratch=True)
+    assert prompt_ids(fresh, named_tokenizer(f"hf:{directory}"), "") == [0]  # from scratch it has not learned one
 
 
 def test_a_cache_gives_the_logits_of_one_pass(directories: dict[str, Path]) -> None:

@@ -19,8 +19,7 @@ from windlass.estimate.activations import (
     weight_copies,
 )
 from windlass.model import loss
-from windlass.model.build import initialise
-from windlass.model.gpt import GPT
+from windlass.model.gpt import GPT, initialise
 from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings
 

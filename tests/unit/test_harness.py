@@ -23,7 +23,8 @@ from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import Interrupted, adapter, encode_request, generate_until, run_harness
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize

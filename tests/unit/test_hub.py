@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,3 +148,52 @@ def test_a_local_directory_has_no_commit(tmp_path: Path) -> None:
     assert hub.directory(str(tmp_path)) == tmp_path and hub.commit_of(tmp_path) == ""
     with pytest.raises(UserError, match="there is no directory"):
         hub.directory(str(tmp_path / "none"))
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment that says neither whether to work offline nor through which proxy."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("outcomes", "offline"), [
+    ([None], False),
+    ([TimeoutError, None], False),  # slow once
+    ([TimeoutError, TimeoutError], True),
+    ([ConnectionRefusedError], True),
+])  # fmt: skip
+def test_one_slow_answer_does_not_put_the_process_offline(
+    outcomes: list[Any], offline: bool, undecided: pytest.MonkeyPatch
+) -> None:
+    asked = iter(outcomes)
+
+    def connect(address: Any, timeout: float) -> socket.socket:
+        if error := next(asked):
+            raise error
+        return socket.socket()
+
+    undecided.setattr(socket, "create_connection", connect)
+    hub.prepare()
+    assert hub.offline() is offline and next(asked, "all asked") == "all asked"
+
+
+@pytest.mark.parametrize("name", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"])
+def test_behind_a_proxy_the_hub_is_not_probed(name: str, undecided: pytest.MonkeyPatch) -> None:
+    undecided.setenv(name, "socks5://proxy:1080")
+    undecided.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
+    hub.prepare()
+    assert not hub.offline() and "HF_HUB_OFFLINE" not in os.environ
+
+
+def test_a_setting_of_the_user_is_respected(undecided: pytest.MonkeyPatch) -> None:
+    for value, offline in (("1", True), ("0", False)):
+        undecided.setenv("HF_HUB_OFFLINE", value)
+        undecided.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+        hub.prepare()
+        assert hub.offline() is offline

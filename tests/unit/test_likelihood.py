@@ -18,7 +18,8 @@ from windlass.errors import UserError
 from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
 from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan_passes
 from windlass.evaluation.suites import Suites
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe

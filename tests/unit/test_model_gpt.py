@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from windlass.errors import UserError
-from windlass.model.build import build_model, initialise
-from windlass.model.gpt import GPT, Rotation
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, Rotation, initialise
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from windlass.model.build import build_model, generator, initialise
-from windlass.model.gpt import GPT
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, generator, initialise
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.model.size import (
     Parameters,
     block_matrices,

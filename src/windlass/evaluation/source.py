@@ -20,7 +20,8 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError
 from windlass.fileio import read_json
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap

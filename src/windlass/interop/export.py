@@ -17,6 +17,7 @@ from windlass.checkpoint.reshard import MODEL
 from windlass.data.chat import Template, stop_tokens
 from windlass.errors import UserError
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
+from windlass.fileio import read_json
 from windlass.interop.export_tokenizer import save_tokenizer
 from windlass.model import convert, hf_files
 
@@ -176,7 +177,7 @@ def _base(source: Source) -> tuple[str, str]:
     if not name:
         return "", ""
     kept = hf_files.saved_origin(source.run.path, m) if source.run and not m.init_from else None
-    commit = hf_files.read_origin(kept).get("commit", "") if kept else ""
+    commit = read_json(kept / hf_files.RECORD).get("commit", "") if kept else ""
     if not name.startswith("hf:") and not commit:
         return "", f"Trained further from `{Path(name).name}`.\n\n"
     place, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""

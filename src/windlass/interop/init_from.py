@@ -12,8 +12,7 @@ from windlass.checkpoint import load
 from windlass.checkpoint.reshard import restore
 from windlass.errors import UserError
 from windlass.model import convert
-from windlass.model.build import assign, generator
-from windlass.model.gpt import GPT
+from windlass.model.gpt import GPT, assign, generator
 from windlass.recipe import Recipe
 
 

@@ -3,7 +3,9 @@
 One network with the choices of `ModelSettings`: GPT-2 (learned positions, LayerNorm, GELU, biases, tied head) and LLaMA
 (RoPE, RMSNorm, SwiGLU, grouped queries, no biases) are two of its configurations. Unusual: `forward` computes the loss
 itself, so that a head sharded by FSDP2 is used inside the root's forward; and the loss is a sum, because the step divides
-it once by the number of unmasked labels of all ranks.
+it once by the number of unmasked labels of all ranks. An initial weight is a pure function of the seed and the parameter's
+name: each is drawn whole, in fp32 on the CPU, and a sharded parameter takes its slice of it, so that any world size and
+strategy starts from the same bits.
 
 Legend: B batch, T time (tokens of this pass), S time seen (T and what is in the cache), D model width, H heads, K key and
 value heads, E = D / H width of a head, V vocabulary.
@@ -11,7 +13,9 @@ value heads, E = D / H width of a head, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -300,3 +304,41 @@ class GPT(nn.Module):
         if m.zero_init_output:
             return torch.zeros(shape)
         return torch.empty(shape).normal_(0.0, m.init_std / math.sqrt(2 * m.layers), generator=generator)
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator of its own for each seed and parameter name."""
+    digest = hashlib.blake2b(f"windlass/init/{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Give every parameter its initial value, in place; parameters must have storage.
+
+    Args:
+        model: Not wrapped (see `unwrap`), plain or sharded. Has `initial_value(name, shape, generator) -> Tensor`, as `GPT`
+            has, or `fill_weights(seed)`, as `HfModel` has.
+        seed: `run.seed`.
+    """
+    owner: Any = model
+    if hasattr(owner, "fill_weights"):
+        owner.fill_weights(seed)
+        return
+    for name, parameter in owner.named_parameters():
+        assert not parameter.is_meta, f"{name} is on the meta device: to_empty first"
+        assign(parameter, owner.initial_value(name, parameter.shape, generator(seed, name)))
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Copy a full tensor into a parameter: all of it, or this rank's slice of a DTensor, without communication."""
+    if not hasattr(parameter, "placements"):
+        parameter.copy_(full)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh: Any = parameter.device_mesh
+    # `src_data_rank=None`: every rank has the whole tensor already, so nothing is sent.
+    part = distribute_tensor(full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(part.to_local())  # type: ignore[attr-defined]

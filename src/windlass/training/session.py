@@ -26,7 +26,8 @@ from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
-from windlass.model.build import build_model, initialise
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.hf_size import read_sizes, sizes_of
 from windlass.model.size import HfSizes, flops_per_token
