@@ -57,6 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # here, so that a closed pipe is met below and not while the interpreter ends
+    except SystemExit:
+        if not type(sys.stdout).__name__.endswith(
+            "PacifyFlushWrapper"
+        ):  # typer's mark of a closed pipe, for which it exits with 1
+            raise
+        sys.exit(errors.DONE)
     except typer.Abort:
         sys.exit(130)
     except errors.UserError as error:
