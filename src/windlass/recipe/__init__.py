@@ -1,6 +1,16 @@
 """Recipes: one TOML file that defines a run, every setting typed, documented and checked."""
 
-from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, load, parse_override, presets, settings, typed
+from windlass.recipe.load import (
+    NON_SEMANTIC,
+    Recipe,
+    RecipeError,
+    explain,
+    load,
+    parse_override,
+    presets,
+    settings,
+    typed,
+)
 from windlass.recipe.settings import DataSettings, ModelSettings, OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch
 
@@ -15,6 +25,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "ScheduleSettings",
+    "explain",
     "load",
     "parse_override",
     "plan_batch",

@@ -1,4 +1,9 @@
-"""From a preset's name or a TOML file, and overrides, to a checked recipe; all problems reported together."""
+"""From a preset's name or a TOML file, and overrides, to a checked recipe.
+
+Each setting is typed, documented and checked where it is declared (`settings.py`); here are the combinations that cannot
+work, which no single setting can know. All problems of a recipe are reported together, each with its key and the nearest
+valid name. A name, a file's `extends` and the overrides are merged as plain TOML first, and validated once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.errors import UserError
-from windlass.recipe.checks import check
 from windlass.recipe.settings import (
     CheckpointSettings,
     DataSettings,
@@ -34,13 +38,16 @@ NON_SEMANTIC = (
     "train.threads", "train.startup_checks", "train.replica_check_every", "train.compile", "train.deterministic",
     "parallel.", "checkpoint.", "eval.", "telemetry.",
 )  # fmt: skip
-"""Settings that change where and how a run computes, but not what: not part of the digest, free to differ on resume."""
+"""Settings that change where and how a run computes, but not what: no part of the config hash, free to differ on resume."""
+
+Problems = list[tuple[str, str]]
+"""Pairs of a dotted key and what is wrong with it."""
 
 
 class RecipeError(UserError):
     """All that is wrong with a recipe, each problem with its key; `problems` holds (key, message) pairs."""
 
-    def __init__(self, name: str, problems: list[tuple[str, str]]):
+    def __init__(self, name: str, problems: Problems):
         self.name, self.problems = name, problems
         many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         super().__init__("\n".join([f"recipe {name} has {many}:", *(f"  {key}: {text}" for key, text in problems)]))
@@ -84,17 +91,17 @@ class Recipe(BaseModel):
         return flatten(self.model_dump(mode="json"))
 
     def semantic_settings(self) -> dict[str, Any]:
-        """The settings that determine the numbers of a run (see NON_SEMANTIC)."""
+        """The settings that determine the numbers of a run: all but the NON_SEMANTIC ones."""
         return {k: v for k, v in self.flat().items() if k != "preset" and not k.startswith(NON_SEMANTIC)}
 
     @property
     def config_hash(self) -> str:
-        """Twelve hexadecimal digits over what matters: equal for recipes that train the same model the same way."""
+        """Twelve hexadecimal digits: equal for recipes that train the same model the same way."""
         return hashlib.sha256(json.dumps(self.semantic_settings(), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def name(self) -> str:
-        """The run's name: `run.name`, or `<preset>-<digest>`."""
+        """The run's name: `run.name`, or `<preset>-<config hash>`."""
         return self.run.name or f"{self.preset}-{self.config_hash[:8]}"
 
     @property
@@ -115,7 +122,7 @@ class Recipe(BaseModel):
         return self.parallel.strategy
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
-        """How a step's samples are dealt to `world` ranks; a UserError names the sizes that would work."""
+        """How a step's samples are divided among `world` ranks; a UserError names the sizes that would work."""
         try:
             return plan_batch(self.train.global_batch, self.train.micro_batch, world, self.model.context, device)
         except ValueError as error:
@@ -143,14 +150,22 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
     """Every dotted key with its pydantic field, in the order of declaration."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
-            found |= settings(inner, f"{prefix}{name}.")
+            fields |= settings(inner, f"{prefix}{name}.")
         else:
-            found[prefix + name] = field
-    return found
+            fields[prefix + name] = field
+    return fields
+
+
+def explain(key: str) -> str:
+    """What a setting means: its key, default, and documentation; UserError with the nearest name where there is none."""
+    fields = settings()
+    if key not in fields:
+        raise UserError(f"{key}: there is no such setting; {_nearest(key, fields)}")
+    return f"{key} = {typed(fields[key].default)}\n{fields[key].description}"
 
 
 def presets() -> dict[str, Path]:
@@ -256,34 +271,111 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(name, [_explain(e) for e in error.errors()]) from None
-    problems = check(recipe)
+        raise RecipeError(name, [_describe(e) for e in error.errors()]) from None
+    problems = [*_model_problems(recipe), *_data_problems(recipe), *_training_problems(recipe)]
     if problems:
         raise RecipeError(name, problems)
     return recipe
 
 
-def _choice(parts: list[str], known: Mapping[str, Any]) -> str:
-    """What there is in the section of an unknown key, where there is such a section; else the sections."""
-    prefix = "".join(f"{part}." for part in parts[:-1])
-    inside = dict.fromkeys(k[len(prefix) :].partition(".")[0] for k in known if k.startswith(prefix))
-    if prefix and inside:
-        return f"{prefix[:-1]} has {', '.join(inside)}"
-    return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in known if '.' in k))}"
-
-
-def _explain(error: Any) -> tuple[str, str]:
+def _describe(error: Any) -> tuple[str, str]:
+    """Key and message of one of pydantic's errors."""
     known = settings()
     parts = [str(p) for p in error["loc"]]
     key = ".".join(parts)
-    while key not in known and len(parts) > 1 and error["type"] != "extra_forbidden":
-        parts.pop()  # pydantic appends the member of a union or the index of a list
-        shorter = ".".join(parts)
-        key = shorter if shorter in known else key
     if error["type"] == "extra_forbidden":
-        leaves = {k.rsplit(".", 1)[-1]: k for k in known}
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        near = near or [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
-        return key, f"there is no such setting; {f'did you mean {near[0]}?' if near else _choice(parts, known)}"
+        return key, f"there is no such setting; {_nearest(key, known)}"
+    while key not in known and len(parts) > 1:
+        parts.pop()  # pydantic appends the member of a union or the index of a list
+        key = ".".join(parts) if ".".join(parts) in known else key
     message = error["msg"].removeprefix("Value error, ")
     return key, f"{message[0].lower()}{message[1:]}, not {json.dumps(error['input'], default=str)}"
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    """The nearest setting to an unknown key, else what its section has, else the sections."""
+    last = {k.rpartition(".")[2]: k for k in known}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    near = near or [last[m] for m in difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.6)]
+    if near:
+        return f"did you mean {near[0]}?"
+    section = key.rpartition(".")[0]
+    inside = dict.fromkeys(k[len(section) + 1 :].partition(".")[0] for k in known if k.startswith(f"{section}."))
+    if section and inside:
+        return f"{section} has {', '.join(inside)}"
+    return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in known if '.' in k))}"
+
+
+# --- combinations that cannot work -----------------------------------------------------------------------------------------
+
+
+def _model_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m = recipe.model
+    if m.kind == "hf":
+        if not m.name:
+            yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
+        if m.from_scratch and m.init_from:
+            yield "model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out"
+        return
+    if m.name:
+        yield "model.name", 'a model\'s name goes with model.kind = "hf"; use run.name to name the run'
+    if m.width % m.heads:
+        best = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))
+        yield "model.heads", f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {best}"
+    elif m.position == "rope" and (m.width // m.heads) % 2:
+        yield "model.heads", f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd"
+    if m.heads % m.kv_heads_:
+        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
+    if m.head_bias and m.tie_head and m.init_from:
+        yield "model.head_bias", "no known checkpoint format has a tied head with a bias; leave one of them out"
+    if m.lora.rank:
+        yield "model.lora.rank", 'adapters are for model.kind = "hf"'
+
+
+def _data_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    d, m = recipe.data, recipe.model
+    if d.source.startswith(("http://", "https://")) and not d.sha256:
+        yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
+    if d.format == "text" and (d.source == "squad" or d.source.startswith("squad:")):
+        yield "data.format", 'the source squad needs data.format = "squad"'
+    if d.source.startswith("shards:") and d.packing == "documents":
+        yield "data.packing", 'shards that others wrote are streams of tokens: write "packed"'
+    if d.streaming and not d.source.startswith("hf:"):
+        yield "data.streaming", "only sources hf:... are streamed"
+    vocab = {"byte": 257, "gpt2": 50257, "bpe": d.tokenizer_vocab}.get(d.tokenizer.split(":")[0], 0)
+    if m.kind == "gpt" and 0 < m.vocab < vocab:
+        yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {vocab:,}"
+    suite, suites = recipe.checkpoint.best.partition(".")[0], recipe.eval.suites
+    if suite not in ("loss", *suites):
+        more = ",".join(f'"{name}"' for name in [*suites, suite])
+        yield (
+            "checkpoint.best",
+            f'it is "{recipe.checkpoint.best}", and eval.suites does not measure {suite}: write eval.suites=[{more}], or '
+            'checkpoint.best="loss"',
+        )
+
+
+def _training_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    t, p, s = recipe.train, recipe.parallel, recipe.optim.schedule
+    try:
+        plan_batch(t.global_batch, t.micro_batch, 1, recipe.model.context)
+    except ValueError as error:
+        yield "train.micro_batch", str(error)
+    if p.offload and p.strategy not in ("full_shard", "shard_grad_op", "hybrid_shard"):
+        yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
+    if p.shard_size and p.strategy != "hybrid_shard":
+        yield "parallel.shard_size", 'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"'
+    if p.device == "cpu" and t.precision == "fp16" and t.compile:
+        yield "train.compile", "fp16 on a CPU is for tests and is not compiled; use bf16 or fp32"
+    if t.precision == "fp64" and t.compile:
+        yield "train.compile", "fp64 is for proofs and is not compiled"
+    if recipe.optim.kind == "muon" and recipe.model.kind == "hf" and recipe.model.lora.rank:
+        yield "optim.kind", "muon orthogonalises whole matrices; adapters are trained with adamw"
+    parts = {"warmup": s.warmup} | ({"decay": s.decay} if s.kind == "wsd" else {})
+    steps = sum(part for part in parts.values() if isinstance(part, int))
+    share = sum(part for part in parts.values() if isinstance(part, float))
+    if share > 1:
+        yield "optim.schedule.decay", f"warm-up ({s.warmup}) and decay ({s.decay}) together are longer than the run"
+    elif isinstance(t.steps, int) and steps > t.steps:
+        last = list(parts)[-1]
+        yield f"optim.schedule.{last}", f"{' and '.join(parts)} take {steps} steps, and the run has {t.steps}"
