@@ -161,7 +161,8 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
 
 
 def explain(key: str) -> str:
-    """What a setting means: its key, default, and documentation; UserError with the nearest name where there is none."""
+    """What a setting means: its key, default, and documentation; UserError with the nearest name where there is
+    none."""
     fields = settings()
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {_nearest(key, fields)}")

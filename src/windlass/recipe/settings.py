@@ -27,7 +27,7 @@ class RunSettings(Section):
     """Where a run lives, what it is called, and the seed of everything random in it."""
 
     name: str = Field("", pattern=r"^[A-Za-z0-9._+=-]*$")
-    """The run's name, in trackers and reports; empty: `<preset>-<digest of what matters>`."""
+    """The run's name, in trackers and reports; empty: `<preset>-<config hash>`."""
     dir: str = ""
     """The run's directory; empty: `runs/<name>`."""
     seed: int = Field(1337, ge=0, lt=2**63)
@@ -75,7 +75,8 @@ class ModelSettings(Section):
     context: int = Field(256, ge=1)
     """Longest sequence, in tokens: the length of a training sample."""
     vocab: int = Field(0, ge=0)
-    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), never smaller."""
+    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), never
+    smaller."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each sub-layer."""
     final_norm: bool = True
@@ -83,7 +84,7 @@ class ModelSettings(Section):
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every normalisation."""
     position: Literal["learned", "rope", "none"] = "learned"
-    """How a token knows its place: a learned table, rotary embedding (arXiv 2104.09864), or not at all."""
+    """Position encoding: a learned table, rotary embedding (arXiv 2104.09864), or none."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
@@ -102,7 +103,7 @@ class ModelSettings(Section):
     qk_norm: bool = False
     """RMS normalisation of queries and keys, without weights (arXiv 2302.05442)."""
     logit_cap: float = Field(0.0, ge=0)
-    """Logits are squashed softly into +-this value by `cap * tanh(logits / cap)`; 0: not at all."""
+    """Softcap of the logits: `cap * tanh(logits / cap)`; 0: none."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """After the embedding, in attention, and at the end of each sub-layer."""
     init_std: float = Field(0.02, gt=0)
@@ -110,7 +111,8 @@ class ModelSettings(Section):
     zero_init_output: bool = False
     """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
     init_from: str = ""
-    """Initial weights from a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
+    """Initial weights from a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the
+    seed."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
 
@@ -129,16 +131,18 @@ class DataSettings(Section):
     """The corpus, how it becomes tokens, and the order in which they are seen."""
 
     source: str = "stdlib"
-    """`stdlib` (the Python standard library's own source), a path, glob or directory of .txt, .jsonl, .parquet (also .gz, .zst),
-    `https://...` (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (through `datasets`), `squad` or `squad:FILE.json`,
-    or token shards that others wrote: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin)."""
+    """`stdlib` (the Python standard library's own source), a path, glob or directory of .txt, .jsonl, .parquet (also
+    .gz, .zst), `https://...` (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (through `datasets`), `squad` or
+    `squad:FILE.json`, or token shards that others wrote: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c
+    .bin)."""
     eval_source: str = ""
-    """Validation corpus, written like `source`; empty: held out from `source`. With one, `max_documents` and `max_tokens`
-    limit it to `val_fraction` of themselves."""
+    """Validation corpus, written like `source`; empty: held out from `source`. With one, `max_documents` and
+    `max_tokens` limit it to `val_fraction` of themselves."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """The SHA-256 that a downloaded `source` must have."""
     tokenizer: str = "byte"
-    """`byte`, `char`, `gpt2`, `gpt2:DIR` (with vocab.bpe and encoder.json), `hf:NAME_OR_DIR`, or `bpe` (trained on the corpus)."""
+    """`byte`, `char`, `gpt2`, `gpt2:DIR` (with vocab.bpe and encoder.json), `hf:NAME_OR_DIR`, or `bpe` (trained on the
+    corpus)."""
     tokenizer_vocab: int = Field(4096, ge=258)
     """With `bpe`: the size of the vocabulary to train."""
     text_key: str = "text"
@@ -150,35 +154,35 @@ class DataSettings(Section):
     streaming: bool = False
     """With `hf:`: stream the documents instead of downloading the whole data set first."""
     max_documents: int = Field(0, ge=0)
-    """Read at most so many documents of the source; 0: all."""
+    """Largest number of documents to read from the source; 0: all."""
     max_tokens: int = Field(0, ge=0)
-    """Stop preparing after about so many training tokens (at a document's end); 0: all."""
+    """Stop preparing after about this number of training tokens (at a document's end); 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of the corpus that is held out at its end for validation where there is no validation source:
     of the characters for one text, of the documents for many."""
     val_shards: int = Field(0, ge=0)
-    """Hold out the first so many shards for validation instead (build-nanogpt's convention); 0: by `val_fraction`."""
+    """Number of first shards to hold out for validation instead (build-nanogpt's convention); 0: by `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens in a shard."""
     packing: Literal["packed", "documents"] = "packed"
     """`packed`: documents end to end, cut into rows of `context` tokens; `documents`: one document a row, cut at
     `context`, the padding masked out of the loss and of every count."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
-    """`shuffled`: all samples, anew each epoch; `shards-shuffled`: shards in file order in epoch 0 and shuffled from
-    epoch 1 on, samples in order inside a shard; `sequential`: always as they lie."""
+    """`shuffled`: all samples, another order each epoch; `shards-shuffled`: shards in file order in epoch 0 and
+    shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always in file order."""
     dir: str = ""
-    """Where the prepared shards lie; empty: `data/<source>-<digest>`."""
+    """Directory of the prepared shards; empty: `data/<source>-<hash>`."""
     workers: int = Field(0, ge=0)
-    """Threads that tokenize in parallel (the tokenizers release Python's lock); 0: one a core."""
+    """Threads that tokenize in parallel (the tokenizers release Python's lock); 0: one per core."""
     prefetch: int = Field(2, ge=0)
     """Steps whose batches are read ahead in the background."""
     format: Literal["text", "squad", "chat"] = "text"
-    """`text`: documents; `squad`: question, context and answer, loss on the answer; `chat`: JSONL of `messages`, loss on
-    the assistant's turns."""
+    """`text`: documents; `squad`: question, context and answer, loss on the answer; `chat`: JSONL of `messages`, loss
+    on the assistant's turns."""
     train_size: int = Field(0, ge=0)
-    """With `squad` and `chat`: so many training items, chosen by `run.seed`; 0: all."""
+    """With `squad` and `chat`: number of training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)
-    """With `squad` and `chat`: so many evaluation items; 0: all."""
+    """With `squad` and `chat`: number of evaluation items; 0: all."""
     length_buckets: bool = True
     """With `squad` and `chat`: put items of like length into one micro-batch, inside one global batch only."""
 
@@ -209,12 +213,12 @@ class TrainSettings(Section):
     """What a non-finite loss or gradient does: stop before the update; skip the step's samples; or go back to the last
     checkpoint and leave out the samples since then."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
-    """What a loss spike does (see `spike_sigmas`), before its update is made; anything but `ignore` looks at the loss of each
-    step, for which the host waits."""
+    """What a loss spike does (see `spike_sigmas`), before its update is made; anything but `ignore` looks at the loss
+    of each step, for which the host waits."""
     spike_sigmas: float = Field(6.0, gt=0)
     """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
-    """So many skipped steps in a row (fp16 overflows or policy) stop the run."""
+    """The run ends after this number of skipped steps in a row (fp16 overflows, `on_nonfinite`, `on_spike`)."""
     replica_check_every: Duration = 0
     """How often replicas are compared by hash during the run."""
     startup_checks: bool = True
@@ -282,16 +286,17 @@ class ParallelSettings(Section):
     """How the work is spread over ranks."""
 
     strategy: Literal["auto", "single", "ddp", "full_shard", "shard_grad_op", "hybrid_shard"] = "auto"
-    """`auto`: `single` on one rank, `ddp` on several. `full_shard` (ZeRO-3) shards parameters, gradients and moments;
-    `shard_grad_op` (ZeRO-2) keeps the parameters gathered between forward and backward; `hybrid_shard` shards inside a
-    group of `shard_size` ranks and replicates between the groups."""
+    """`auto`: `single` on one rank, `ddp` on several. `full_shard` (ZeRO-3) shards parameters, gradients and optimizer
+    state; `shard_grad_op` (ZeRO-2) keeps the parameters gathered between forward and backward; `hybrid_shard` shards
+    inside a group of `shard_size` ranks and replicates between the groups."""
     shard_size: int = Field(0, ge=0)
-    """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks where there is one host."""
+    """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks where there is one
+    host."""
     reduce_each_micro_batch: bool = False
-    """FSDP2: reduce the gradients after each micro-batch and keep only this rank's shard of them, instead of whole gradients
-    until the step's last one: less memory, more traffic."""
+    """FSDP2: reduce the gradients after each micro-batch and keep only this rank's shard of them, instead of whole
+    gradients until the step's last one: less memory, more traffic."""
     offload: bool = False
-    """Keep parameters, gradients and moments in the host's memory between uses (FSDP2)."""
+    """Keep parameters, gradients and optimizer state in the host's memory between uses (FSDP2)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: of whole blocks, or all but the matrix products and attention."""
     forward_prefetch: int = Field(0, ge=0)
@@ -305,7 +310,7 @@ class ParallelSettings(Section):
     startup_timeout_seconds: float = Field(1800.0, gt=0)
     """The same until the first step is done (loading, compiling)."""
     heartbeat_seconds: float = Field(5.0, gt=0)
-    """How often each rank shows that it lives; one that is silent for 6 times as long ends the run."""
+    """How often each rank reports that it is alive; one that is silent for 6 times as long ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on CUDA where there is one."""
 
@@ -316,11 +321,12 @@ class CheckpointSettings(Section):
     every: Duration = 0.1
     """How often the state is saved."""
     keep_last: int = Field(10, ge=1)
-    """The newest so many are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: Duration = 0
     """Those at multiples of this are kept for good."""
     best: BestMeasure = "loss"
-    """Which one is the best: the one with the lowest validation loss, or with the highest of another suite's measures."""
+    """Which one is the best: the one with the lowest validation loss, or with the highest of another suite's
+    measures."""
     keep_best: bool = True
     """The best one is kept."""
     resume: str = "latest"
@@ -328,7 +334,7 @@ class CheckpointSettings(Section):
     background: bool = True
     """Write in the background while training goes on; `false`: wait for the disk."""
     max_failed_saves: int = Field(5, ge=1)
-    """The run ends after so many saves in a row that failed: it is not to go on unsaved."""
+    """The run ends after this number of failed saves in a row, rather than go on unsaved."""
     grace_seconds: float = Field(60.0, gt=0)
     """How long after a signal the process may go on; a save that would not fit into it is not begun."""
 
@@ -351,11 +357,12 @@ class EvalSettings(Section):
     hellaswag_file: str = ""
     """HellaSwag's validation items as JSONL; empty: through `datasets`."""
     hellaswag_items: int = Field(0, ge=0)
-    """So many of HellaSwag's items; 0: all 10,042."""
+    """Number of HellaSwag's items to use; 0: all 10,042."""
     squad_file: str = ""
-    """SQuAD v1.1 JSON that the suite `squad` asks; empty: the recipe's own held-out questions, or through `datasets`."""
+    """SQuAD v1.1 JSON that the suite `squad` asks; empty: the recipe's own held-out questions, or through
+    `datasets`."""
     squad_items: int = Field(0, ge=0)
-    """So many of its questions, as `run.seed` chooses; 0: `data.eval_size` of them."""
+    """Number of its questions to use, chosen by `run.seed`; 0: `data.eval_size` of them."""
     sample_every: Duration = 0
     """How often a text is generated from `prompt`; 0: never."""
     prompt: str = ""
@@ -365,9 +372,9 @@ class EvalSettings(Section):
     sample_count: int = Field(1, ge=1)
     """Texts to generate."""
     temperature: float = Field(0.8, ge=0)
-    """Softmax temperature of the samples; 0: the likeliest token."""
+    """Softmax temperature of the samples; 0: always the most likely token (greedy)."""
     top_k: int = Field(0, ge=0)
-    """Sample from the k likeliest tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all."""
 
     @field_validator("suites")
     @classmethod
@@ -386,7 +393,7 @@ class TelemetrySettings(Section):
     every: int = Field(10, ge=1)
     """Steps between two `train` lines of the ledger; the device is synchronised only then."""
     trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = []
-    """Trackers that are fed from the ledger, outside the training process."""
+    """Trackers that get the ledger, each through an exporter process of its own."""
     project: str = "windlass"
     """The project or experiment in the trackers."""
     sample_seconds: float = Field(1.0, gt=0)

@@ -73,7 +73,8 @@ class HostProbe:
 
 
 class CudaProbe:
-    """A GPU: NVML for what the device does (its numbers are absent where NVML is), torch for what the allocator holds."""
+    """A GPU: NVML for what the device does (its numbers are absent where NVML is), torch for what the allocator
+    holds."""
 
     def __init__(self, index: int):
         import torch
@@ -232,7 +233,8 @@ def _probe(device: str) -> Probe:
 
 
 def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
-    """FLOP/s of the best of many fp32 products of `size` x `size` matrices on this process's threads (`telemetry.cpu_peak`)."""
+    """FLOP/s of the best of many fp32 products of `size` x `size` matrices on this process's threads
+    (`telemetry.cpu_peak`)."""
     import torch
 
     left, right, out = torch.ones(size, size), torch.ones(size, size), torch.empty(size, size)
@@ -299,7 +301,8 @@ def _statistics(samples: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _samples(path: Path, max_bytes: int) -> Iterator[dict[str, Any]]:
-    """A rank's samples; of a larger file every so many-th minute of them, and the last one, which has the run's peak."""
+    """A rank's samples; of a larger file every so many-th minute of them, and the last one, which has the run's
+    peak."""
     every, text = path.stat().st_size // max_bytes + 1, b""
     with open(path, "rb") as file:
         for number, text in enumerate(file):

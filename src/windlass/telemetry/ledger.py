@@ -117,7 +117,8 @@ class Ledger:
 
 
 def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a JSONL file for appending: its descriptor, and what to write first, which closes off a line torn by a kill."""
+    """Open a JSONL file for appending: its descriptor, and what to write first, which closes off a line torn by a
+    kill."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(file).st_size
     return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""

@@ -136,7 +136,8 @@ class Trackers:
 
 
 def start_trackers(run: Path, recipe: Recipe) -> Trackers:
-    """Start an exporter process for each of `telemetry.trackers`; for rank 0. Returns at once and never raises OSError."""
+    """Start an exporter process for each of `telemetry.trackers`; for rank 0. Returns at once and never raises
+    OSError."""
     exporters, notes = [], []
     for name in recipe.telemetry.trackers:
         if find_spec(name) is None:

@@ -75,7 +75,8 @@ class Backend(Protocol):
         ...
 
     def close(self, state: str, ended: float) -> None:
-        """Note the run's state (`running`, `finished`, `preempted`, `failed`) and deliver everything before returning."""
+        """Note the run's state (`running`, `finished`, `preempted`, `failed`) and deliver everything before
+        returning."""
         ...
 
 

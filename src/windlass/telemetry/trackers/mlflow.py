@@ -56,7 +56,8 @@ class Backend:
         return dict(json.loads(data.tags.get(MARKS_TAG, "{}")))
 
     def write(self, points: Iterator[Point], marks: Marks) -> None:
-        """Metrics first, then the mark: after a kill in between, the store sees equal rows again and keeps them once."""
+        """Metrics first, then the mark: after a kill in between, the store sees equal rows again and keeps them
+        once."""
         from mlflow.entities import Metric
 
         self._client.update_run(self._id, status="RUNNING")
