@@ -1,8 +1,9 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
-Each setting is typed, documented and checked where it is declared (`settings.py`); here are the combinations that cannot
-work, which no single setting can know. All problems of a recipe are reported together, each with its key and the nearest
-valid name. A name, a file's `extends` and the overrides are merged as plain TOML first, and validated once.
+Each setting is typed, documented and checked where it is declared (`settings.py`); here are the combinations that
+cannot work, which no single setting can know. All problems of a recipe are reported together, each with its key and
+the nearest valid name. A name, a file's `extends` and the overrides are merged as plain TOML first, and validated
+once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NON_SEMANTIC = (
     "train.threads", "train.startup_checks", "train.replica_check_every", "train.compile", "train.deterministic",
     "parallel.", "checkpoint.", "eval.", "telemetry.",
 )  # fmt: skip
-"""Settings that change where and how a run computes, but not what: no part of the config hash, free to differ on resume."""
+"""Settings that change where and how a run computes, but not what: no part of the config hash, free to differ on
+resume."""
 
 Problems = list[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with it."""
@@ -307,7 +309,7 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
     return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in known if '.' in k))}"
 
 
-# --- combinations that cannot work -----------------------------------------------------------------------------------------
+# --- combinations that cannot work -----------------------------------------------------------------------------------
 
 
 def _model_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -351,8 +353,8 @@ def _data_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         more = ",".join(f'"{name}"' for name in [*suites, suite])
         yield (
             "checkpoint.best",
-            f'it is "{recipe.checkpoint.best}", and eval.suites does not measure {suite}: write eval.suites=[{more}], or '
-            'checkpoint.best="loss"',
+            f'it is "{recipe.checkpoint.best}", and eval.suites does not measure {suite}: '
+            f'write eval.suites=[{more}], or checkpoint.best="loss"',
         )
 
 

@@ -124,8 +124,8 @@ class BatchPlan:
 def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, device: str = "cpu") -> BatchPlan:
     """Divide a global batch among `world` ranks.
 
-    `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens (but
-    at least one sample).
+    `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens
+    (but at least one sample).
 
     Raises:
         ValueError: the division leaves a rest; the message names the nearest sizes that work.
@@ -145,7 +145,7 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     if share % micro_batch:
         near = min(divisors, key=lambda d: abs(d - micro_batch))
         raise ValueError(
-            f"train.micro_batch = {micro_batch} does not divide the {share} sequences that each of {world} ranks has in a "
-            f"step (train.global_batch = {global_batch}); the nearest that does is {near}"
+            f"train.micro_batch = {micro_batch} does not divide the {share} sequences that each of {world} ranks has "
+            f"in a step (train.global_batch = {global_batch}); the nearest that does is {near}"
         )
     return BatchPlan(global_batch, micro_batch, world, context)

@@ -1,7 +1,7 @@
 """What a run shows: a header, a live bar in a terminal and plain lines elsewhere, and all of it in `log.txt`.
 
-A terminal that goes away, or a full disk under the log, ends the showing and never the run. Generated text is shown with its
-control characters made visible, so that it cannot steer the terminal.
+A terminal that goes away, or a full disk under the log, ends the showing and never the run. Generated text is shown
+with its control characters made visible, so that it cannot steer the terminal.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Header:
 class Console:
     """Shows a run on the terminal and writes `log.txt`.
 
-    In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a line.
+    In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a
+    line.
 
     Args:
         steps: Steps of the whole run.
@@ -205,8 +206,8 @@ class Console:
 class TimeLeft:
     """Seconds to the end: steps at their speed of late, and evaluations and saves at their share of the run so far.
 
-    What happened before the first logged step (imports, compiling, the evaluation at step 0) is not in it, for it does not
-    come again.
+    What happened before the first logged step (imports, compiling, the evaluation at step 0) is not in it, for it
+    does not come again.
     """
 
     def __init__(self, steps: int):

@@ -1,8 +1,8 @@
 """Utilisation and memory of each rank's device: sampled by a background thread, summed up at the run's end.
 
 The thread takes part in no step and no collective. Unusual: a GPU is looked up in NVML by its UUID, because
-`CUDA_VISIBLE_DEVICES` renumbers torch's devices and not NVML's; and each sample says which phase of the run (train, eval,
-save …) took most of its interval, so that an evaluation does not look like an idle device. MB are 10^6 bytes.
+`CUDA_VISIBLE_DEVICES` renumbers torch's devices and not NVML's; and each sample says which phase of the run (train,
+eval, save …) took most of its interval, so that an evaluation does not look like an idle device. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Probe(Protocol):
 class HostProbe:
     """This process and its machine through psutil.
 
-    `util_pct` is the process's CPU time as a share of the cores it may use (its threads), as a GPU's utilisation is of the
-    GPU; `machine_pct` that of all cores by everybody; `rss_mb` the resident memory.
+    `util_pct` is the process's CPU time as a share of the cores it may use (its threads), as a GPU's utilisation is
+    of the GPU; `machine_pct` that of all cores by everybody; `rss_mb` the resident memory.
     """
 
     def __init__(self, cores: int = 0):
@@ -249,7 +249,7 @@ def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
                 return 2 * size**3 / best
 
 
-# --- the summary ---------------------------------------------------------------------------------------------------------
+# --- the summary -----------------------------------------------------------------------------------------------------
 
 MAX_BYTES = 24_000_000
 """So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every so many-th minute."""
@@ -265,9 +265,9 @@ def summarise_devices(run: Run) -> dict[str, Any]:
     """Utilisation and memory while training, over all ranks and `by_rank`, for the `summary` line.
 
     On GPUs `avg_gpu_util_pct`, `std_gpu_util_pct`, `avg_mem_alloc_mb`, `avg_mem_reserved_mb` and `peak_mem_mb` (the
-    allocator's peak on the fullest rank); on CPUs `avg_cpu_util_pct`, `std_cpu_util_pct`, `avg_rss_mb` and `peak_mem_mb`
-    (the largest resident memory). Means are over the samples of the phase `train`, a peak is one in any phase. Starts with
-    another number of ranks than the last are left out.
+    allocator's peak on the fullest rank); on CPUs `avg_cpu_util_pct`, `std_cpu_util_pct`, `avg_rss_mb` and
+    `peak_mem_mb` (the largest resident memory). Means are over the samples of the phase `train`, a peak is one in
+    any phase. Starts with another number of ranks than the last are left out.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):

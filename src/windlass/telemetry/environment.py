@@ -1,7 +1,7 @@
 """What a run ran on and with: versions, commit, hosts, devices, command; from lists of what is reported, never a dump.
 
-Secrets are removed by the name of what holds them (`scrub`, `scrub_command`, `scrub_settings`), before anything is written
-or sent to a tracker.
+Secrets are removed by the name of what holds them (`scrub`, `scrub_command`, `scrub_settings`), before anything is
+written or sent to a tracker.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from windlass.fileio import write_atomic
 from windlass.telemetry.ledger import now
 
 PACKAGES = (
-    "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets", "peft",
-    "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
+    "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
+    "peft", "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
 )  # fmt: skip
 """Packages whose versions are reported."""
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION",
-    "PBS_JOBID", "HF_HUB_OFFLINE",
+    "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_PARTITION", "PBS_JOBID", "HF_HUB_OFFLINE",
 )  # fmt: skip
 """Environment variables that are reported; none of them ever holds a secret."""
 
@@ -40,7 +40,8 @@ HIDDEN = "***"
 
 # PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
 SECRET_NAME = re.compile(
-    r"((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)|[._-]pwd)$",
+    r"((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)"
+    r"|[._-]pwd)$",
     re.IGNORECASE,
 )
 SECRET_SHAPE = re.compile(

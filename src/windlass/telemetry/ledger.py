@@ -1,4 +1,4 @@
-"""The ledger `metrics.jsonl`: one JSON object a line, appended by rank 0 alone, the truth that everything is fed from."""
+"""The ledger `metrics.jsonl`: JSON lines, appended by rank 0 alone; everything else is computed from it."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def open_lines(path: Path) -> tuple[int, bytes]:
 def tail(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Line], int]:
     """The whole lines of a JSONL file from a byte offset on, and the offset to go on from.
 
-    A last line without its end is left for the next call. A line that is no JSON object (torn by a kill) is left out.
-    A file that is missing has no lines; one that became shorter than `offset` is read from its beginning. With `limit`, at
-    most so many bytes are read.
+    A last line without its end is left for the next call. A line that is no JSON object (torn by a kill) is left
+    out. A file that is missing has no lines; one that became shorter than `offset` is read from its beginning. With
+    `limit`, at most so many bytes are read.
     """
     try:
         with open(path, "rb") as file:

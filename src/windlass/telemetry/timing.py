@@ -1,9 +1,9 @@
-"""How fast a run is and where its time goes; each arithmetic (throughput, wall time, device hours, MFU) stands here once.
+"""How fast a run is and where its time goes: throughput, wall time, device hours, MFU, each computed here alone.
 
-Two objects measure inside the training process: `StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the
-process by phase). What they measure is written into the ledger, and the functions below compute from its lines, so that a
-killed and resumed run has right numbers too. Unusual: this file never imports torch (plans and reports use it); a CUDA event
-is taken from the torch that the training process has loaded.
+Two objects measure inside the training process: `StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds
+of the process by phase). What they measure is written into the ledger, and the functions below compute from its
+lines, so that a killed and resumed run has right numbers too. Unusual: this file never imports torch (plans and
+reports use it); a CUDA event is taken from the torch that the training process has loaded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ STARTS = ("started", "resumed", "branched", "rewound")
 Line = dict[str, Any]
 Seconds = dict[str, float]
 
-# --- measured while training ---------------------------------------------------------------------------------------------
+# --- measured while training -----------------------------------------------------------------------------------------
 
 
 class StepTimer:
     """Milliseconds of a step by phase, averaged from one `read` to the next.
 
-    On CUDA the phases are measured with events and nothing waits for the device before `read`, which the loop calls when it
-    logs and has to wait for the loss anyway. Waiting for data is host time on every device.
+    On CUDA the phases are measured with events and nothing waits for the device before `read`, which the loop calls
+    when it logs and has to wait for the loss anyway. Waiting for data is host time on every device.
 
     Args:
         device: `cpu`, `cuda`, `cuda:1` …, as text or as a `torch.device`.
@@ -190,7 +190,7 @@ def process_age() -> float:
     return max(time.time() - psutil.Process().create_time(), 0.0)
 
 
-# --- computed from the ledger --------------------------------------------------------------------------------------------
+# --- computed from the ledger ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ class Throughput:
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
     """The speed over a run from its effective ledger; None where nothing was timed.
 
-    A `train` line holds means over the steps since the line or the start before it. They count here as many times as there
-    were such steps, by the time that these took: a mean of the lines' own rates would count a fast window of short samples
-    as much as a slow one of long samples. The first line of each start is left out (caches, compilation) where there are
-    others.
+    A `train` line holds means over the steps since the line or the start before it. They count here as many times as
+    there were such steps, by the time that these took: a mean of the lines' own rates would count a fast window of
+    short samples as much as a slow one of long samples. The first line of each start is left out (caches,
+    compilation) where there are others.
     """
     windows: list[tuple[Line, float]] = []
     first_of_start: list[bool] = []
@@ -244,9 +244,9 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
 def wall_time(lines: Iterable[Line]) -> Seconds:
     """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with `lost`, and `total`.
 
-    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, whatever the attempts
-    before it did after their checkpoint of step *s* was done in vain and counts as `lost`. The parts sum to `total`. Time
-    between an attempt's last line and its death is not known and not in it.
+    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, whatever the
+    attempts before it did after their checkpoint of step *s* was done in vain and counts as `lost`. The parts sum to
+    `total`. Time between an attempt's last line and its death is not known and not in it.
     """
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
@@ -262,7 +262,8 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
 
 
 def device_hours(lines: Iterable[Line]) -> float:
-    """Hours of wall time times ranks, over all starts of a run, from the raw ledger; `world` is in the events of starting.
+    """Hours of wall time times ranks, over all starts of a run, from the raw ledger; `world` is in the events of
+    starting.
 
     After a rewind the same ranks go on, so `world` holds until an event names another.
     """
@@ -278,8 +279,8 @@ def device_hours(lines: Iterable[Line]) -> float:
 def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
     """Step and seconds of each line by attempt.
 
-    A rewind begins a new attempt in the same process, whose clock runs on: what it showed by then belongs to the attempt
-    before, at a step beyond every step that is kept.
+    A rewind begins a new attempt in the same process, whose clock runs on: what it showed by then belongs to the
+    attempt before, at a step beyond every step that is kept.
     """
     attempts: dict[int, list[tuple[float, Seconds]]] = {}
     base: Seconds = {}
@@ -301,14 +302,14 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
 def _seconds_at(lines: list[tuple[float, Seconds]], step: float) -> Seconds:
     """What an attempt had spent when it had made step `step` and nothing beyond; nothing where it began beyond it.
 
-    The event of a checkpoint comes when it is written, which in the background may be steps later: what it shows then is
-    not taken for the time of its own step once there was a line beyond it.
+    The event of a checkpoint comes when it is written, which in the background may be steps later: what it shows
+    then is not taken for the time of its own step once there was a line beyond it.
     """
     within = [seconds for _, seconds in takewhile(lambda line: line[0] <= step, lines)]
     return within[-1] if within else {}
 
 
-# --- MFU -----------------------------------------------------------------------------------------------------------------
+# --- MFU -------------------------------------------------------------------------------------------------------------
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:
@@ -336,8 +337,8 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
 
 
 PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    # The first pattern that is found in the device's name holds. TFLOP/s, dense (never the doubled "with sparsity"), for
-    # products that accumulate in fp32, at boost clock: datasheets and architecture whitepapers of NVIDIA and AMD.
+    # The first pattern that is found in the device's name holds. TFLOP/s, dense (never the doubled "with sparsity"),
+    # for products that accumulate in fp32, at boost clock: datasheets and architecture whitepapers of NVIDIA and AMD.
     # A precision that is not listed is not known, or is not done in hardware.
     (r"\bMIG\b", {}),  # a slice of a GPU has a share of its peak that its name does not tell
     (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80}),

@@ -1,9 +1,9 @@
 """Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which follows the ledger.
 
-Training writes its ledger and nothing else; `exporter_process.py` reads `metrics.jsonl` and the devices' files and sends
-what is new, so that a tracker that hangs holds up no other and costs the training nothing. This file is the training's side:
-it starts the processes, asks without waiting how they are, and ends them. The pipe to an exporter's standard input shows it
-that this process lives; its standard output brings its reports.
+Training writes its ledger and nothing else; `exporter_process.py` reads `metrics.jsonl` and the devices' files and
+sends what is new, so that a tracker that hangs holds up no other and costs the training nothing. This file is the
+training's side: it starts the processes, asks without waiting how they are, and ends them. The pipe to an exporter's
+standard input shows it that this process lives; its standard output brings its reports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The process that sends a run's ledger to one tracker: `python -m windlass.telemetry.trackers.exporter_process`.
 
-It is all that a hanging import, a dead address or a full disk can hurt. Its standard input is a pipe from the training
-process; where that closes (the run is over, or was killed) the rest is sent and this process ends within a bounded time,
-whatever the tracker's library does. What a library prints goes to the log; standard output is kept for reports.
+It is all that a hanging import, a dead address or a full disk can hurt. Its standard input is a pipe from the
+training process; where that closes (the run is over, or was killed) the rest is sent and this process ends within a
+bounded time, whatever the tracker's library does. What a library prints goes to the log; standard output is kept for
+reports.
 """
 
 from __future__ import annotations

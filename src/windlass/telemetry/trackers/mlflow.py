@@ -25,8 +25,8 @@ STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 class Backend:
     """One MLflow run, found again by a tag; how far it is stands in another tag, in the store itself.
 
-    Metrics carry the ledger's own times, so lines that are sent again after a kill are, to the store, the same rows. What a
-    resume made void cannot be taken back: the points of the first attempt stay, and none comes twice.
+    Metrics carry the ledger's own times, so lines that are sent again after a kill are, to the store, the same rows.
+    What a resume made void cannot be taken back: the points of the first attempt stay, and none comes twice.
     """
 
     def open(self, info: RunInfo) -> Marks:

@@ -1,4 +1,4 @@
-"""TensorBoard: one event file in the run's `tensorboard` directory, written with TensorBoard's own records, without torch."""
+"""TensorBoard: one event file in the run's `tensorboard` directory, of TensorBoard's own records, without torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from windlass.telemetry.trackers.points import Point
 class Backend:
     """Writes the whole effective ledger into a new file at each start and each replay, then removes the file before it.
 
-    Events cannot be taken out of a file, and not every reader heeds the mark that says to forget them; so no point is ever
-    there twice, whenever a kill came.
+    Events cannot be taken out of a file, and not every reader heeds the mark that says to forget them; so no point
+    is ever there twice, whenever a kill came.
     """
 
     def open(self, info: RunInfo) -> Marks:

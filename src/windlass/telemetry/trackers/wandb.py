@@ -26,9 +26,9 @@ SETTINGS: dict[str, Any] = {  # nothing of the machine, the code, or the console
 class Backend:
     """One W&B run under a stable id.
 
-    Online, a resume continues the same run; what the server has is told by the run's own summary, which holds the last step
-    of each stream. An offline file cannot be appended to, so each start writes the whole effective ledger into a new one
-    and then removes those before it: to the server they are one run, and no point comes twice.
+    Online, a resume continues the same run; what the server has is told by the run's own summary, which holds the
+    last step of each stream. An offline file cannot be appended to, so each start writes the whole effective ledger
+    into a new one and then removes those before it: to the server they are one run, and no point comes twice.
 
     The key is taken by the library itself from `WANDB_API_KEY`, never read, passed or written here.
     """
@@ -74,7 +74,8 @@ class Backend:
         for point in points:
             row = {**point.scalars, "step": point.step, "_timestamp": point.time, f"marks/{point.stream}": point.step}
             row |= {tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False) for tag, x in point.texts.items()}
-            # a row before the server's last one would be refused; under the next free number it still has its own `step`
+            # a row before the server's last one would be refused; under the next free number it still has its own
+            # `step`
             self._run.log(row, step=point.step if point.step >= self._run.step else None)
 
     def close(self, state: str, ended: float) -> None:
