@@ -1,11 +1,11 @@
 """What a forward pass of our GPT keeps for the backward pass, in bytes, tensor by tensor.
 
-Legend: n tokens in the micro-batch, d width, q and k width of all queries and of all keys, f hidden width, h heads,
-V vocabulary; c bytes of a number in the pass's arithmetic, m bytes of a master weight. The residual stream and the norms
-stay in the master's arithmetic; matrix products and what follows them are in the pass's.
+Legend: N tokens of the micro-batch, D width, K width of all keys, F hidden width, H heads, V vocabulary; c bytes of a number
+in matrix products, m bytes of a master weight. The residual stream and the norms stay in the master precision; matrix
+products and what follows them are in the precision of the pass.
 
-The tests hold these sums against what PyTorch's allocator gave out, on a CPU. On CUDA norms and dropout have kernels of
-their own, which keep less.
+The tests compare these sums with what autograd saves and PyTorch's allocator hands out, on a CPU. On CUDA norms and dropout
+have kernels of their own, which keep less.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from windlass.model.size import block_matrices
 from windlass.recipe.settings import ModelSettings
 
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
-"""Logits that `windlass.model.loss` holds at a time; a test holds this equal to it."""
+"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the two equal."""
 
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
 """The generators' states that activation checkpointing keeps for each block."""
@@ -33,33 +33,26 @@ class Pass:
     """Bytes of a number in matrix products: 2 in bf16 and fp16."""
     master_bytes: int = 4
     device: str = "cpu"
-    squares: bool = False
-    """Attention without a kernel, whatever the settings say."""
-    whole_logits: bool = False
-    """The loss is made from all logits at once, whatever their size."""
-    extra_hidden: int = 0
-    """Copies of the feed-forward layer's inside that its activation keeps beyond those of ours."""
-    frozen_head: bool = False
-    """The head is not trained: no gradient is made of it."""
 
     @property
     def tokens(self) -> int:
-        """Tokens, padding included."""
+        """N, padding included."""
         return self.batch * self.model.context
 
     @property
     def stream(self) -> int:
-        """One copy of the residual stream [B, T, D]."""
+        """One copy of the residual stream [N, D]."""
         return self.tokens * self.model.width * self.master_bytes
 
     @property
     def hidden(self) -> int:
-        """One copy of the feed-forward layer's inside [B, T, F]."""
+        """One copy of the inside of the feed-forward layer [N, F]."""
         return self.tokens * self.model.ff_width_ * self.compute_bytes
 
-
-def _kv(m: ModelSettings) -> int:
-    return m.width // m.heads * m.kv_heads_
+    @property
+    def kv_width(self) -> int:
+        """K."""
+        return self.model.width // self.model.heads * self.model.kv_heads_
 
 
 def norm_bytes(p: Pass) -> int:
@@ -77,93 +70,75 @@ def dropout_bytes(p: Pass, numbers: int, width: int) -> int:
 
 def attention_bytes(p: Pass) -> int:
     """From the input of the projections to the input of the output projection."""
-    m, n, c = p.model, p.tokens, p.compute_bytes
-    d, k = m.width, _kv(m)
-    kept = n * d * c
-    wide = m.qk_norm and p.device == "cpu" and c < 4  # queries and keys are brought to fp32 to be normalised
-    if m.qk_norm:
-        kept += n * (m.heads + m.kv_heads_) * p.master_bytes + (n * (d + k) * 4 if wide else 0)
-    plain = _plain_attention(p)
-    if not plain or (m.qk_norm and not wide):
+    model, n, c, d, k = p.model, p.tokens, p.compute_bytes, p.model.width, p.kv_width
+    kept = n * d * c  # the input
+    upcast = model.qk_norm and p.device == "cpu" and c < 4  # queries and keys are cast to fp32 to be normalised
+    if model.qk_norm:
+        kept += n * (model.heads + model.kv_heads_) * p.master_bytes + (n * (d + k) * 4 if upcast else 0)
+    # No kernel takes dropout on a CPU, or grouped queries in fp32 on CUDA: whole T x T matrices are kept then.
+    plain = model.dropout > 0 if p.device == "cpu" else c >= 4 and model.kv_heads_ != model.heads
+    if not plain or (model.qk_norm and not upcast):
         kept += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
     if plain:
-        return kept + _plain_bytes(p)
-    if m.qk_norm or m.position == "rope":
+        wide = max(4, c)  # the plain path computes in fp32
+        squares = p.batch * model.heads * model.context**2 * (3 if model.dropout else 1)  # with its mask and the product
+        return kept + squares * wide + 3 * n * d * wide + n * d * c
+    if model.qk_norm or model.position == "rope":
         kept += n * (d + k) * c  # queries and keys again, after what was done to them
-    return kept + n * d * c + n * m.heads * max(4, c)  # the result, and a log-sum-exp for each head
-
-
-def _plain_attention(p: Pass) -> bool:
-    """Whether no kernel takes it, so that whole T x T matrices are kept."""
-    m = p.model
-    if p.squares or p.device == "cpu":
-        return p.squares or m.dropout > 0
-    return p.compute_bytes >= 4 and m.kv_heads_ != m.heads
-
-
-def _plain_bytes(p: Pass) -> int:
-    m = p.model
-    square = p.batch * m.heads * m.context**2
-    wide = max(4, p.compute_bytes)  # the plain path computes in fp32
-    squares = 3 if m.dropout else 1  # probabilities; with dropout its mask, and the product
-    return square * wide * squares + 3 * p.tokens * m.width * wide + p.tokens * m.width * p.compute_bytes
+    return kept + n * d * c + n * model.heads * max(4, c)  # the result, and a log-sum-exp for each head
 
 
 def feed_forward_bytes(p: Pass) -> int:
     """From the input of the feed-forward layer to the input of its last matrix."""
-    narrow = p.tokens * p.model.width * p.compute_bytes
     copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[p.model.activation]
     inputs = 2 if p.model.activation == "swiglu" and p.compute_bytes < p.master_bytes else 1  # autocast casts it twice
-    return inputs * narrow + (copies + p.extra_hidden) * p.hidden
+    return inputs * p.tokens * p.model.width * p.compute_bytes + copies * p.hidden
 
 
 def block_bytes(p: Pass) -> int:
     """All that a block keeps without activation checkpointing, copies of its weights left out."""
-    narrow = p.tokens * p.model.width
-    return (
-        2 * norm_bytes(p) + attention_bytes(p) + feed_forward_bytes(p) + 2 * dropout_bytes(p, narrow, p.compute_bytes)
-    )
+    dropouts = 2 * dropout_bytes(p, p.tokens * p.model.width, p.compute_bytes)
+    return 2 * norm_bytes(p) + attention_bytes(p) + feed_forward_bytes(p) + dropouts
 
 
 def weight_copies(p: Pass) -> int:
-    """A block's matrices in the arithmetic of the pass, which autocast makes and the backward pass needs."""
+    """A block's matrices in the precision of the pass, which autocast makes and the backward pass needs."""
     return block_matrices(p.model) * p.compute_bytes if p.compute_bytes < p.master_bytes else 0
 
 
 def kept_by_block(p: Pass, checkpointing: str) -> int:
     """What a block keeps until the backward pass reaches it."""
-    m, n, c = p.model, p.tokens, p.compute_bytes
     if checkpointing == "none":
         return block_bytes(p)
     kept = p.stream + RNG_BYTES[p.device]
     if checkpointing == "full":
         return kept
-    products = n * (m.width + 2 * _kv(m)) * c + 2 * n * m.width * c + (2 if m.activation == "swiglu" else 1) * p.hidden
-    attention = 0 if m.dropout else n * m.width * c + n * m.heads * max(4, c)
-    return kept + products + attention
+    model, n, c, d = p.model, p.tokens, p.compute_bytes, p.model.width
+    matrices = n * (d + 2 * p.kv_width) * c + 2 * n * d * c + (2 if model.activation == "swiglu" else 1) * p.hidden
+    attention = 0 if model.dropout else n * d * c + n * model.heads * max(4, c)
+    return kept + matrices + attention
 
 
 def recomputed(p: Pass, checkpointing: str) -> int:
-    """What the backward pass of a block brings back before it begins."""
+    """What the backward pass of a block computes again before it begins."""
     return 0 if checkpointing == "none" else max(0, block_bytes(p) - kept_by_block(p, checkpointing))
 
 
 def backward_bytes(p: Pass) -> int:
-    """Gradients of activations beside what a block kept: of the stream, and of the feed-forward layer's inside."""
-    return (
-        p.stream + {"swiglu": 2, "relu2": 3}.get(p.model.activation, 1) * p.hidden
-    )  # a square's takes two copies more
+    """Gradients of activations beside what a block kept: of the stream, and of the inside of the feed-forward layer."""
+    copies = {"swiglu": 2, "relu2": 3}.get(p.model.activation, 1)  # the derivative of a square takes two copies more
+    return p.stream + copies * p.hidden
 
 
 def root_bytes(p: Pass) -> int:
-    """What lies outside the blocks and the loss: tokens and labels, dropout of the embedding, final norm, the head's input."""
+    """Outside the blocks and the loss: tokens and labels, dropout of the embedding, final norm, the head's input."""
     n, d = p.tokens, p.model.width
     kept = 16 * n + dropout_bytes(p, n * d, p.master_bytes)
     if p.model.position == "rope":
         kept += 2 * p.model.context * (d // p.model.heads) * p.master_bytes  # the tables that all blocks share
     if p.model.final_norm:
         kept += norm_bytes(p)
-    return kept + n * d * (p.compute_bytes if p.compute_bytes < p.master_bytes else p.master_bytes)
+    return kept + n * d * min(p.compute_bytes, p.master_bytes)
 
 
 @dataclass(frozen=True)
@@ -171,7 +146,7 @@ class Logits:
     """What the head and the loss take beside the rest."""
 
     forward: int
-    """At most while the loss is made."""
+    """At most while the loss is computed."""
     kept: int
     """From there to the backward pass."""
     backward: int
@@ -182,14 +157,13 @@ def logits_bytes(p: Pass) -> Logits:
     """The head and the loss: whole logits where they are small, a chunk at a time where they are not."""
     n, V, d, c, m = p.tokens, p.vocab, p.model.width, p.compute_bytes, p.master_bytes
     wide = max(4, c)
-    fit = max(1, CHUNK_BYTES[p.device] // (4 * V))
-    copy = V * d * c if c < m else 0  # the head's matrix in the arithmetic of the pass
-    if n <= fit or p.whole_logits:
+    chunk_limit = max(1, CHUNK_BYTES[p.device] // (4 * V))  # tokens
+    head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of the pass
+    if n <= chunk_limit:
         capped = n * V * c if p.model.logit_cap else 0
-        return Logits(2 * n * V * wide + capped + copy, n * V * wide + capped + copy, 3 * n * V * wide + capped + copy)
-    chunk = -(-n // -(-n // fit))
-    of_head = 0 if p.frozen_head else V * d * m
-    gradient = of_head + n * d * (c if c == m else c + m)
+        return Logits(*(copies * n * V * wide + capped + head_copy for copies in (2, 1, 3)))
+    chunk = -(-n // -(-n // chunk_limit))  # equal chunks
+    gradient = V * d * m + n * d * (c if c == m else c + m)  # made in the forward pass, chunk by chunk
     slope = chunk * V * wide if p.model.logit_cap else 0
     inside = max(2 * chunk * V * wide, chunk * V * (wide + c) + (V * d * c if c < wide else 0)) + slope
-    return Logits(gradient + copy + inside, of_head + n * d * m, of_head + n * d * m)
+    return Logits(gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m)

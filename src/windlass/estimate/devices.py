@@ -1,7 +1,8 @@
-"""Memory of devices, by name: what a plan may count on where the device is not at hand."""
+"""Memory of devices by name, so that a plan can be made for a device that is not on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Device:
 
 
 _TABLE: tuple[tuple[str, str, int], ...] = (
-    # what one writes, the name that the driver reports, GiB by the maker's datasheet
+    # what one types, the name that the driver reports, GiB by the maker's datasheet
     ("B200", "NVIDIA B200", 180),
     ("GH200-96GB", "NVIDIA GH200 480GB", 96),
     ("H200", "NVIDIA H200", 141),
@@ -75,19 +76,49 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     A name that is not in the table is taken as it is, with unknown memory unless it is given; nothing is guessed.
 
     Raises:
-        UserError: the name is the beginning of others in the table, as `A100` is: which one is not guessed either.
+        UserError: the name is the first part of several in the table, as `A100` is.
     """
     if name.lower() == "cpu":
-        return Device("cpu", "cpu", memory_bytes)
+        return Device("CPU", "cpu", memory_bytes)
     wanted = _plain(name)
     for short, full, gib in _TABLE:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
-    variants = [short for short, full, _ in _TABLE if wanted and _plain(short).startswith(wanted)]
+    variants = [short for short, _, _ in _TABLE if wanted and _plain(short).startswith(wanted)]
     if variants:
-        which = "there are several" if len(variants) > 1 else "which one? There is"
-        raise UserError(f"--device {name}: {which}: {', '.join(variants)}. Write the whole name")
+        raise UserError(f"--device {name} is not one device of the table; write one of {', '.join(variants)}")
     return Device(name, "cuda", memory_bytes)
+
+
+def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = False) -> Device:
+    """This machine's first NVIDIA device, without torch, or with `cpu` or where there is none its CPU.
+
+    `ranks` on a CPU share its memory.
+    """
+    if not cpu:
+        with contextlib.suppress(Exception):  # no driver, no device, or a driver that does not answer
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            name = pynvml.nvmlDeviceGetName(handle)
+            memory_bytes = memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            return Device(name if isinstance(name, str) else name.decode(), "cuda", memory_bytes)
+    import psutil
+
+    return Device("CPU", "cpu", memory_bytes or psutil.virtual_memory().total // ranks)
+
+
+def same_device(one: str, other: str) -> bool:
+    """Whether two names are of one kind of device; an empty name, which nobody wrote down, may be any."""
+
+    def full_name(name: str) -> str:
+        try:
+            return find_device(name).name.lower()
+        except UserError:  # the first part of several: it is none of them
+            return name.lower()
+
+    return not one or not other or full_name(one) == full_name(other)
 
 
 def low_precision(device: Device) -> str:

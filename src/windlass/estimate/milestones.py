@@ -1,14 +1,15 @@
-"""What will happen in a run, and at which step: the turns of the schedule, saves, evaluations, epochs, the end."""
+"""What happens in a run and at which step: turns of the schedule, saves, evaluations, epochs, the end; and disk space."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from windlass.optim.schedule import phases
-from windlass.recipe.units import Duration, Horizon, epochs_in
+from windlass.recipe import Duration, Horizon
+from windlass.recipe.units import epochs_in
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -23,8 +24,6 @@ class Milestone:
 
     what: str
     step: int
-    number: int = 1
-    """The first, second, ... of its kind."""
 
 
 def occurrences(horizon: Horizon, every: Duration) -> list[int]:
@@ -41,32 +40,48 @@ def occurrences(horizon: Horizon, every: Duration) -> list[int]:
 
 
 def milestones(recipe: Recipe, horizon: Horizon) -> list[Milestone]:
-    """Everything that a whole run will meet, in order; at step 0 the first evaluation.
+    """Everything that happens in a whole run, in order, from the first evaluation at step 0 on.
 
-    Args:
-        recipe: what is to be trained.
-        horizon: its length; `samples_per_epoch` 0 where the data is not prepared yet: then nothing counted in epochs is
-            in the list.
+    Where the data is not prepared (`samples_per_epoch` 0) nothing that is counted in epochs is in the list.
     """
-    steps, bends = horizon.steps, phases(recipe.optim.schedule, horizon)
-    evaluations = occurrences(horizon, recipe.eval.every)
-    saves = occurrences(horizon, recipe.checkpoint.every)
+    steps, turns = horizon.steps, phases(recipe.optim.schedule, horizon)
     at: dict[str, Iterable[int]] = {
-        WARMUP_ENDS: [bends.warmup] if 0 < bends.warmup < steps else [],
-        DECAY_STARTS: [bends.fall] if recipe.optim.schedule.kind == "wsd" and 0 < bends.fall < steps else [],
+        WARMUP_ENDS: [turns.warmup] if 0 < turns.warmup < steps else [],
+        DECAY_STARTS: [turns.fall] if recipe.optim.schedule.kind == "wsd" and 0 < turns.fall < steps else [],
         EPOCH: occurrences(horizon, "1 epoch"),
-        EVALUATION: sorted({0, *evaluations, steps}) if recipe.eval.every else [],
+        EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps}) if recipe.eval.every else [],
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),
-        CHECKPOINT: sorted({*saves, steps}),
+        CHECKPOINT: sorted({*occurrences(horizon, recipe.checkpoint.every), steps}),
         END: [steps],
     }
     order = list(at)
-    found = [Milestone(what, step, n) for what, places in at.items() for n, step in enumerate(places, 1)]
-    return sorted(found, key=lambda m: (m.step, order.index(m.what)))
+    unsorted = [Milestone(what, step) for what, places in at.items() for step in places]
+    return sorted(unsorted, key=lambda m: (m.step, order.index(m.what)))
+
+
+def ahead(milestones: Sequence[Milestone], now: int = 0) -> list[Milestone]:
+    """Those after step `now`; a run that has not begun (`now = 0`) still has what happens at step 0 before it."""
+    return [m for m in milestones if m.step > now or now == m.step == 0]
+
+
+def seconds_until(
+    milestones: Sequence[Milestone], step: int, now: int, seconds_per_step: float, costs: Mapping[str, float]
+) -> float:
+    """Seconds from now until `step` is done, with what happens at it and on the way.
+
+    Args:
+        milestones: all of the run.
+        step: in the run.
+        now: steps done.
+        seconds_per_step: of training alone.
+        costs: seconds that one milestone of a kind takes; kinds that are not named cost nothing.
+    """
+    extra = sum(costs.get(m.what, 0.0) for m in ahead(milestones, now) if m.step <= step)
+    return max(0, step - now) * seconds_per_step + extra
 
 
 @dataclass(frozen=True)
-class Row:
+class MilestoneRow:
     """All milestones of one kind that are still to come."""
 
     what: str
@@ -75,51 +90,52 @@ class Row:
     left: int
     every: int | None
     """Steps between two of them, where it is the same throughout."""
+    first_seconds: float | None = None
+    """From now; None where no speed is known."""
+    last_seconds: float | None = None
 
 
-def rows(found: list[Milestone], now: int = 0) -> list[Row]:
-    """The milestones after step `now`, a row a kind, in the order in which they come first.
-
-    A run that has not begun (`now = 0`) still has what happens at step 0 before it.
-    """
-    ahead: dict[str, list[int]] = {}
-    for m in found:
-        if m.step > now or now == m.step == 0:
-            ahead.setdefault(m.what, []).append(m.step)
-    return [
-        Row(what, places[0], places[-1], len(places), _even(places))
-        for what, places in sorted(ahead.items(), key=lambda item: item[1][0])
-    ]
-
-
-def _even(places: list[int]) -> int | None:
-    """The distance between neighbours, if it is one (the last one may come early, at the run's end)."""
-    gaps = [b - a for a, b in pairwise(places)]
-    body = gaps[:-1] if len(gaps) > 1 else gaps
-    return gaps[0] if gaps and len(set(body)) == 1 and gaps[-1] <= gaps[0] else None
+def milestone_rows(
+    milestones: Sequence[Milestone], now: int, seconds_per_step: float | None, costs: Mapping[str, float]
+) -> list[MilestoneRow]:
+    """The milestones after step `now`, a row a kind, in the order in which they come first."""
+    kinds: dict[str, list[int]] = {}
+    for m in ahead(milestones, now):
+        kinds.setdefault(m.what, []).append(m.step)
+    rows = []
+    for what, steps in sorted(kinds.items(), key=lambda item: item[1][0]):
+        gaps = [b - a for a, b in pairwise(steps)]
+        # The last one may come early, at the run's end.
+        even = bool(gaps) and len(set(gaps[:-1] or gaps)) == 1 and gaps[-1] <= gaps[0]
+        seconds = [
+            None if seconds_per_step is None else seconds_until(milestones, step, now, seconds_per_step, costs)
+            for step in (steps[0], steps[-1])
+        ]
+        rows.append(MilestoneRow(what, steps[0], steps[-1], len(steps), gaps[0] if even else None, *seconds))
+    return rows
 
 
-def clock(found: list[Milestone], now: int, seconds_per_step: float, costs: dict[str, float]) -> Callable[[int], float]:
-    """The time from now until a step is done, with what evaluations and the like cost on the way.
+def kept_checkpoints(recipe: Recipe, horizon: Horizon, saves: Sequence[int]) -> int:
+    """How many checkpoints there are in the end, of those saved at the given steps; one more while one is written."""
+    settings = recipe.checkpoint
+    older = saves[: -settings.keep_last]
+    permanent = sum(horizon.due(settings.keep_every, step) for step in older)
+    return min(len(saves), settings.keep_last) + permanent + (settings.keep_best and len(older) > permanent)
+
+
+def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int, present: int) -> int:
+    """For how many more checkpoints there must be room: those kept in the end and one more, if the run makes so many.
 
     Args:
-        found: all milestones of the run.
-        now: steps already done.
-        seconds_per_step: of training alone.
-        costs: seconds that one milestone of a kind takes; kinds that are not named cost nothing.
-
-    Returns:
-        A function from a step to the seconds from now until it is done and what happens at it as well.
+        recipe: what is saved when, and kept.
+        horizon: the run's length.
+        done: steps done.
+        present: checkpoints that are there already.
     """
-    spent: list[tuple[int, float]] = []
-    total = 0.0
-    for m in found:
-        if (m.step > now or now == m.step == 0) and costs.get(m.what):
-            total += costs[m.what]
-            spent.append((m.step, total))
+    saves = save_steps(recipe, horizon)
+    return min(sum(step > done for step in saves), max(1, kept_checkpoints(recipe, horizon, saves) + 1 - present))
 
-    def seconds(step: int) -> float:
-        beside = max((cost for at, cost in spent if at <= step), default=0.0)
-        return max(0, step - now) * seconds_per_step + beside
 
-    return seconds
+def save_steps(recipe: Recipe, horizon: Horizon) -> list[int]:
+    """The steps at which a run saves."""
+    return [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]

@@ -1,53 +1,47 @@
-"""Everything that can be said of a run before it begins, or while it goes on, as plain values for a table or JSON."""
+"""The plan of a recipe before it runs, or of a run that is under way: `plan` assembles it, `Plan` holds it.
+
+All of it is arithmetic, without torch (but for the parameters of a Hugging Face model, which are counted on the meta
+device). What cannot be known yet, as a rule because the data is not prepared, is None, and `Plan.unknown` has the reason.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.estimate.devices import Device, low_precision
-from windlass.estimate.disk import disk
-from windlass.estimate.grid import memory_grid
+from windlass.errors import UserError
+from windlass.estimate.devices import Device, find_device, low_precision, this_device
+from windlass.estimate.layouts import CHECKPOINTING, Recommendation, Task, largest_micro_batch, recommend
 from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory, shard_size
-from windlass.estimate.milestones import Milestone, clock, milestones, rows
-from windlass.estimate.optimum import needed_vocab, optimal_tokens, resolve_steps, same_compute
-from windlass.estimate.recommend import largest_micro_batch, recommend
-from windlass.estimate.time import Duration, Speed, project, time_left
+from windlass.estimate.milestones import MilestoneRow, kept_checkpoints, milestone_rows, milestones, save_steps
+from windlass.estimate.optimum import known_vocab, optimal_steps, optimal_tokens, resolve_steps, vocab_of
+from windlass.estimate.speeds import find_speed
+from windlass.estimate.time import ASSUMED_MFU, Speed, TimeLeft, time_left
 from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token, forward_flops
-from windlass.recipe import Horizon
+from windlass.recipe import Horizon, Recipe
+from windlass.run import Run
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
+    from collections.abc import Callable
 
-PARTS = ("parameters", "gradients", "moments", "activations", "logits", "buffers")
-
-
-FOREIGN = (
-    "A Hugging Face model: its parameters, memory and FLOPs are in its configuration, which was not read; nothing is "
-    "guessed."
-)
-ESTIMATE = (
-    "A Hugging Face model: parameters and FLOPs are counted on its own modules. Weights, gradients and moments follow from "
-    "them; activations are those of our own GPT of the nearest shape: an estimate, and too high with adapters."
-)
+PREPARE = "unknown until the data is prepared"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What only the prepared data or a run knows; None or 0 where it is not known yet."""
+    """What only the prepared data or a run's ledger says; None or 0 where it is not known."""
 
     vocab: int | None = None
     """Ids of the tokenizer."""
     samples_per_epoch: int = 0
     tokens_per_sample: float | None = None
     """Real tokens in a sample on average."""
-    source: str = ""
-    """Where these are known from, in words, if not from prepared data or a run."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Subject:
     """What a plan is made for."""
 
     recipe: Recipe
@@ -55,292 +49,440 @@ class Setting:
     device: Device
     precision: str
     """With `auto` resolved."""
-    facts: Facts
-    now: int = 0
+    facts: Facts = Facts()
+    done: int = 0
     """Steps done."""
+    steps: int | None = None
+    """Of a run that has begun."""
     hf: HfSizes | None = None
-    """The sizes of a model of `transformers`, where its configuration was read."""
-    note: str = ""
-    """Why it was not."""
+    """The sizes of a Hugging Face model, where its configuration could be read."""
+    reason: str = ""
+    """Why it could not, or why the data is not known."""
+
+    @property
+    def vocab(self) -> int | None:
+        """Rows of the embedding."""
+        if self.recipe.model.kind == "hf":
+            return self.hf.vocab if self.hf else None
+        return self.recipe.model.vocab or self.facts.vocab or known_vocab(self.recipe)
 
     @property
     def network(self) -> Network | None:
-        """What memory is reckoned for; None where nothing is known of it."""
-        return self.recipe.model if self.recipe.model.kind == "gpt" else self.hf
+        """What memory is computed for; None where the vocabulary or a Hugging Face model is not known."""
+        if self.recipe.model.kind == "hf":
+            return self.hf
+        return self.recipe.model if self.vocab else None
 
     @property
     def parameters(self) -> int | None:
-        """All parameters, N; None where they are not known."""
-        if self.recipe.model.kind == "gpt":
-            return count(self.recipe.model, self.vocab).total
-        return self.hf.total if self.hf else None
+        """All parameters, N."""
+        if isinstance(self.network, HfSizes):
+            return self.network.total
+        return count(self.network, self.vocab or 0).total if self.network else None
 
     @property
     def flops_per_token(self) -> int | None:
-        """FLOPs of a token by the usual convention; None where they are not known."""
-        if self.recipe.model.kind == "gpt":
-            return flops_per_token(self.recipe.model, self.vocab)
-        return self.hf.flops_per_token() if self.hf else None
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding."""
-        if self.hf is not None:
-            return self.hf.vocab
-        return self.recipe.model.vocab or self.facts.vocab or needed_vocab(self.recipe)
+        """FLOPs of a token's forward and backward pass by the usual convention."""
+        if isinstance(self.network, HfSizes):
+            return self.network.flops_per_token()
+        return flops_per_token(self.network, self.vocab or 0) if self.network else None
 
     @property
     def tokens_per_sample(self) -> float:
         """Real tokens in a sample, or all of them where the data is not known."""
         return self.facts.tokens_per_sample or float(self.recipe.model.context)
 
-
-def horizon_of(setting: Setting, steps: int | None = None) -> Horizon:
-    """The run's length; UserError where it follows from data that are not prepared."""
-    facts = setting.facts
-    if steps is None:
-        foreign = setting.hf.total if setting.hf else None
-        steps = resolve_steps(setting.recipe, facts.vocab, facts.tokens_per_sample, facts.samples_per_epoch, foreign)
-    return Horizon(steps, facts.samples_per_epoch, setting.recipe.train.global_batch)
+    @property
+    def tokens_per_step(self) -> float:
+        """Real tokens in a step, over all ranks."""
+        return self.recipe.train.global_batch * self.tokens_per_sample
 
 
-def plan(setting: Setting, speeds: Sequence[Speed], horizon: Horizon | None = None) -> dict[str, Any]:
-    """The whole plan of a run; of a Hugging Face model whose configuration was not read without what is in that.
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters, in all and by part."""
+
+    vocab: int | None
+    parameters: int | None
+    """None, as are the parts that grow with it, while the vocabulary is not known."""
+    trained: int | None
+    """Fewer than all with low-rank adapters."""
+    non_embedding: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Steps and tokens, beside the compute-optimal ones."""
+
+    steps: int | None
+    done: int
+    tokens_per_step: float
+    padded_tokens_per_step: int
+    tokens: int | None
+    epochs: float | None
+    tokens_per_parameter: float | None
+    optimal_ratio: float
+    optimal_tokens: int | None
+    optimal_steps: int | None
+    taken_as_full: bool
+    """Samples are padded, and how far is not known: they are counted as full."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a token and of the run: by the 6 N rule, with attention, and counted product by product."""
+
+    per_token_6n: int
+    per_token: int
+    per_token_counted: float | None
+    per_step: int
+    run: int | None
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The memory of a rank under one layout."""
+
+    layout: Layout
+    memory: Memory
+    fits: bool | None
+    """None: not known."""
+    largest_micro_batch: int | None
+    chosen: bool
+    """Whether it is the recipe's own layout."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes on disk."""
+
+    checkpoint_bytes: int
+    rank_bytes: int
+    """Of a checkpoint, written by each rank."""
+    kept: int | None
+    """Checkpoints at the end of the run."""
+    kept_bytes: int | None
+    peak_bytes: int | None
+    """With room for one more while it is written."""
+    token_bytes: int
+    """Of a token in a shard."""
+    shard_bytes: int
+    tokens_bytes: int | None
+    """Of all shards, where `data.max_tokens` says how many tokens there are."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """How fast, and how long from now to the end."""
+
+    speed: Speed
+    seconds_per_step: float
+    left: TimeLeft | None
+    """None while the number of steps is not known."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that can be said of a run before it begins, or while it goes on; None: see `unknown`."""
+
+    recipe: str
+    config_hash: str
+    run_dir: str
+    state: str
+    """Of a run that has begun; else empty."""
+    world: int
+    device: Device
+    precision: str
+    length: Length
+    model: ModelSize | None = None
+    flops: Flops | None = None
+    memory: list[MemoryRow] | None = None
+    recommendation: Recommendation | None = None
+    disk: Disk | None = None
+    time: Time | None = None
+    milestones: list[MilestoneRow] | None = None
+    unknown: dict[str, str] = field(default_factory=dict)
+    """What is None, and why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the totals."""
+        plain = asdict(self)
+        plain["device"]["usable_bytes"] = self.device.usable_bytes
+        for row, source in zip(plain["memory"] or [], self.memory or [], strict=True):
+            row["memory"]["total"] = source.memory.total
+        return plain
+
+
+def plan(
+    source: Recipe | Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    world: int = 0,
+    device: str = "",
+    memory_bytes: int | None = None,
+    past: Sequence[Sequence[Run]] = (),
+    measure: bool = False,
+    mfu: float = ASSUMED_MFU,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The plan of a recipe, or of what is left of a run by its own ledger.
 
     Args:
-        setting: recipe, ranks, device.
-        speeds: measured or assumed speeds, on any worlds; empty where nothing is known of it.
-        horizon: the run's length where it is known already.
+        source: a recipe, a run, or what a recipe can be loaded from.
+        overrides: settings to change, as typed.
+        world: ranks; 0: one, or those of the run.
+        device: a kind of device, as `A100-80GB`; empty: that of the run, of the past runs, or this machine's.
+        memory_bytes: the device's memory, where it is not in the table.
+        past: past runs to take the speed from; each sequence is one `--from`.
+        measure: make a few real steps on this machine for the speed.
+        mfu: share of the device's peak to assume where nothing was measured.
+        notify: called with messages for the user.
+
+    Raises:
+        UserError: the batch is not divisible by the world size, or a given speed is not one of this model and device.
     """
-    horizon = horizon or horizon_of(setting)
-    found = milestones(setting.recipe, horizon)
-    speed = project(speeds, setting.world) if speeds else None
-    known: dict[str, Any] = {} if setting.recipe.model.kind == "gpt" else {"note": setting.note or FOREIGN}
-    if setting.network is not None:
-        size = checkpoint_size(setting)
-        known = ({"note": ESTIMATE} if setting.hf else {}) | {
-            "model": model_part(setting),
-            "flops": flops_part(setting, horizon),
-            "memory": memory_part(setting),
-            "memory_grid": memory_grid(setting),
-            "recommendation": recommendation_part(setting),
-            "disk": disk(setting.recipe, setting.vocab, setting.world, horizon, found, size),
-        }
-    return known | {
-        "recipe": setting.recipe.preset,
-        "digest": setting.recipe.config_hash,
-        "run_dir": str(setting.recipe.run_dir),
-        "world": setting.world,
-        "device": asdict(setting.device) | {"usable_bytes": setting.device.usable_bytes},
-        "precision": setting.precision,
-        "length": length_part(setting, horizon),
-        "time": time_part(setting, horizon, found, speed),
-        "worlds": worlds_part(setting, horizon, found, speeds),
-        "milestones": milestones_part(setting, horizon, found, speed),
-    }
+    if isinstance(source, str | Path) and (Path(source) / "recipe.toml").is_file() and not overrides:
+        source = Run(Path(source))
+    run = source if isinstance(source, Run) and _start_event(source) else None
+    if isinstance(source, Run):
+        recipe = source.recipe
+    else:
+        recipe = source if isinstance(source, Recipe) else Recipe.load(source)
+    recipe = recipe.with_overrides(*overrides) if overrides else recipe
+    subject = _subject(recipe, run, world, device, memory_bytes, past, measure)
+    speed = find_speed(subject, run, past, measure, mfu, own=not device, notify=notify)
+    return assemble(subject, speed, run)
 
 
-def checkpoint_size(setting: Setting) -> int:
-    """Bytes of a checkpoint."""
-    kind = setting.recipe.optim.kind
-    return (
-        setting.hf.checkpoint_bytes(kind) if setting.hf else checkpoint_bytes(setting.recipe.model, setting.vocab, kind)
+def _start_event(run: Run) -> dict[str, Any]:
+    """The last start in a run's ledger; empty before the first."""
+    return next((x for x in reversed(run.lines("event")) if "world" in x and "steps" in x), {})
+
+
+def _subject(
+    recipe: Recipe,
+    run: Run | None,
+    world: int,
+    device: str,
+    memory_bytes: int | None,
+    past: Sequence[Sequence[Run]],
+    measure: bool,
+) -> Subject:
+    """Who trains what on what, from the recipe and from the run's ledger or the prepared data."""
+    started = _start_event(run) if run else {}
+    ranks = world or int(started.get("world", 1))
+    name = device or str(started.get("device") or "")
+    if past and not name and not measure:
+        name = _common_device([r for runs in past for r in runs])
+    if name and name.lower() != "cpu":
+        where = find_device(name, memory_bytes)
+    else:
+        where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
+    recipe.batch(ranks, where.kind)  # raises where the global batch is not divisible by the world size
+    if recipe.strategy(ranks) == "single" and ranks > 1:
+        raise UserError(f'parallel.strategy = "single" is for one rank, not for {ranks}; use "auto" or "ddp"')
+    precision = str(started.get("precision", "")) if not device else ""
+    if not precision:
+        auto = recipe.train.precision == "auto"
+        precision = (low_precision(where) or "fp32") if auto else recipe.train.precision
+    subject = Subject(recipe, ranks, where, precision)
+    if recipe.model.kind == "hf":
+        subject = _with_hf_sizes(subject)
+    if run is None:
+        facts, reason = _prepared_facts(recipe)
+        return replace(subject, facts=facts, reason=subject.reason or reason)
+    train = run.lines("train")
+    last = train[-1] if train else {}
+    per_sample = last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None
+    parameters = int(started["parameters"]) if "parameters" in started else None
+    facts = Facts(vocab_of(recipe, parameters), int(started.get("samples_per_epoch", 0)), per_sample)
+    done = int(last.get("step", started["step"]))
+    return replace(subject, facts=facts, done=done, steps=int(started["steps"]))
+
+
+def _common_device(runs: Sequence[Run]) -> str:
+    """The one kind of device that runs were made on; raises UserError where there are several."""
+    names = sorted({name for run in runs if (name := str(_start_event(run).get("device") or ""))})
+    if len(names) > 1:
+        raise UserError(f"the runs were made on {' and on '.join(names)}; say which the plan is for with --device")
+    return names[0] if names else ""
+
+
+def _with_hf_sizes(subject: Subject) -> Subject:
+    """The sizes of a Hugging Face model, or the reason why they are not known; the rest of the plan is made all the same."""
+    try:
+        from windlass.model.hf_size import read_sizes  # needs torch
+
+        return replace(subject, hf=read_sizes(subject.recipe))
+    except ImportError as error:
+        return replace(subject, reason=f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]")
+    except UserError as error:
+        return replace(subject, reason=str(error))
+
+
+def _prepared_facts(recipe: Recipe) -> tuple[Facts, str]:
+    """What the prepared data says; or nothing, and the reason."""
+    from windlass.data.dataset import open_data
+
+    try:
+        data = open_data(recipe, prepare_if_missing=False)
+    except UserError as error:
+        return Facts(), str(error)
+    return Facts(data.vocab, len(data.train), data.train.sample_tokens()), ""  # type: ignore[attr-defined]
+
+
+def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
+    """Every part of the plan that is known, and why the others are not."""
+    recipe, unknown, network = subject.recipe, {}, subject.network
+    steps = subject.steps
+    if steps is None:
+        f = subject.facts
+        try:
+            steps = resolve_steps(recipe, subject.vocab, f.tokens_per_sample, f.samples_per_epoch, subject.parameters)
+        except UserError as error:
+            unknown["steps"] = f'{PREPARE}: train.steps = "{recipe.train.steps}"' if not f.vocab else str(error)
+    horizon = None if steps is None else Horizon(steps, subject.facts.samples_per_epoch, recipe.train.global_batch)
+    if network is None:
+        reason = subject.reason if recipe.model.kind == "hf" else f"{PREPARE}: the vocabulary of {recipe.data.tokenizer!r}"
+        unknown["size"] = reason
+    if not subject.facts.samples_per_epoch:
+        unknown["epochs"] = PREPARE
+    time = None
+    events = milestones(recipe, horizon) if horizon else []
+    if speed is not None:
+        left = time_left(events, subject.done, subject.tokens_per_step, speed) if horizon else None
+        time = Time(speed, subject.tokens_per_step / speed.tokens_per_s, left)
+    else:
+        peak = f"the peak of {subject.device.name} in {subject.precision} is not known"
+        cause = peak if subject.flops_per_token else "the FLOPs of a token are not known"
+        unknown["time"] = f"nothing was measured, and {cause}: use --from RUN, --measure, or --device with one of the table"
+    return Plan(
+        recipe=recipe.preset,
+        config_hash=recipe.config_hash,
+        run_dir=str(run.path if run else recipe.run_dir),
+        state=run.state if run else "",
+        world=subject.world,
+        device=subject.device,
+        precision=subject.precision,
+        length=_length(subject, steps),
+        model=_model_size(subject),
+        flops=_flops(subject, steps),
+        memory=memory_rows(subject, network) if network else None,
+        recommendation=recommendation(subject),
+        disk=_disk(subject, network, horizon) if network else None,
+        time=time,
+        milestones=milestone_rows(
+            events, subject.done, time.seconds_per_step if time else None, speed.costs if speed else {}
+        ) if horizon else None,
+        unknown=unknown,
+    )  # fmt: skip
+
+
+def _model_size(subject: Subject) -> ModelSize | None:
+    model, hf, vocab = subject.recipe.model, subject.hf, subject.vocab
+    if model.kind == "hf":
+        return ModelSize(hf.vocab, hf.total, hf.trained, hf.non_embedding, hf.parts) if hf else None
+    sizes = count(model, vocab or 0)
+    grows = ("embedding", "head")  # with the vocabulary
+    names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
+    parts = {name: getattr(sizes, name) for name in names if vocab or name not in grows}
+    total = sizes.total if vocab else None
+    return ModelSize(vocab, total, total, sizes.non_embedding, parts)
+
+
+def _length(subject: Subject, steps: int | None) -> Length:
+    recipe, samples, parameters = subject.recipe, subject.facts.samples_per_epoch, subject.parameters
+    batch, ratio = recipe.train.global_batch, recipe.train.tokens_per_parameter
+    tokens = None if steps is None else round(steps * subject.tokens_per_step)
+    return Length(
+        steps=steps,
+        done=subject.done,
+        tokens_per_step=subject.tokens_per_step,
+        padded_tokens_per_step=batch * recipe.model.context,
+        tokens=tokens,
+        epochs=steps * batch / samples if steps is not None and samples else None,
+        tokens_per_parameter=tokens / parameters if tokens is not None and parameters else None,
+        optimal_ratio=ratio,
+        optimal_tokens=optimal_tokens(parameters, ratio) if parameters else None,
+        optimal_steps=optimal_steps(recipe, parameters, subject.tokens_per_sample) if parameters else None,
+        taken_as_full=subject.facts.tokens_per_sample is None
+        and (recipe.data.packing == "documents" or recipe.data.format != "text"),
     )
 
 
-def model_part(setting: Setting) -> dict[str, Any]:
-    """Parameters, in all and by part; `trained` where that is not all of them."""
-    if setting.hf is not None:
-        hf = setting.hf
-        found = {"vocab": hf.vocab, "parameters": hf.total, "non_embedding": hf.non_embedding, "parts": hf.parts}
-        return found | ({"trained": hf.trained} if hf.trained < hf.total else {})
-    parts = count(setting.recipe.model, setting.vocab)
-    names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
-    return {
-        "vocab": setting.vocab,
-        "parameters": parts.total,
-        "non_embedding": parts.non_embedding,
-        "parts": {name: getattr(parts, name) for name in names},
-    }
-
-
-def length_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
-    """Steps and tokens, beside the compute-optimal ones where the parameters are known."""
-    recipe, per_sample = setting.recipe, setting.tokens_per_sample
-    tokens = round(horizon.steps * recipe.train.global_batch * per_sample)
-    samples = setting.facts.samples_per_epoch
-    found = {
-        "steps": horizon.steps,
-        "done": setting.now,
-        "tokens_per_step": recipe.train.global_batch * per_sample,
-        "padded_tokens_per_step": recipe.train.global_batch * recipe.model.context,
-        "tokens": tokens,
-        "epochs": horizon.steps * recipe.train.global_batch / samples if samples else None,
-        "data_is_prepared": bool(samples) and not setting.facts.source,
-        "known_from": setting.facts.source,
-        "taken_as_full": setting.facts.tokens_per_sample is None
-        and (recipe.data.packing == "documents" or recipe.data.format != "text"),
-    }
-    parameters, ratio = setting.parameters, recipe.train.tokens_per_parameter
-    if parameters is None:
-        return found
-    optimal = replace_steps(recipe, "compute-optimal")
-    return found | {
-        "tokens_per_parameter": tokens / parameters,
-        "same_compute": same_compute(parameters, tokens) if tokens else None,
-        "optimal_tokens": optimal_tokens(parameters, ratio),
-        "optimal_ratio": ratio,
-        "optimal_steps": resolve_steps(optimal, setting.vocab, per_sample, parameters=parameters),
-    }
-
-
-def replace_steps(recipe: Recipe, steps: int | str) -> Recipe:
-    """The recipe with another length."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
-
-
-def flops_part(setting: Setting, horizon: Horizon) -> dict[str, Any]:
-    """FLOPs of a token and of the run: by the 6N rule, with attention, and counted product by product.
-
-    Of a Hugging Face model torch counts them; `per_token_counted` and `run_counted` are None where it could not.
-    """
-    model, batch = setting.recipe.model, setting.recipe.train.global_batch
-    counted: float | None
-    if setting.hf is not None:
-        by_rule, with_attention = setting.hf.flops_by_rule, setting.hf.flops_per_token()
-        counted = setting.hf.counted_flops
+def _flops(subject: Subject, steps: int | None) -> Flops | None:
+    model, network, per_token = subject.recipe.model, subject.network, subject.flops_per_token
+    if network is None or per_token is None:
+        return None
+    padded = subject.recipe.train.global_batch * model.context
+    if isinstance(network, HfSizes):
+        rule, counted = 4 * network.total + 2 * network.trained, None  # frozen weights need no gradient of their own
     else:
-        by_rule = 6 * count(model, setting.vocab).total
-        with_attention = flops_per_token(model, setting.vocab)
-        counted = 3 * forward_flops(model, setting.vocab, 1, model.context) / model.context
-    padded = horizon.steps * batch * model.context
-    return {
-        "per_token_6n": by_rule,
-        "per_token": with_attention,
-        "per_token_counted": counted,
-        "per_step": with_attention * batch * model.context,
-        "run": with_attention * padded,
-        "run_counted": None if counted is None else counted * padded,
-    }
+        rule = 6 * count(network, subject.vocab or 0).total
+        counted = 3 * forward_flops(network, subject.vocab or 0, 1, model.context) / model.context
+    run = None if steps is None else per_token * padded * steps
+    return Flops(rule, per_token, counted, per_token * padded, run)
 
 
-def memory_part(setting: Setting) -> list[dict[str, Any]]:
-    """A row for each strategy that the world allows, with the recipe's precision, checkpointing and micro-batch."""
-    recipe, world = setting.recipe, setting.world
-    base = layout_of(recipe, world, setting.device.kind, setting.precision)
-    share = recipe.train.global_batch // world
+def memory_rows(subject: Subject, network: Network) -> list[MemoryRow]:
+    """A row for each strategy that the world allows, with the recipe's precision and micro-batch."""
+    recipe, world, usable = subject.recipe, subject.world, subject.device.usable_bytes
+    base = layout_of(recipe, world, subject.device.kind, subject.precision)
     strategies = ["ddp", "shard_grad_op", "full_shard"] if world > 1 else ["single"]
     if world > 3 or base.strategy == "hybrid_shard":
         strategies.append("hybrid_shard")
     if base.strategy not in strategies:
         strategies.append(base.strategy)
-    found = []
+    ours = not isinstance(network, HfSizes)
+    rows = []
     for strategy in strategies:
-        for checkpointing in ("none", "selective", "full"):
-            offload = base.offload and strategy not in ("single", "ddp")
+        for checkpointing in CHECKPOINTING if ours else ("none",):
             layout = replace(
                 base, strategy=strategy, shard=shard_size(strategy, world, recipe.parallel.shard_size),
-                checkpointing=checkpointing, offload=offload,
+                checkpointing=checkpointing, offload=base.offload and strategy not in ("single", "ddp"),
             )  # fmt: skip
-            chosen = strategy == base.strategy and checkpointing == base.checkpointing
-            found.append(_row(setting, layout, share) | {"chosen": chosen})
-    return found
+            needed = memory(network, subject.vocab or 0, layout, recipe.optim.kind)
+            fits = None if usable is None else needed.total <= usable
+            largest = None
+            if not isinstance(network, HfSizes) and usable is not None:
+                largest = largest_micro_batch(_task(subject, network, usable), layout)
+            chosen = strategy == base.strategy and checkpointing in (base.checkpointing, "none" if not ours else "")
+            rows.append(MemoryRow(layout, needed, fits if ours or fits is False else None, largest, chosen))
+    return rows
 
 
-def _row(setting: Setting, layout: Layout, share: int) -> dict[str, Any]:
-    recipe, room, network = setting.recipe, setting.device.usable_bytes, setting.network
-    assert network is not None
-    taken = memory(network, setting.vocab, layout, recipe.optim.kind)
-    largest = None
-    if room is not None:
-        largest = largest_micro_batch(network, setting.vocab, layout, share, room, recipe.optim.kind)
-    return {
-        **asdict(layout),
-        **memory_dict(taken),
-        "fits": None if room is None else taken.total <= room,
-        "largest_micro_batch": largest,
-    }
+def _task(subject: Subject, network: Network, usable: int) -> Task:
+    share = subject.recipe.train.global_batch // subject.world
+    assert not isinstance(network, HfSizes)
+    return Task(network, subject.vocab or 0, subject.recipe.optim.kind, share, usable)
 
 
-def memory_dict(taken: Memory) -> dict[str, Any]:
-    """A memory as plain values: bytes by part, `total_bytes`, `host_bytes` and where in the step the peak lies."""
-    parts = {f"{name}_bytes": getattr(taken, name) for name in PARTS}
-    return parts | {"total_bytes": taken.total, "host_bytes": taken.host, "peak_at": taken.at}
-
-
-def recommendation_part(setting: Setting) -> dict[str, Any]:
-    """The cheapest layout that fits, or what to change."""
-    recipe, network = setting.recipe, setting.network
-    assert network is not None
-    base = layout_of(recipe, setting.world, setting.device.kind, setting.precision)
-    share = recipe.train.global_batch // setting.world
-    base = replace(base, micro_batch=recipe.train.micro_batch)
-    room, low = setting.device.usable_bytes, low_precision(setting.device)
-    found = recommend(network, setting.vocab, base, share, room, recipe.optim.kind, low)
-    if found.fit is None:
-        return {"fits": False if setting.device.usable_bytes is not None else None, "why": found.why, "settings": {}}
-    return {
-        "fits": True,
-        "why": found.why,
-        "settings": found.fit.settings(),
-        "accumulation": found.fit.layout.accumulation,
-        **memory_dict(found.fit.memory),
-    }
-
-
-def time_part(setting: Setting, horizon: Horizon, found: list[Milestone], speed: Speed | None) -> dict[str, Any] | None:
-    """How long it takes from now, and where the number comes from; None where nothing is known."""
-    if speed is None:
+def recommendation(subject: Subject) -> Recommendation | None:
+    """The cheapest layout that fits, or what to change; None where the memory of activations is not known."""
+    recipe, network, usable = subject.recipe, subject.network, subject.device.usable_bytes
+    if network is None or isinstance(network, HfSizes):
         return None
-    left = _left(setting, horizon, found, speed)
-    return {
-        **asdict(left),
-        "tokens_per_s": speed.tokens_per_s,
-        "seconds_per_step": setting.recipe.train.global_batch * setting.tokens_per_sample / speed.tokens_per_s,
-        "detail": speed.detail,
-        "costs": speed.costs,
-    }
+    if usable is None:
+        return Recommendation(None, "the device's memory is not known: give --memory GB", {})
+    base = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
+    base = replace(base, micro_batch=recipe.train.micro_batch)
+    return recommend(_task(subject, network, usable), base, low_precision(subject.device))
 
 
-def _left(setting: Setting, horizon: Horizon, found: list[Milestone], speed: Speed) -> Duration:
-    per_step = setting.recipe.train.global_batch * setting.tokens_per_sample
-    return time_left(found, setting.now, horizon.steps, per_step, speed)
-
-
-def worlds_part(
-    setting: Setting, horizon: Horizon, found: list[Milestone], speeds: Sequence[Speed]
-) -> list[dict[str, Any]]:
-    """The same on other worlds: those measured, and doublings around them that the global batch can be dealt to."""
-    if not speeds:
-        return []
-    worlds = {s.world for s in speeds} | {setting.world}
-    worlds |= {2 * max(worlds), 4 * max(worlds)} | {w for w in (1, 2, 4, 8) if w < setting.world}
-    table = []
-    for world in sorted(w for w in worlds if setting.recipe.train.global_batch % w == 0):
-        speed = project(speeds, world)
-        left = _left(setting, horizon, found, speed)
-        table.append(
-            {
-                "world": world, "tokens_per_s": speed.tokens_per_s, "seconds": left.seconds,
-                "device_hours": left.device_hours, "basis": speed.basis, "detail": speed.detail,
-            }
-        )  # fmt: skip
-    return table
-
-
-def milestones_part(
-    setting: Setting, horizon: Horizon, found: list[Milestone], speed: Speed | None
-) -> list[dict[str, Any]]:
-    """What is still to come, a row a kind, with the seconds from now to the first and the last of them."""
-    seconds = None
-    if speed is not None:
-        per_step = setting.recipe.train.global_batch * setting.tokens_per_sample / speed.tokens_per_s
-        seconds = clock(found, setting.now, per_step, speed.costs)
-    return [
-        asdict(row)
-        | {
-            "first_seconds": seconds(row.first) if seconds else None,
-            "last_seconds": seconds(row.last) if seconds else None,
-        }
-        for row in rows(found, setting.now)
-    ]
+def _disk(subject: Subject, network: Network, horizon: Horizon | None) -> Disk:
+    recipe, vocab = subject.recipe, subject.vocab or 0
+    size = network.checkpoint_bytes() if isinstance(network, HfSizes) else checkpoint_bytes(network, vocab, recipe.optim.kind)
+    token = 2 if vocab <= 2**16 else 4  # uint16 where all ids fit
+    saves = save_steps(recipe, horizon) if horizon else []
+    kept = kept_checkpoints(recipe, horizon, saves) if horizon else None
+    return Disk(
+        checkpoint_bytes=size,
+        rank_bytes=-(-size // subject.world),
+        kept=kept,
+        kept_bytes=None if kept is None else kept * size,
+        peak_bytes=None if kept is None else min(kept + 1, len(saves)) * size,
+        token_bytes=token,
+        shard_bytes=recipe.data.shard_tokens * token,
+        tokens_bytes=recipe.data.max_tokens * token or None,
+    )

@@ -1,135 +1,175 @@
-"""Where a plan's speed comes from: past runs on the same kind of device, the recipe's own run, or a device's peak."""
+"""Where a plan's speed comes from: given past runs, steps made here, the recipe's own run, or a device's peak."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
-from windlass.errors import UserError
-from windlass.estimate.devices import Device, find_device
-from windlass.estimate.optimum import known_vocab, vocab_of
-from windlass.estimate.predict import sizes_in
-from windlass.estimate.time import SCALED, Speed, assumed_speed, measured_speed
+from windlass.errors import RunFailed, UserError
+from windlass.estimate.devices import same_device, this_device
+from windlass.estimate.optimum import vocab_of
+from windlass.estimate.time import MEASURED, SCALED, Speed, assumed_speed, measured_speed, project
 from windlass.model.size import flops_per_token
+from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.timing import peak_flops
 
 if TYPE_CHECKING:
-    from windlass.estimate.plan import Setting
+    from windlass.estimate.plan import Subject
 
 SMALL_WIDTH = 768
 """Narrower models spend their time on launching kernels rather than in them: no usual MFU holds for them."""
+STEPS = 8
+"""Steps of a measurement."""
+WARMUP = 2
+"""Steps of a measurement that do not count: caches, compilation, first allocations."""
+MICRO_BATCHES = 4
+"""Micro-batches of a rank in a measured step, at most; a step of the recipe may have more."""
 
 
-def same_device(one: str, other: str) -> bool:
-    """Whether two names are of one kind of device; a name that nobody wrote down may be any."""
-    if not one or not other:
-        return True
-    return _full_name(one) == _full_name(other)
+def find_speed(
+    subject: Subject,
+    run: Run | None,
+    past: Sequence[Sequence[Run]],
+    measure: bool,
+    mfu: float,
+    *,
+    own: bool,
+    notify: Callable[[str], None],
+) -> Speed | None:
+    """The speed of a plan: from given runs and steps made here, else from the run itself, else assumed from the peak.
+
+    `own`: the recipe's own run directory counts too.
+    """
+    speeds = [speed for runs in past for speed in speeds_of(subject, runs)]
+    if measure:
+        speeds.append(measure_here(subject, notify))
+    if not speeds and own:
+        place = run or Run(subject.recipe.run_dir)
+        speed = measured_speed(place) if place.path.is_dir() else None
+        speeds = [speed] if speed and same_device(speed.device, subject.device.name) else []
+    return project(speeds, subject.world) if speeds else assumed(subject, mfu)
 
 
-def _full_name(name: str) -> str:
-    try:
-        return find_device(name).name.lower()
-    except UserError:  # the beginning of several: it is none of them
-        return name.lower()
+def speeds_of(subject: Subject, runs: Sequence[Run]) -> list[Speed]:
+    """The speeds of past runs on the plan's kind of device, scaled where they trained another model.
 
-
-def device_of(speeds: Sequence[Speed], where: str) -> str:
-    """The one kind of device that speeds were measured on, empty where no run says it; UserError where there are several."""
-    names = sorted({s.device for s in speeds if s.device})
-    different = [name for name in names if not same_device(name, names[0])]
-    if different:
+    Raises:
+        UserError: no run has logged steps, none was made on such a device, or a speed cannot be scaled.
+    """
+    where = f"--from {', '.join(str(run.path) for run in runs)}"
+    measured = [(run, speed) for run in runs if (speed := measured_speed(run))]
+    if not measured:
+        raise UserError(f"{where}: there is no run with logged steps in it")
+    same = [(run, speed) for run, speed in measured if same_device(speed.device, subject.device.name)]
+    if not same:
+        there = sorted({speed.device for _, speed in measured})
         raise UserError(
-            f"{where}: its runs were made on {names[0]} and on {different[0]}; say which one the plan is for with --device"
+            f"{where}: its speed was measured on {' and '.join(there)}, and the plan is for {subject.device.name}. Leave "
+            "--device out, or leave --from out and have the speed assumed from the peak"
         )
-    return names[0] if names else ""
+    return [_scaled(subject, run, speed) for run, speed in same]
 
 
-def on_device(past: Sequence[tuple[Run, Speed]], device: Device, where: str) -> list[tuple[Run, Speed]]:
-    """Those that were measured on a device of the plan's kind; UserError where none was: a speed is of its own device."""
-    found = [(run, speed) for run, speed in past if same_device(speed.device, device.name)]
-    if not found:
-        there = sorted({speed.device for _, speed in past})
-        raise UserError(
-            f"{where}: its speed was measured on {' and '.join(there)}, and the plan is for {device.name}. Leave --device "
-            "out, name a run that was made on such a device, or leave the speed out and have it assumed from the peak"
-        )
-    left = len(past) - len(found)
-    if left:
-        note = f"{left} run{'s' * (left > 1)} on other devices left out"
-        found = [(run, replace(speed, detail=f"{speed.detail}; {note}")) for run, speed in found]
-    return found
-
-
-def past_speeds(runs: Sequence[Run]) -> list[tuple[Run, Speed]]:
-    """The runs that have logged enough, each with its speed."""
-    return [(run, speed) for run in runs if (speed := measured_speed(run))]
-
-
-def own_speed(setting: Setting, path: Path) -> list[Speed]:
-    """The speed of a run of the recipe itself, where there is one on such a device."""
-    speed = measured_speed(Run(path)) if path.is_dir() else None
-    return [speed] if speed and same_device(speed.device, setting.device.name) else []
-
-
-def scaled(setting: Setting, run: Run, speed: Speed) -> Speed:
-    """A speed of another model or of samples that are filled otherwise, scaled by the FLOPs of a real token; said so."""
-    mine, theirs = setting.recipe.model, run.recipe.model
-    there = _filled(run)
-    filled = setting.tokens_per_sample / mine.context if setting.facts.tokens_per_sample else there
-    if mine == theirs and abs(filled - there) < 0.01 * there:
+def _scaled(subject: Subject, run: Run, speed: Speed) -> Speed:
+    """A speed of another model, or of samples that are padded otherwise, scaled by the FLOPs of a real token."""
+    here, there = subject.recipe.model, run.recipe.model
+    last = next((x for x in reversed(run.lines("train")) if x.get("samples") and x.get("tokens")), None)
+    filled_there = last["tokens"] / last["samples"] / there.context if last else 1.0  # share of places with real tokens
+    filled_here = subject.tokens_per_sample / here.context if subject.facts.tokens_per_sample else filled_there
+    same_hf = here.kind == there.kind == "hf" and here.name == there.name
+    if same_hf or (here == there and abs(filled_here - filled_there) < 0.01 * filled_there):
         return speed
-    if mine.kind == theirs.kind == "hf" and mine.name == theirs.name:
-        return speed
-    of_mine, of_theirs = _flops(setting), _flops_of_run(run)
-    if of_mine is None or of_theirs is None:
+    flops_here, flops_there = subject.flops_per_token, None
+    if there.kind == "gpt":
+        parameters = next((x["parameters"] for x in run.events if isinstance(x.get("parameters"), int)), None)
+        vocab = vocab_of(run.recipe, parameters)
+        flops_there = flops_per_token(there, vocab) if vocab else None
+    if flops_here is None or flops_there is None:
         raise UserError(
-            f"--from {run.path}: it trains another model, and how many FLOPs a token takes is not known of both, so that its "
-            "speed cannot be scaled; name a run of the same model"
+            f"--from {run.path}: it trains another model, and the FLOPs of a token are not known of both, so that its speed "
+            "cannot be scaled; name a run of the same model"
         )
-    ratio = of_theirs / there / (of_mine / filled)
-    what = "another model" if mine != theirs else "samples filled otherwise"
+    ratio = flops_there / filled_there / (flops_here / filled_here)
+    what = "another model" if here != there else "samples padded otherwise"
     detail = f"{speed.detail}; {what}, scaled by the FLOPs of a token ({ratio:.3g} x)"
     return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, detail=detail, basis=SCALED)
 
 
-def _flops(setting: Setting) -> float | None:
-    """FLOPs of a token of the recipe; None where the vocabulary or the model's configuration is not known."""
-    if setting.hf is None and not (setting.facts.vocab or known_vocab(setting.recipe)):
-        return None
-    return setting.flops_per_token
-
-
-def _flops_of_run(run: Run) -> float | None:
-    """FLOPs of a token of a past run, whose vocabulary is in its recipe or follows from its parameters."""
-    recipe = run.recipe
-    if recipe.model.kind != "gpt":
-        sizes = sizes_in(run)
-        return sizes.flops_per_token() if sizes else None
-    started = next((x for x in run.events if isinstance(x.get("parameters"), int)), {})
-    vocab = vocab_of(recipe, started.get("parameters"))
-    return flops_per_token(recipe.model, vocab) if vocab else None
-
-
-def _filled(run: Run) -> float:
-    """Share of the places of a run's samples that hold real tokens."""
-    last = next((x for x in reversed(run.lines("train")) if x.get("samples") and x.get("tokens")), None)
-    return last["tokens"] / last["samples"] / run.recipe.model.context if last else 1.0
-
-
-def assumed(setting: Setting, mfu: float) -> list[Speed]:
-    """The speed that a share of the device's peak gives; none where the peak or the model's FLOPs are not known."""
-    flops = _flops(setting)
-    peak = peak_flops(setting.device.name, setting.precision, tf32=False)
+def assumed(subject: Subject, mfu: float) -> Speed | None:
+    """The speed that a share of the device's peak gives; None where the peak or the model's FLOPs are not known."""
+    flops, peak = subject.flops_per_token, peak_flops(subject.device.name, subject.precision, tf32=False)
     if flops is None or peak is None:
-        return []
-    like = setting.hf.like if setting.hf else setting.recipe.model
-    real = min(1.0, setting.tokens_per_sample / setting.recipe.model.context)
-    speed = assumed_speed(flops, peak, setting.world, setting.device.name, mfu, real)
-    if like.width < SMALL_WIDTH:
-        narrow = f"{speed.detail}; matrices of width {like.width} hardly fill such a device, so take it for a bound"
-        return [replace(speed, detail=narrow)]
-    return [speed]
+        return None
+    real = min(1.0, subject.tokens_per_sample / subject.recipe.model.context)
+    speed = assumed_speed(flops, peak, subject.world, subject.device.name, mfu, real)
+    if subject.recipe.model.kind == "gpt" and (width := subject.recipe.model.width) < SMALL_WIDTH:
+        bound = f"{speed.detail}; matrices of width {width} hardly fill such a device, so take it for a bound"
+        return replace(speed, detail=bound)
+    return speed
+
+
+def measure_here(subject: Subject, notify: Callable[[str], None]) -> Speed:
+    """The speed from a few real steps on this machine, in processes of their own; missing data is prepared first.
+
+    What a step spends on each micro-batch is multiplied by the recipe's accumulation; what it spends once (the update,
+    waiting for data) counts once.
+
+    Raises:
+        UserError: this machine has not the device that the plan is for.
+        RunFailed: the steps failed; the message has the end of their output.
+    """
+    here = this_device(cpu=subject.device.kind == "cpu").name
+    if not same_device(here, subject.device.name):
+        raise UserError(
+            f"--measure makes its steps here, on {here}, and the plan is for {subject.device.name}: leave --device out, or "
+            "take the speed of a run that was made there, with --from RUN"
+        )
+    recipe = subject.recipe.with_overrides(**{"parallel.device": subject.device.kind})
+    notify(f"measuring: {STEPS} steps, {subject.world} x {here}; missing data is prepared first")
+    with tempfile.TemporaryDirectory(prefix="windlass-measure-") as directory:
+        short = measuring_recipe(recipe, subject.world, subject.device.kind, Path(directory) / "run")
+        file = Path(directory) / "recipe.toml"
+        file.write_text(short.toml(), encoding="utf-8")
+        command = [sys.executable, "-m", "windlass", "train", str(file), "--world", str(subject.world)]
+        environ = os.environ | {"WINDLASS_QUIET_END": "1"}
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            output = "\n".join(done.stdout.splitlines()[-15:])
+            raise RunFailed(f"the steps to measure failed (exit code {done.returncode}):\n{output}")
+        return speed_of_measurement(Run.open(Path(directory) / "run"), recipe, short, subject.world, subject.device.kind)
+
+
+def measuring_recipe(recipe: Recipe, world: int, device: str, directory: Path) -> Recipe:
+    """The recipe cut down to a few steps of a few micro-batches: no evaluation, no saves, no trackers."""
+    batch = recipe.batch(world, device)
+    micro_batches = min(batch.accumulation, MICRO_BATCHES)
+    return recipe.with_overrides(
+        **{
+            "run.dir": str(directory), "run.name": "", "train.steps": STEPS, "train.micro_batch": batch.micro_batch,
+            "train.global_batch": batch.micro_batch * world * micro_batches, "train.startup_checks": False,
+            "eval.every": 0, "eval.sample_every": 0, "checkpoint.every": 0, "telemetry.every": 1,
+            "telemetry.trackers": [], "optim.schedule.warmup": 0, "optim.schedule.decay": 0,
+        }
+    )  # fmt: skip
+
+
+def speed_of_measurement(run: Run, recipe: Recipe, short: Recipe, world: int, device: str) -> Speed:
+    """What the ledger of the cut-down run says of the whole recipe."""
+    lines = run.lines("train")[WARMUP:]
+    micro_batches = short.train.global_batch // (short.train.micro_batch * world)
+    ratio = recipe.batch(world, device).accumulation / micro_batches
+    once = median(x.get("optimizer_ms", 0.0) + x.get("data_ms", 0.0) for x in lines)
+    step_ms = median(x["step_ms"] for x in lines)
+    tokens = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines) * ratio
+    seconds = ((step_ms - once) * ratio + once) / 1e3
+    name = next((str(x["device"]) for x in run.events if x.get("device")), device)
+    size = f"{micro_batches} micro-batches of {short.train.micro_batch}"
+    return Speed(tokens / seconds, world, MEASURED, f"{len(lines)} steps of {size} made here: {world} x {name}")

@@ -1,4 +1,7 @@
-"""How long a run takes and what it costs in device-hours: from a measured speed, or an assumed one, and said which."""
+"""How long a run takes: from speeds measured in past runs' ledgers, or from a device's peak and an assumed MFU.
+
+A speed always says what it rests on (`basis`, `detail`); where nothing is known there is none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from windlass.estimate.milestones import CHECKPOINT, EVALUATION, SAMPLE, Milestone, clock
+from windlass.estimate.milestones import CHECKPOINT, END, EVALUATION, SAMPLE, Milestone, ahead, milestones, seconds_until
+from windlass.recipe import Horizon
+from windlass.run import effective, read_lines
+from windlass.telemetry.timing import wall_time
 
 if TYPE_CHECKING:
     from windlass.run import Line, Run
@@ -18,9 +24,10 @@ ASSUMED_MFU = 0.4
 """Share of the peak that is assumed where nothing was measured. Published GPU and TPU trainings report 0.3 to 0.55 (0.46
 for PaLM, arXiv 2204.02311); a small model or a slow network gives less."""
 
-MEASURED, PROJECTED, ASSUMED, BOUND = "measured", "projected", "assumed", "at best"
-SCALED = "scaled"
-"""Measured on another model or other samples, and scaled by the FLOPs of a token."""
+MEASURED, SCALED, PROJECTED, ASSUMED, BOUND = "measured", "scaled", "projected", "assumed", "at best"
+
+PREDICTED_AT = 0.05
+"""Share of a run's steps after which its time to finish is predicted, to be compared with the actual one."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +38,26 @@ class Speed:
     """Real tokens, padding not counted."""
     world: int
     basis: str
-    """`measured`; `scaled` from another model; `projected` with measured efficiency; `assumed` from a peak; `at best`:
-    scaled to more ranks as if nothing were lost."""
+    """`measured`; `scaled` from another model by the FLOPs of a token; `projected` with measured efficiency; `assumed` from
+    a peak; `at best`: scaled to more ranks as if nothing were lost."""
     detail: str
     """The same in words: which run, which peak, which efficiency."""
     costs: dict[str, float] = field(default_factory=dict)
     """Seconds of one evaluation, checkpoint, sample, as far as they were measured."""
     device: str = ""
-    """What it was measured on, as the ledger names it; empty where nobody wrote it down."""
+    """What it was measured on, as the ledger names it; empty where that was not written down."""
 
 
 def assumed_speed(
     flops_per_token: float, peak: float, world: int, device: str, mfu: float = ASSUMED_MFU, real: float = 1.0
 ) -> Speed:
-    """What `world` devices do at a share `mfu` of their peak FLOP/s; a guess, and called one.
+    """What `world` devices do at a share `mfu` of their peak.
 
     Args:
         flops_per_token: of a place in the batch, padding or not: both are computed.
         peak: FLOP/s of one device.
         world: number of devices.
-        device: its name, for the words.
+        device: its name.
         mfu: the share of the peak.
         real: share of the places that hold real tokens; below 1 where samples are padded.
     """
@@ -62,14 +69,14 @@ def assumed_speed(
 
 def measured_speed(run: Run) -> Speed | None:
     """The speed of a run from its ledger; None where it has not logged enough yet."""
-    return speed_of_lines(run.ledger(), run.name)
+    return speed_of_ledger(run.ledger(), run.name)
 
 
-def speed_of_lines(ledger: list[Line], name: str) -> Speed | None:
-    """The speed that the lines of a ledger show.
+def speed_of_ledger(ledger: Sequence[Line], name: str) -> Speed | None:
+    """The speed that the effective lines of a ledger show.
 
-    Steps are taken from the last start alone, without the first lines (compiling, caches) where there are more than
-    four, and the mean leaves out the fastest and slowest tenth.
+    Steps are taken from the last start alone, without the first lines (compilation, caches) where there are more than four;
+    the mean leaves out the fastest and slowest tenth.
     """
     lines = [x for x in ledger if x["kind"] == "train" and x.get("step_ms") and x.get("tokens_per_s")]
     if not lines:
@@ -77,39 +84,83 @@ def speed_of_lines(ledger: list[Line], name: str) -> Speed | None:
     lines = [x for x in lines if x.get("attempt", 0) == lines[-1].get("attempt", 0)]
     lines = lines[2:] if len(lines) > 4 else lines[1:] or lines
     starts = [x for x in ledger if x["kind"] == "event" and isinstance(x.get("world"), int)]
-    start = starts[-1] if starts else {}
-    world, device = start.get("world", 1), start.get("device") or "unknown device"
+    world, device = (starts[-1]["world"], str(starts[-1].get("device") or "")) if starts else (1, "")
     tokens_per_step = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines)
-    speed = tokens_per_step / (_trimmed_mean([x["step_ms"] for x in lines]) / 1e3)
-    detail = f"run {name}: {world} x {device}, steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
-    return Speed(speed, world, MEASURED, detail, _costs(ledger), str(start.get("device") or ""))
+    times, cut = sorted(x["step_ms"] for x in lines), len(lines) // 10
+    speed = tokens_per_step / (mean(times[cut : len(times) - cut]) / 1e3)
+    detail = f"run {name}: {world} x {device or 'unknown device'}, steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
+    return Speed(speed, world, MEASURED, detail, _costs(ledger, speed), device)
 
 
-def _trimmed_mean(values: Sequence[float]) -> float:
-    cut = len(values) // 10
-    return mean(sorted(values)[cut : len(values) - cut])
-
-
-def _costs(ledger: list[Line]) -> dict[str, float]:
+def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
     """Seconds of one evaluation, save and sample, from the lines' own times and their `seconds` by phase."""
-    runtimes: dict[int, float] = {}
+    evaluations: dict[int, list[Line]] = {}
     for x in ledger:
         if x["kind"] == "eval" and isinstance(x.get("runtime_s"), int | float):
-            runtimes[x["step"]] = runtimes.get(x["step"], 0.0) + x["runtime_s"]
-    costs = {EVALUATION: mean(runtimes.values())} if runtimes else {}
-    stamped = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
+            evaluations.setdefault(x["step"], []).append(x)
+    costs: dict[str, float] = {}
+    if evaluations:
+        first, *later = (evaluations[step] for step in sorted(evaluations))
+        # The first evaluation of a run also pays for compilation, caches and first allocations.
+        if later:
+            costs[EVALUATION] = median(sum(x["runtime_s"] for x in lines) for lines in later)
+        else:
+            costs[EVALUATION] = sum(_without_warmup(x, tokens_per_s) for x in first)
+    stamps = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
     counted = {
         CHECKPOINT: ("save", sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)),
         SAMPLE: ("sample", len({x["step"] for x in ledger if x["kind"] == "sample"})),
     }
     for what, (phase, number) in counted.items():
-        spent = max((s.get(phase, 0.0) for s in stamped), default=0.0)
+        spent = max((stamp.get(phase, 0.0) for stamp in stamps), default=0.0)
         if number and spent:
             costs[what] = spent / number
     return costs
 
 
-def of_world(speeds: Sequence[Speed]) -> Speed:
+def _without_warmup(line: Line, tokens_per_s: float) -> float:
+    """What the first evaluation would take again: by its batches after the first one, or else by the speed of training."""
+    runtime, first, batches = line["runtime_s"], line.get("first_batch_s"), line.get("batches", 0)
+    if first is not None and batches > 1:
+        return float((runtime - first) / (batches - 1) * batches)
+    if line.get("suite", "loss") == "loss" and line.get("tokens"):
+        return float(min(runtime, line["tokens"] / tokens_per_s / 3))  # a forward pass is a third of a step's FLOPs
+    return float(runtime)
+
+
+def project(speeds: Sequence[Speed], world: int) -> Speed:
+    """The speed on a number of ranks, from at least one speed measured on some; of several on one world the median counts.
+
+    Between two measured worlds and beyond the largest, the speed is taken to grow as world^s with the s that the two
+    nearest measurements show. From one world alone no efficiency follows: the result is what the world would reach if
+    nothing were lost, and its basis says `at best`.
+    """
+    by_world = {w: _median_speed([s for s in speeds if s.world == w]) for w in {s.world for s in speeds}}
+    if world in by_world:
+        return by_world[world]
+    worlds = sorted(by_world)
+    if len(worlds) == 1:
+        one = by_world[worlds[0]]
+        scaled = replace(one, tokens_per_s=one.tokens_per_s * world / one.world, world=world)
+        if one.basis == ASSUMED:
+            return scaled
+        detail = f"{one.detail}; scaled by {world}/{one.world} as if nothing were lost: no efficiency was measured"
+        return replace(scaled, basis=BOUND, detail=detail)
+    pairs = list(pairwise(worlds))
+    low, high = next((pair for pair in pairs if world < pair[1]), pairs[-1])
+    a, b = by_world[low], by_world[high]
+    exponent = math.log(b.tokens_per_s / a.tokens_per_s) / math.log(high / low)
+    near = b if world > high else a
+    tokens_per_s = near.tokens_per_s * (world / near.world) ** exponent
+    efficiency = tokens_per_s / (by_world[worlds[0]].tokens_per_s * world / worlds[0])
+    detail = (
+        f"{'scaled from another model' if SCALED in (a.basis, b.basis) else 'measured'} at {', '.join(map(str, worlds))} "
+        f"ranks, continued as world^{exponent:.2f}: efficiency {100 * efficiency:.0f} % of {worlds[0]} rank(s)"
+    )
+    return Speed(tokens_per_s, world, PROJECTED, detail, near.costs, near.device)
+
+
+def _median_speed(speeds: Sequence[Speed]) -> Speed:
     """Of several speeds on one world the median; those of the same model go before those scaled from another."""
     own = [s for s in speeds if s.basis == MEASURED] or list(speeds)
     if len(own) == 1:
@@ -117,47 +168,13 @@ def of_world(speeds: Sequence[Speed]) -> Speed:
     middle = median(s.tokens_per_s for s in own)
     nearest = min(own, key=lambda s: abs(s.tokens_per_s - middle))
     low, high = min(s.tokens_per_s for s in own), max(s.tokens_per_s for s in own)
-    kinds = {kind: [s.costs[kind] for s in own if kind in s.costs] for s in own for kind in s.costs}
+    costs = {kind: median(s.costs[kind] for s in own if kind in s.costs) for s in own for kind in s.costs}
     detail = f"the median of {len(own)} runs ({low:,.0f} to {high:,.0f} tokens/s); the nearest is {nearest.detail}"
-    costs = {kind: median(values) for kind, values in kinds.items()}
     return replace(nearest, tokens_per_s=middle, detail=detail, costs=costs)
 
 
-def project(measured: Sequence[Speed], world: int) -> Speed:
-    """The speed on another number of ranks, from speeds measured on some; of several on one world the median counts.
-
-    Between two measured worlds, and beyond the largest, the speed is taken to grow as world^s with the s that the two
-    nearest measurements show: their efficiency, not the ideal one. From one measurement alone no efficiency follows: the
-    result is then what the world would reach if nothing were lost, and its basis says `at best`.
-    """
-    known = {w: of_world([s for s in measured if s.world == w]) for w in {s.world for s in measured}}
-    assert known, "nothing measured"
-    if world in known:
-        return known[world]
-    worlds = sorted(known)
-    if len(worlds) == 1:
-        one = known[worlds[0]]
-        if one.basis == ASSUMED:
-            return replace(one, tokens_per_s=one.tokens_per_s * world / one.world, world=world)
-        detail = f"{one.detail}; scaled by {world}/{one.world} as if nothing were lost: no efficiency was measured"
-        return Speed(one.tokens_per_s * world / one.world, world, BOUND, detail, one.costs, one.device)
-    pairs = list(pairwise(worlds))
-    low, high = next((p for p in pairs if world < p[1]), pairs[-1])
-    a, b = known[low], known[high]
-    exponent = math.log(b.tokens_per_s / a.tokens_per_s) / math.log(high / low)
-    near = b if world > high else a
-    speed = near.tokens_per_s * (world / near.world) ** exponent
-    efficiency = speed / (known[worlds[0]].tokens_per_s * world / worlds[0])
-    measured_or_scaled = "scaled from another model" if SCALED in (a.basis, b.basis) else "measured"
-    detail = (
-        f"{measured_or_scaled} at {', '.join(map(str, worlds))} ranks, continued as world^{exponent:.2f}: "
-        f"efficiency {100 * efficiency:.0f} % of {worlds[0]} rank{'s' * (worlds[0] > 1)}"
-    )
-    return Speed(speed, world, PROJECTED, detail, near.costs, near.device)
-
-
 @dataclass(frozen=True)
-class Duration:
+class TimeLeft:
     """What is left of a run, in time."""
 
     seconds: float
@@ -166,24 +183,82 @@ class Duration:
     """Of the steps alone."""
     device_hours: float
     """Wall time times ranks."""
-    basis: str
     not_counted: tuple[str, ...]
-    """Kinds of milestones that will take time nobody measured."""
+    """Kinds of milestones that take time, but whose time was not measured."""
 
 
-def time_left(found: list[Milestone], now: int, steps: int, tokens_per_step: float, speed: Speed) -> Duration:
-    """Time from step `now` to the end of a run of `steps`, evaluations and saves counted where their cost is known.
+def time_left(events: Sequence[Milestone], now: int, tokens_per_step: float, speed: Speed) -> TimeLeft:
+    """Time from step `now` to a run's end, evaluations, saves and samples counted where their cost is known.
 
     Args:
-        found: all milestones of the run.
+        events: all milestones of the run.
         now: steps done.
-        steps: steps of the whole run.
         tokens_per_step: real tokens in a step, over all ranks.
         speed: on the world it is for.
     """
-    per_step = tokens_per_step / speed.tokens_per_s
-    seconds = clock(found, now, per_step, speed.costs)(steps)
-    ahead = {m.what for m in found if m.step > now}
-    missing = tuple(w for w in (EVALUATION, CHECKPOINT, SAMPLE) if w in ahead and w not in speed.costs)
-    left = max(0, steps - now)
-    return Duration(seconds, left * per_step, seconds * speed.world / 3600, speed.basis, missing)
+    per_step, end = tokens_per_step / speed.tokens_per_s, next(m.step for m in events if m.what == END)
+    seconds = seconds_until(events, end, now, per_step, speed.costs)
+    coming = {m.what for m in ahead(events, now) if m.step > 0}
+    missing = tuple(w for w in (EVALUATION, CHECKPOINT, SAMPLE) if w in coming and w not in speed.costs)
+    return TimeLeft(seconds, max(0, end - now) * per_step, seconds * speed.world / 3600, missing)
+
+
+@dataclass(frozen=True)
+class PredictedAndActual:
+    """Two lines of a report: the time a run took beside its prediction, and its peak memory beside the device's."""
+
+    predicted_seconds: float | None = None
+    """From the run's start to its end, as predicted from its ledger after 5 % of the steps."""
+    actual_seconds: float | None = None
+    """Without the steps that were made twice and without starts after the first."""
+    predicted_at_step: int | None = None
+    reason: str = ""
+    """Why there is no prediction."""
+    peak_bytes: float | None = None
+    """Of the fullest rank: the allocator's peak on CUDA, resident memory on a CPU."""
+    device_bytes: float | None = None
+    """The device's memory; None where it is not known."""
+
+
+def predicted_and_actual(run: Run) -> PredictedAndActual:
+    """The time to finish as predicted after 5 % of the steps beside the actual one, and the peak memory."""
+    memory = _peak_memory(run)
+    raw = list(read_lines(run.metrics_path))
+    ledger = effective(raw)
+    started = next((x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x), None)
+    if started is None or ledger[-1]["step"] < int(started["steps"]) or not any("seconds" in x for x in raw):
+        return replace(memory, reason="the run has not finished")
+    steps = int(started["steps"])
+    worlds = dict.fromkeys(x["world"] for x in raw if x["kind"] == "event" and isinstance(x.get("world"), int))
+    if len(worlds) > 1:
+        return replace(memory, reason=f"the number of ranks changed: {', then '.join(map(str, worlds))}")
+    early = (x for x in ledger if x["kind"] == "train" and max(PREDICTED_AT * steps, 2) <= x["step"] < steps)
+    now = next(early, None)
+    speed = speed_of_ledger([x for x in ledger if now and x["step"] <= now["step"]], run.name)
+    if now is None or speed is None:
+        return replace(memory, reason=f"nothing was logged between {100 * PREDICTED_AT:g} % of the steps and the end")
+    horizon = Horizon(steps, int(started.get("samples_per_epoch", 0)), run.recipe.train.global_batch)
+    left = time_left(milestones(run.recipe, horizon), now["step"], now["tokens"] / now["step"], speed)
+    predicted = _without_pauses(raw[: raw.index(now) + 1]) + left.seconds
+    return replace(
+        memory, predicted_seconds=predicted, actual_seconds=_without_pauses(raw), predicted_at_step=int(now["step"])
+    )
+
+
+def _without_pauses(raw: Sequence[Line]) -> float:
+    """Seconds of a raw ledger as if there had been one start: without lost steps and later starts' start-up."""
+    whole = wall_time(raw)
+    first = next((int(x.get("attempt", 0)) for x in raw if isinstance(x.get("seconds"), dict)), 0)
+    one = wall_time([x for x in raw if int(x.get("attempt", 0)) == first])
+    again = sum(max(0.0, whole.get(phase, 0.0) - one.get(phase, 0.0)) for phase in ("startup", "compile"))
+    return whole["total"] - whole["lost"] - again
+
+
+def _peak_memory(run: Run) -> PredictedAndActual:
+    """The peak of the fullest rank from the run's summary, beside the memory of its device or, on a CPU, its machine."""
+    peak, environment = run.summary.get("peak_mem_mb"), run.environment
+    sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
+    total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")
+    return PredictedAndActual(
+        peak_bytes=None if peak is None else peak * 1e6, device_bytes=None if total is None else total * 1e6
+    )
