@@ -1,128 +1,122 @@
-"""The plan as values: recommendation, disk, prediction, the whole of it."""
+"""The plan: optimal tokens and steps, devices, every preset, data that is not prepared, and a run that is under way."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from estimate_fixtures import write_run
 
-from windlass.estimate.devices import Device, device_names, find_device
-from windlass.estimate.disk import disk, token_bytes
-from windlass.estimate.memory import Layout, layout_of, memory
-from windlass.estimate.milestones import milestones
-from windlass.estimate.optimum import CHINCHILLA
-from windlass.estimate.plan import Facts, Setting, plan
-from windlass.estimate.predict import predict, predicted_beside_measured
-from windlass.estimate.recommend import largest_micro_batch, micro_batches, options, recommend, sized
+import hf_fixtures
+from helpers import write_corpus
+from windlass.data.prepare import prepare
+from windlass.errors import UserError
+from windlass.estimate.devices import GIB, device_names, find_device, low_precision, same_device
+from windlass.estimate.optimum import known_vocab, optimal_tokens, resolve_steps
+from windlass.estimate.plan import Facts, Subject, assemble, plan
 from windlass.estimate.time import Speed
 from windlass.model.size import count
-from windlass.recipe import Horizon, Recipe, presets
-from windlass.run import Run
+from windlass.recipe import Recipe, presets
+from windlass.telemetry.timing import peak_flops
 
-GPT2 = Recipe.load("gpt2-124m")
-VOCAB = 50304
-BASE = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=0)
+C4 = Recipe.load("c4-30m")
 
 
-def test_static_memory_by_hand():
-    """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that shard them."""
-    n = count(GPT2.model, VOCAB).total
-    whole = memory(GPT2.model, VOCAB, Layout("single", micro_batch=1))
-    assert (whole.parameters, whole.moments) == (4 * n, 8 * n)
-    sharded = memory(GPT2.model, VOCAB, Layout("full_shard", 8, 8, micro_batch=1))
-    assert (sharded.parameters, sharded.moments) == (-(-4 * n // 8), n)
-    hybrid = memory(GPT2.model, VOCAB, Layout("hybrid_shard", 8, 4, micro_batch=1))
-    assert hybrid.parameters == n
-    offloaded = memory(GPT2.model, VOCAB, Layout("full_shard", 8, 8, offload=True, micro_batch=1, device="cuda"))
-    assert offloaded.parameters == offloaded.moments == 0 and offloaded.host == pytest.approx(2 * n, rel=1e-6)
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
-def test_memory_falls_in_the_order_one_expects():
-    def total(**changes):
-        return memory(
-            GPT2.model, VOCAB, replace(Layout("ddp", 8, precision="bf16", micro_batch=8, device="cuda"), **changes)
-        ).total
-
-    assert total() > total(checkpointing="selective") > total(checkpointing="full")
-    assert total() > total(strategy="shard_grad_op", shard=8) > total(strategy="full_shard", shard=8)
-    assert total(precision="fp32") > total()
-    assert total(micro_batch=16) > total() > total(micro_batch=4)
+# ---------------------------------------------------------------- compute-optimal
 
 
-def test_layout_of_a_recipe():
-    got = layout_of(GPT2, 8, "cuda")
-    assert (got.strategy, got.precision, got.micro_batch, got.accumulation) == ("ddp", "bf16", 16, 4)
-    assert layout_of(GPT2, 1, "cpu").precision == "fp32"
+def test_c4_30m_exactly():
+    assert count(C4.model, 50257).total == 29_995_520
+    assert optimal_tokens(29_995_520) == 599_910_400
+    assert resolve_steps(C4) == 4576
 
 
-@pytest.mark.parametrize("room_gb", [1, 3, 6, 12, 80])
-def test_the_largest_micro_batch_is_the_largest(room_gb):
-    layout, room = replace(BASE, checkpointing="selective"), int(room_gb * 1e9)
-    size = largest_micro_batch(GPT2.model, VOCAB, layout, 64, room)
-    fits = [s for s in micro_batches(64) if memory(GPT2.model, VOCAB, sized(layout, s, 64)).total <= room]
-    assert size == max(fits, default=0)
+def test_tokens_are_whole_and_exact_for_any_ratio():
+    assert optimal_tokens(10**15 + 1, 20.0) == 20 * 10**15 + 20
+    assert (optimal_tokens(10, 0.1), optimal_tokens(29_995_520, 1.5)) == (1, 44_993_280)
 
 
-def test_a_roomy_device_needs_nothing():
-    found = recommend(GPT2.model, VOCAB, BASE, 64, int(70e9))
-    assert found.fit.settings() == {
-        "parallel.strategy": "ddp", "parallel.activation_checkpointing": "none", "train.micro_batch": 16,
-    }  # fmt: skip
+def test_steps_for_every_way_they_are_written():
+    assert resolve_steps(C4, tokens_per_sample=128) == 9153  # 599,910,400 / (512 x 128) = 9,153.9
+    assert resolve_steps(C4, tokens_per_sample=255.5) == 4585
+    assert (resolve_steps(C4, parameters=1_000_000), resolve_steps(C4, parameters=1)) == (152, 1)
+    assert resolve_steps(C4.with_overrides("train.steps=77")) == 77
+    epochs = C4.with_overrides("train.steps=2.5 epochs")
+    assert resolve_steps(epochs, samples_per_epoch=1000) == 5  # 2,500 samples at 512 a step
+    assert resolve_steps(epochs, samples_per_epoch=1) == 1
 
 
-def test_what_is_recommended_fits_and_nothing_cheaper_does():
-    model = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
-    for room in (int(6e9), int(10e9), int(16e9), int(30e9)):
-        found = recommend(model, VOCAB, BASE, 64, room)
-        assert found.fit is not None and found.fit.memory.total <= room
-        chosen = replace(found.fit.layout, micro_batch=0, accumulation=1)
-        for option in options(BASE):
-            if option == chosen:
-                break
-            assert memory(model, VOCAB, sized(option, 2, 64)).total > room, option
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["train.steps=1 epoch"], "windlass prepare"),
+        (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
+        (["model.kind=hf", "model.name=x", "data.tokenizer=hf:x"], "train.steps"),
+    ],
+)
+def test_steps_that_are_not_known_yet(overrides, remedy):
+    with pytest.raises(UserError) as error:
+        resolve_steps(C4.with_overrides(*overrides))
+    assert remedy in str(error.value)
 
 
-def test_a_fixed_micro_batch_is_kept():
-    found = recommend(GPT2.model, VOCAB, replace(BASE, micro_batch=64), 64, int(20e9))
-    assert found.fit.layout.micro_batch == 64 and found.fit.layout.checkpointing != "none"
+@pytest.mark.parametrize(
+    ("overrides", "vocab"),
+    [
+        (["data.tokenizer=byte"], 257),
+        (["data.tokenizer=gpt2"], 50257),
+        (["data.tokenizer=bpe", "data.tokenizer_vocab=999"], 999),
+        (["data.tokenizer=char"], None),
+        (["data.tokenizer=gpt2", "model.vocab=50304"], 50304),
+    ],
+)
+def test_vocabularies_known_from_the_recipe(overrides, vocab):
+    assert known_vocab(C4.with_overrides("model.vocab=0", *overrides)) == vocab
 
 
-def test_when_nothing_fits_it_says_what_would():
-    model = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
-    found = recommend(model, VOCAB, BASE, 64, int(20e9))
-    assert found.fit is None and "nothing fits" in found.why
-    assert "ranks with parallel.strategy=" in found.why and "a device with more than" in found.why
-    assert recommend(GPT2.model, VOCAB, BASE, 64, None).fit is None
+# ---------------------------------------------------------------- devices
 
 
-def test_devices():
-    assert find_device("a100-40gb").name == find_device("NVIDIA A100-SXM4-40GB").name == "NVIDIA A100-SXM4-40GB"
-    assert find_device("H200").memory_bytes == 141 * 2**30
-    assert find_device("H200", 10).memory_bytes == 10
-    unknown = find_device("Cerebras")
-    assert unknown.memory_bytes is None and unknown.usable_bytes is None
-    assert find_device("CPU").kind == "cpu"
-    assert all(find_device(name).memory_bytes for name in device_names())
+@pytest.mark.parametrize(
+    ("name", "gib", "tflops"),
+    [
+        ("NVIDIA A100 80GB PCIe", 80, 312), ("NVIDIA A100-PCIE-40GB", 40, 312), ("NVIDIA A100-SXM4-80GB", 80, 312),
+        ("NVIDIA H200", 141, 989), ("NVIDIA H100 80GB HBM3", 80, 989), ("NVIDIA H100 NVL", 94, 835), ("NVIDIA L4", 24, 121),
+        ("NVIDIA L40S", 48, 362), ("Tesla T4", 16, 65), ("Tesla V100-PCIE-16GB", 16, 112), ("NVIDIA B200", 180, 2250),
+        ("NVIDIA GeForce RTX 3090", 24, 71), ("AMD Instinct MI300X", 192, 1307.4),
+    ],
+)  # fmt: skip
+def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
+    device = find_device(name)
+    assert device.name == name and device.memory_bytes == gib * GIB
+    assert peak_flops(device.name, "fp16") == pytest.approx(tflops * 1e12)
 
 
-def test_the_table_of_peaks_knows_the_devices():
-    from windlass.telemetry.timing import peak_flops
+@pytest.mark.parametrize(("name", "variant"), [("A100", "A100-40GB"), ("v100", "V100-32GB"), ("RTX", "RTX-4090")])
+def test_a_name_that_several_have_is_not_guessed(name, variant):
+    with pytest.raises(UserError) as error:
+        find_device(name)
+    assert variant in str(error.value)
 
-    for name in device_names():
-        assert peak_flops(find_device(name).name, "fp16"), name
+
+def test_names_of_devices():
+    assert len({find_device(name).name for name in device_names()}) == len(device_names())
+    assert all(find_device(name).memory_bytes and peak_flops(find_device(name).name, "fp16") for name in device_names())
+    assert find_device("H200", 10).memory_bytes == 10 and find_device("Cerebras").usable_bytes is None
+    assert (low_precision(find_device("V100-32GB")), low_precision(find_device("cpu"))) == ("fp16", "")
+    assert same_device("A100-80GB", "NVIDIA A100-SXM4-80GB") and same_device("cpu", "CPU") and same_device("", "CPU")
+    assert not same_device("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")
 
 
-def test_disk():
-    recipe = Recipe.load("gpt2-124m", ["train.steps=1000", "checkpoint.every=100", "checkpoint.keep_last=3"])
-    horizon = Horizon(1000, 0, 512)
-    found = disk(recipe, VOCAB, 8, horizon, milestones(recipe, horizon))
-    assert found["checkpoint_bytes"] == 12 * 124_475_904 and found["rank_bytes"] == 12 * 124_475_904 // 8
-    assert found["kept"] == 4  # the last three and the best
-    assert found["shard_bytes"] == 200_000_000
-    kept = recipe.with_overrides(**{"checkpoint.keep_every": 200})
-    assert disk(kept, VOCAB, 8, horizon, milestones(kept, horizon))["kept"] == 3 + 3 + 1  # 200, 400, 600 for good
-    assert token_bytes(65_536) == 2 and token_bytes(65_537) == 4
+# ---------------------------------------------------------------- plans
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -130,77 +124,119 @@ def test_disk():
 def test_a_plan_of_every_preset(name, world):
     recipe = Recipe.load(name)
     facts = Facts(vocab=65, samples_per_epoch=10_000, tokens_per_sample=recipe.model.context)
-    setting = Setting(recipe, world, find_device("A100-80GB"), "bf16", facts)
-    made = plan(setting, [Speed(1e5, world, "measured", "", {"evaluation": 3.0})])
-    assert json.loads(json.dumps(made))["time"]["basis"] == "measured"
+    subject = Subject(recipe, world, find_device("A100-80GB"), "bf16", facts)
+    made = assemble(subject, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
+    assert json.loads(json.dumps(made.as_dict()))["time"]["speed"]["basis"] == "measured"
+    assert made.milestones[-1].what == "end"
+    assert made.milestones[-1].first_seconds == pytest.approx(made.time.left.seconds)
     if recipe.model.kind == "gpt":
-        assert made["model"]["parameters"] == sum(made["model"]["parts"].values())
-        assert made["recommendation"]["fits"] and sum(row["chosen"] for row in made["memory"]) == 1
-        for row in made["memory"]:
-            parts = ("parameters", "gradients", "moments", "activations", "logits", "buffers")
-            assert row["total_bytes"] == sum(row[f"{part}_bytes"] for part in parts)
-    assert made["milestones"][-1]["what"] == "end"
-    assert made["milestones"][-1]["first_seconds"] == pytest.approx(made["time"]["seconds"])
+        assert made.model.parameters == sum(made.model.parts.values()) and made.unknown == {}
+        assert made.recommendation.fits and sum(row.chosen for row in made.memory) == 1
+    else:
+        assert made.memory is made.disk is made.flops is None and "size" in made.unknown
 
 
-def test_nothing_measured_and_no_peak_is_unknown():
-    setting = Setting(Recipe.load("quickstart"), 1, Device("CPU", "cpu", 2**30), "fp32", Facts())
-    made = plan(setting, [])
-    assert made["time"] is None and made["worlds"] == []
-    assert all(m["first_seconds"] is None for m in made["milestones"])
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_a_plan_of_every_preset_from_the_recipe_alone(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = plan(name, device="A100-80GB")
+    assert made.length.tokens_per_step > 0 and made.as_dict()
+    missing = [
+        field for field in ("model", "flops", "memory", "disk", "time", "milestones") if getattr(made, field) is None
+    ]
+    assert bool(missing) <= bool(made.unknown)
 
 
-def test_predict():
-    got = predict(GPT2, 8, 50257, "cuda", "bf16")
-    assert got["parameters"] == 124_475_904 and got["checkpoint_mb"] == pytest.approx(1493.7, abs=0.1)
-    assert got["flops_per_token"] == pytest.approx(855e6, rel=1e-3)
-    assert got["memory_mb"] == memory(GPT2.model, VOCAB, layout_of(GPT2, 8, "cuda", "bf16")).total / 1e6
+def test_what_is_not_known_is_none_and_has_a_reason():
+    text = write_corpus(Path("mine.txt"), 200)
+    own = ["data.source=mine.txt", "data.sha256=''", "train.steps=100"]
+    made = plan("shakespeare-char-cpu", own, device="A100-80GB")  # a tokenizer of characters
+    assert (made.model.parameters, made.model.vocab, made.model.non_embedding) == (None, None, 787_584)
+    assert made.flops is made.memory is made.recommendation is made.disk is made.time is None
+    assert made.length.steps == 100 and made.milestones[-1].first == 100
+    assert {"size", "time", "epochs"} <= set(made.unknown) and "steps" not in made.unknown
+    epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
+    assert epochs.model.parameters == 820_480 and epochs.memory and epochs.disk.kept is None
+    assert epochs.length.steps is epochs.milestones is epochs.time.left is None and epochs.time.seconds_per_step > 0
+    assert "steps" in epochs.unknown
 
 
-def write_run(path):
-    """A run of 100 steps at 100 ms with four evaluations of 2 s, logged every 2 steps; 1 s of start-up."""
-    recipe = Recipe.load("quickstart", ["train.steps=100", "eval.every=25", "eval.sample_every=0"])
-    (path / "devices").mkdir(parents=True)
-    (path / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
-    lines = [
-        {"kind": "event", "event": "started", "step": 0, "world": 1, "steps": 100, "strategy": "single", "device": "CPU",
-         "precision": "fp32", "parameters": 820_480, "samples_per_epoch": 0, "seconds": {"startup": 1.0}},
-        {"kind": "eval", "step": 0, "suite": "loss", "runtime_s": 2.0, "seconds": {"startup": 1.0, "eval": 2.0}},
-    ]  # fmt: skip
-    for step in range(2, 101, 2):
-        seconds = {"startup": 1.0, "eval": 2.0 * (1 + step // 25), "train": 0.1 * step}
-        speed = {"step_ms": 100.0, "tokens_per_s": 20_480.0, "tokens": 2048 * step, "samples": 16 * step}
-        lines.append({"kind": "train", "step": step, "seconds": seconds, **speed})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
-    samples = [{"rss_mb": 300.0, "phase": "eval"}, {"rss_mb": 401.5, "phase": "train"}, {"rss_mb": 400.0}]
-    (path / "devices" / "rank-00000.jsonl").write_text("".join(json.dumps(x) + "\n" for x in samples), encoding="utf-8")
-    return Run(path)
+def test_a_plan_of_a_hugging_face_model(tmp_path):
+    """Parameters, steps, FLOPs and the states' memory; not its activations, and so no recommendation."""
+    hf_fixtures.config("llama").save_pretrained(tmp_path / "model")
+    own = [f"model.name={tmp_path / 'model'}", "model.context=64", "train.steps=compute-optimal"]
+    made = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
+    n = made.model.parameters
+    assert n == sum(made.model.parts.values()) == made.model.trained
+    assert made.length.optimal_tokens == 20 * n and made.length.steps == made.length.optimal_steps == 20 * n // (4 * 64)
+    assert (made.flops.per_token_6n, made.disk.checkpoint_bytes, made.recommendation) == (6 * n, 12 * n, None)
+    assert [row.memory.total for row in made.memory] == [16 * n, 8 * n, 8 * n]
+    assert made.time.speed.basis == "assumed"
 
 
-def test_predicted_beside_measured(tmp_path):
-    found = predicted_beside_measured(write_run(tmp_path / "run"))
-    time = found["runtime_s"]
-    assert time["after_step"] == 6
-    assert time["measured"] == pytest.approx(1 + 10 + 5 * 2.0)
-    assert time["predicted"] == pytest.approx(time["measured"], rel=0.01)
-    assert found["memory_mb"]["measured"] == pytest.approx(101.5)
-    assert found["memory_mb"]["predicted"] == pytest.approx(105.0, abs=0.5)
+def test_a_model_out_of_reach_leaves_the_rest_of_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    made = plan("bloom-560m-squad", ["model.name=nobody/nothing", "train.steps=10"], device="A100-40GB")
+    assert made.milestones and made.model is None and "nobody/nothing" in made.unknown["size"]
+    optimal = plan("bloom-560m-squad", ["model.name=nobody/nothing", "train.steps=compute-optimal"], device="A100-40GB")
+    assert optimal.milestones is None and "steps" in optimal.unknown
 
 
-def test_what_the_same_flops_would_buy():
-    """By the published law: its best N and D for 6 N D of the recipe, which no neighbour on the same budget beats."""
-    setting = Setting(GPT2, 8, find_device("A100-80GB"), "bf16", Facts())
-    length = plan(setting, [])["length"]
-    found = length["same_compute"]
-    assert found["flops"] == pytest.approx(6 * 124_475_904 * length["tokens"])
-    best = found["optima"][0]
-    assert 6 * best["parameters"] * best["tokens"] == pytest.approx(found["flops"])
-    for factor in (0.9, 1.1):
-        assert CHINCHILLA.loss(best["parameters"] * factor, best["tokens"] / factor) > best["loss"]
-    assert found["within_the_fitted_sizes"]
+CHAT = {"messages": [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "it is so, always"}]}
+SQUAD = {"data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it in 1843.", "qas": [
+    {"id": str(i), "question": "Who wrote it?", "answers": [{"text": "Ada", "answer_start": 0}]} for i in range(12)
+]}]}]}  # fmt: skip
 
 
-def test_nothing_is_predicted_of_a_run_that_never_began(tmp_path):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "recipe.toml").write_text(Recipe().toml(), encoding="utf-8")
-    assert predicted_beside_measured(Run(tmp_path / "new")) == {}
+@pytest.mark.parametrize("kind", ["text", "chat", "squad"])
+def test_after_preparing_everything_is_known(tmp_path, kind):
+    """A plan of chat and SQuAD data used to ask for `windlass prepare` for ever."""
+    if kind == "text":
+        path = write_corpus(tmp_path / "text.txt", 4000)
+        own = [f"data.source={path}", "train.steps=2 epochs"]
+    elif kind == "chat":
+        path = tmp_path / "chat.jsonl"
+        path.write_text("".join(json.dumps(CHAT) + "\n" for _ in range(12)), encoding="utf-8")
+        own = [f"data.source={path}", "data.format=chat", "train.steps=2 epochs", "data.tokenizer=char"]
+    else:
+        path = tmp_path / "squad.json"
+        path.write_text(json.dumps(SQUAD), encoding="utf-8")
+        own = [f"data.source=squad:{path}", "data.format=squad", "train.steps=2 epochs", "data.tokenizer=char"]
+        own += [f"data.eval_source=squad:{path}"]
+    own += ["model.context=64", "train.global_batch=4", "train.micro_batch=4"]
+    assert plan("quickstart", own, device="A100-80GB").length.steps is None
+    prepare(Recipe.load("quickstart", own))
+    made = plan("quickstart", own, device="A100-80GB")
+    assert made.unknown == {} and made.length.steps > 0 and made.time.left.seconds > 0 and made.memory
+    assert made.length.epochs == pytest.approx(2, abs=0.5) and not made.length.taken_as_full
+
+
+def test_a_live_run_says_what_is_left(tmp_path):
+    run = write_run(tmp_path / "runs" / "live", until=40)
+    for source in (run, run.path):
+        made = plan(source)
+        assert (made.length.done, made.length.steps, made.device.kind) == (40, 100, "cpu")
+        assert made.time.left.train_seconds == pytest.approx(6.0) and made.time.speed.basis == "measured"
+        assert made.time.left.seconds == pytest.approx(6.0 + 3 * 2.0)  # evaluations at 50, 75 and 100
+        first = {m.what: m for m in made.milestones}["evaluation"]
+        assert first.first == 50 and first.first_seconds == pytest.approx(1.0 + 2.0)
+    assert plan(write_run(tmp_path / "gpu", device="NVIDIA A100-SXM4-80GB")).device.memory_bytes == 80 * GIB
+
+
+def test_the_device_of_past_runs(tmp_path):
+    gpu = write_run(tmp_path / "gpu", device="NVIDIA A100-SXM4-80GB")
+    made = plan("quickstart", past=[[gpu]])
+    assert made.device.name == "NVIDIA A100-SXM4-80GB" and made.time.speed.basis == "measured"
+    with pytest.raises(UserError) as error:
+        plan("quickstart", past=[[gpu, write_run(tmp_path / "cpu")]])
+    assert "--device" in str(error.value)
+
+
+def test_no_torch_is_imported():
+    code = (
+        "import sys; from windlass.estimate.plan import plan; from windlass.estimate import text\n"
+        "plan('gpt2-124m', world=8, device='A100-40GB')\n"
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

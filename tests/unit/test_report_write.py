@@ -8,10 +8,10 @@ from report_fixtures import build_run, build_study
 
 from windlass.cli import main
 from windlass.errors import UserError
-from windlass.recipe import Horizon, Recipe
+from windlass.recipe import Recipe
 from windlass.reports import write_report
 from windlass.reports.charts import charts
-from windlass.reports.plots import draw, schedule_plot
+from windlass.reports.plots import draw
 from windlass.reports.study import read_study
 from windlass.reports.view import view
 from windlass.reports.write import draw_again, write_study_report
@@ -133,14 +133,6 @@ def test_each_picture_of_one_run_is_drawn_with_its_curves(one):
         "rank 0, allocated", "rank 1, allocated", "rank 0, reserved", "rank 1, reserved", "resumed",
     ]  # fmt: skip
 
-
-def test_the_schedule_is_drawn_from_the_recipe(tmp_path):
-    path = schedule_plot(Recipe.load("quickstart"), tmp_path / "deep" / "schedule.png")
-    assert chunks(path.read_bytes())[0][0] == b"IHDR"
-    first = path.read_bytes()
-    recipe = Recipe.load("quickstart", ["train.steps=compute-optimal"])
-    assert schedule_plot(recipe, path, Horizon(400, 1000, 16)).read_bytes() == first
-    assert schedule_plot(recipe, path, Horizon(4000, 1000, 16)).read_bytes() != first
 
 
 def test_nothing_to_report_on_and_nowhere_to_write(one, tmp_path):

@@ -81,7 +81,9 @@ def attention_bytes(p: Pass) -> int:
         kept += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
     if plain:
         wide = max(4, c)  # the plain path computes in fp32
-        squares = p.batch * model.heads * model.context**2 * (3 if model.dropout else 1)  # with its mask and the product
+        squares = (
+            p.batch * model.heads * model.context**2 * (3 if model.dropout else 1)
+        )  # with its mask and the product
         return kept + squares * wide + 3 * n * d * wide + n * d * c
     if model.qk_norm or model.position == "rope":
         kept += n * (d + k) * c  # queries and keys again, after what was done to them

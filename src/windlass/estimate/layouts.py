@@ -58,7 +58,10 @@ class Fit:
 
     def words(self) -> str:
         """The settings as they are typed, without the micro-batch and without defaults; and what offload takes of the host."""
-        hidden = ("train.micro_batch", *(["parallel.activation_checkpointing"] if self.layout.checkpointing == "none" else []))
+        hidden = (
+            "train.micro_batch",
+            *(["parallel.activation_checkpointing"] if self.layout.checkpointing == "none" else []),
+        )
         shown = {k: v for k, v in self.settings().items() if k not in hidden}
         text = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in shown.items())
         return text + self.host()

@@ -213,7 +213,9 @@ def _plain_events(step: _Step) -> Iterator[Memory]:
         held = copies * layers if event.at == "loss" or keeps_copies else 0
         yield replace(event, gradients=lasting, buffers=held)
     for left in range(layers, 0, -1):
-        pending = step.head if p.model.tie_head or not lasting else 0  # a tied head's gradient waits for the embedding's
+        pending = (
+            step.head if p.model.tie_head or not lasting else 0
+        )  # a tied head's gradient waits for the embedding's
         new = pending + (0 if lasting else (layers - left) * step.block)
         yield Memory(
             gradients=lasting + new + step.largest,
@@ -222,7 +224,9 @@ def _plain_events(step: _Step) -> Iterator[Memory]:
             at=f"backward of block {left}",
         )
     yield Memory(
-        gradients=(lasting or whole) + step.embedding(bool(lasting)), activations=p.stream, at="backward of the embedding"
+        gradients=(lasting or whole) + step.embedding(bool(lasting)),
+        activations=p.stream,
+        at="backward of the embedding",
     )
     yield Memory(gradients=lasting if ddp and not several else max(lasting, whole), buffers=step.update(), at="update")
 

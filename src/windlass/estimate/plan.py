@@ -242,14 +242,11 @@ def plan(
     Raises:
         UserError: the batch is not divisible by the world size, or a given speed is not one of this model and device.
     """
-    if isinstance(source, str | Path) and (Path(source) / "recipe.toml").is_file() and not overrides:
-        source = Run(Path(source))
+    if isinstance(source, str | Path):
+        is_run = (Path(source) / "recipe.toml").is_file() and not overrides
+        source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and _start_event(source) else None
-    if isinstance(source, Run):
-        recipe = source.recipe
-    else:
-        recipe = source if isinstance(source, Recipe) else Recipe.load(source)
-    recipe = recipe.with_overrides(*overrides) if overrides else recipe
+    recipe = (source.recipe if isinstance(source, Run) else source).with_overrides(*overrides)
     subject = _subject(recipe, run, world, device, memory_bytes, past, measure)
     speed = find_speed(subject, run, past, measure, mfu, own=not device, notify=notify)
     return assemble(subject, speed, run)
@@ -316,20 +313,26 @@ def _with_hf_sizes(subject: Subject) -> Subject:
 
         return replace(subject, hf=read_sizes(subject.recipe))
     except ImportError as error:
-        return replace(subject, reason=f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]")
+        return replace(
+            subject, reason=f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]"
+        )
     except UserError as error:
         return replace(subject, reason=str(error))
 
 
 def _prepared_facts(recipe: Recipe) -> tuple[Facts, str]:
     """What the prepared data says; or nothing, and the reason."""
-    from windlass.data.dataset import open_data
+    from windlass.data.dataset import open_samples
+    from windlass.data.prepare import find_prepared
 
     try:
-        data = open_data(recipe, prepare_if_missing=False)
+        prepared = find_prepared(recipe)
+        if prepared is None:
+            return Facts(), PREPARE
+        samples: Any = open_samples(recipe, prepared)[0]
     except UserError as error:
         return Facts(), str(error)
-    return Facts(data.vocab, len(data.train), data.train.sample_tokens()), ""  # type: ignore[attr-defined]
+    return Facts(prepared.vocab, len(samples), samples.sample_tokens()), ""
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
@@ -344,7 +347,9 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
             unknown["steps"] = f'{PREPARE}: train.steps = "{recipe.train.steps}"' if not f.vocab else str(error)
     horizon = None if steps is None else Horizon(steps, subject.facts.samples_per_epoch, recipe.train.global_batch)
     if network is None:
-        reason = subject.reason if recipe.model.kind == "hf" else f"{PREPARE}: the vocabulary of {recipe.data.tokenizer!r}"
+        reason = (
+            subject.reason if recipe.model.kind == "hf" else f"{PREPARE}: the vocabulary of {recipe.data.tokenizer!r}"
+        )
         unknown["size"] = reason
     if not subject.facts.samples_per_epoch:
         unknown["epochs"] = PREPARE
@@ -356,7 +361,9 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     else:
         peak = f"the peak of {subject.device.name} in {subject.precision} is not known"
         cause = peak if subject.flops_per_token else "the FLOPs of a token are not known"
-        unknown["time"] = f"nothing was measured, and {cause}: use --from RUN, --measure, or --device with one of the table"
+        unknown["time"] = (
+            f"nothing was measured, and {cause}: use --from RUN, --measure, or --device with one of the table"
+        )
     return Plan(
         recipe=recipe.preset,
         config_hash=recipe.config_hash,
@@ -472,7 +479,11 @@ def recommendation(subject: Subject) -> Recommendation | None:
 
 def _disk(subject: Subject, network: Network, horizon: Horizon | None) -> Disk:
     recipe, vocab = subject.recipe, subject.vocab or 0
-    size = network.checkpoint_bytes() if isinstance(network, HfSizes) else checkpoint_bytes(network, vocab, recipe.optim.kind)
+    size = (
+        network.checkpoint_bytes()
+        if isinstance(network, HfSizes)
+        else checkpoint_bytes(network, vocab, recipe.optim.kind)
+    )
     token = 2 if vocab <= 2**16 else 4  # uint16 where all ids fit
     saves = save_steps(recipe, horizon) if horizon else []
     kept = kept_checkpoints(recipe, horizon, saves) if horizon else None

@@ -144,7 +144,9 @@ def measure_here(subject: Subject, notify: Callable[[str], None]) -> Speed:
         if done.returncode:
             output = "\n".join(done.stdout.splitlines()[-15:])
             raise RunFailed(f"the steps to measure failed (exit code {done.returncode}):\n{output}")
-        return speed_of_measurement(Run.open(Path(directory) / "run"), recipe, short, subject.world, subject.device.kind)
+        return speed_of_measurement(
+            Run.open(Path(directory) / "run"), recipe, short, subject.world, subject.device.kind
+        )
 
 
 def measuring_recipe(recipe: Recipe, world: int, device: str, directory: Path) -> Recipe:

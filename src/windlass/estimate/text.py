@@ -70,7 +70,11 @@ def _facts(plan: Plan) -> list[Fact]:
 def _memory(plan: Plan, console: Console) -> None:
     """The memory of a rank by strategy and recomputation, and what is recommended."""
     rows = plan.memory or []
-    most, usable, ours = max(row.memory.total for row in rows), plan.device.usable_bytes, plan.recommendation is not None
+    most, usable, ours = (
+        max(row.memory.total for row in rows),
+        plan.device.usable_bytes,
+        plan.recommendation is not None,
+    )
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     digits = sum(most < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
     first = rows[0].layout
@@ -112,7 +116,9 @@ def _time(plan: Plan) -> list[Fact]:
         ("speed", f"{speed.tokens_per_s:,.0f} tokens/s, {1e3 * time.seconds_per_step:,.0f} ms a step"),
     ]
     if left and left.not_counted:
-        facts.append(("not in it", f"{', '.join(f'{what}s' for what in left.not_counted)}: their time was not measured"))
+        facts.append(
+            ("not in it", f"{', '.join(f'{what}s' for what in left.not_counted)}: their time was not measured")
+        )
     return facts
 
 

@@ -12,7 +12,16 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from windlass.estimate.milestones import CHECKPOINT, END, EVALUATION, SAMPLE, Milestone, ahead, milestones, seconds_until
+from windlass.estimate.milestones import (
+    CHECKPOINT,
+    END,
+    EVALUATION,
+    SAMPLE,
+    Milestone,
+    ahead,
+    milestones,
+    seconds_until,
+)
 from windlass.recipe import Horizon
 from windlass.run import effective, read_lines
 from windlass.telemetry.timing import wall_time

@@ -18,7 +18,6 @@ from windlass.reports import sections
 from windlass.reports.charts import Chart, ceiling, charts
 from windlass.reports.measures import Value, measures
 from windlass.reports.payload import as_json, payload
-from windlass.reports.plan_section import plan_html
 from windlass.reports.text import compact, duration, escape, show
 from windlass.reports.view import RunView
 
@@ -48,7 +47,7 @@ class Extra:
 
 
 NAMES = {
-    "results": "Results", "time": "Time", "plan": "Plan", "samples": "Samples", "settings": "Settings",
+    "results": "Results", "time": "Time", "samples": "Samples", "settings": "Settings",
     "environment": "Environment",
 }  # fmt: skip
 
@@ -60,7 +59,6 @@ def page(views: Sequence[RunView], extra: Extra | None = None) -> str:
     below = {
         "results": sections.results(views) if extra.results else "",
         "time": sections.time(views),
-        "plan": plan_html(views),
         "samples": sections.samples(views),
         "settings": sections.settings(views),
         "environment": sections.environment(views),

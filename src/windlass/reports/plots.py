@@ -324,27 +324,3 @@ def goodput_figure(views: Sequence[RunView]) -> Figure:
     figure.set_size_inches(SIZE[0], 1.15 + 0.34 * len(parts) + 0.19 * -(-len(said) // columns))
     figure.legend(loc="outside lower center", ncols=columns)
     return figure
-
-
-def schedule_plot(recipe: Recipe, path: Path, horizon: Horizon | None = None) -> Path:
-    """Draw the learning rate that a recipe will have over its run.
-
-    Args:
-        recipe: the recipe; its number of steps must be a number, unless `horizon` says it.
-        path: the PNG to write.
-        horizon: the run's length, for recipes whose steps depend on data or model; None: from the recipe alone.
-    """
-    from windlass.optim.schedule import factor
-
-    if horizon is None:
-        steps = recipe.train.steps
-        assert isinstance(steps, int), "give the horizon of a recipe whose steps are not a number"
-        horizon = Horizon(steps, 0, recipe.train.global_batch)
-    places = np.unique(np.linspace(0, horizon.steps - 1, 2000).astype(np.int64))
-    values = np.array([factor(recipe.optim.schedule, horizon, int(i)) for i in places]) * recipe.optim.lr
-    with styled():
-        figure, axes = new_figure(f"Learning rate: {recipe.optim.schedule.kind}", "")
-        axes.plot(places + 1, values, color=PALETTE[0])
-        _finish(figure, axes, Chart("lr", "", "", (), zero=True))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return save(figure, path)

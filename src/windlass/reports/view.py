@@ -176,10 +176,6 @@ class RunView:
     wall: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase over all starts, and their `total`; empty where the ledger does not say."""
     device_hours: float | None = None
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    """What `windlass.estimate.of_run` makes of the run; empty where it cannot."""
-    plan_note: str = ""
-    """Why it cannot."""
 
     @property
     def step(self) -> int:
@@ -273,20 +269,6 @@ def _samples(ledger: Sequence[Line]) -> list[Sample]:
     return found
 
 
-def _plan(run: Run, begun: bool) -> tuple[dict[str, Any], str]:
-    """The run's plan, or why there is none: a report is made all the same. Neither for a run that has not begun."""
-    from windlass.estimate.of_run import plan_of_run
-
-    if not begun:
-        return {}, ""
-    try:
-        return plan_of_run(run), ""
-    except UserError as error:
-        return {}, str(error)
-    except Exception as error:  # a ledger that another version wrote, or that was cut
-        return {}, f"The plan could not be made from this run's directory ({type(error).__name__}: {error})."
-
-
 def view(run: Run, label: str | None = None) -> RunView:
     """Read a run. Raises UserError where its recipe cannot be read; a run without any step is a view without lines."""
     raw = list(read_lines(run.metrics_path))
@@ -299,7 +281,6 @@ def view(run: Run, label: str | None = None) -> RunView:
             suites.setdefault(str(line.get("suite") or "loss"), []).append(line)
     summaries = [line for line in ledger if line["kind"] == "summary"]
     wall = wall_time(raw)
-    plan, plan_note = _plan(run, bool(ledger))
     return RunView(
         label=label or run.name,
         state=run.state_by(raw),
@@ -314,8 +295,6 @@ def view(run: Run, label: str | None = None) -> RunView:
         environment=run.environment,
         wall=wall if wall["total"] else {},
         device_hours=device_hours(raw) if wall["total"] else None,
-        plan=plan,
-        plan_note=plan_note,
     )
 
 

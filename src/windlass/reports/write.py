@@ -9,7 +9,6 @@ from pathlib import Path
 from windlass.errors import UserError
 from windlass.reports.charts import charts
 from windlass.reports.page import page
-from windlass.reports.plan_section import plan_markdown
 from windlass.reports.study import StudyView, cell_table, seed_table, winner, winner_command, winner_text
 from windlass.reports.study_page import study_page
 from windlass.reports.tables import (
@@ -177,7 +176,7 @@ def _markdown(seen: Sequence[RunView], drawn: dict[str, Path]) -> str:
     parts += _pictures(drawn, seen)
     for found, suite in evaluations(seen[0]) if len(seen) == 1 else ():
         parts += [f"\n## Evaluations: {markdown_cell(suite)}\n", found.markdown()]
-    return "\n".join([*parts, *plan_markdown(seen), *_settings(seen)])
+    return "\n".join([*parts, *_settings(seen)])
 
 
 def _state_line(seen: Sequence[RunView]) -> str:

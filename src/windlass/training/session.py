@@ -21,7 +21,7 @@ from windlass.checkpoint.retention import Policy, policy_of
 from windlass.checkpoint.save import Saver
 from windlass.data.dataset import Data, open_data
 from windlass.errors import RunFailed, Stopped, UserError
-from windlass.estimate.disk import checkpoints_to_come
+from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import Files
 from windlass.interop.init_from import load_initial

@@ -1,11 +1,10 @@
-"""The run's last line: what came of it, how fast, on what, and how that compares with what was predicted."""
+"""The run's last line: what came of it, how fast and on what."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint.retention import best, scores_by_step
-from windlass.estimate.predict import predicted_beside_measured
 from windlass.run import read_lines
 from windlass.telemetry.timing import device_hours, throughput, wall_time
 
@@ -28,7 +27,6 @@ def write_summary(session: Session, last_loss: float | None) -> None:
     measured = scores_by_step(s.run.ledger(), measure)
     best_step = best(measured, measure)
     spent = wall_time(raw)
-    predicted = predicted_beside_measured(s.run, s.hf)
     s.ledger.write(
         "summary", state.step, steps=s.horizon.steps, tokens=state.tokens, samples=state.samples,
         epochs=state.samples / s.horizon.samples_per_epoch, final_loss=last_loss,
@@ -36,7 +34,7 @@ def write_summary(session: Session, last_loss: float | None) -> None:
         best_measure=measure, best_score=None if best_step is None else measured[best_step], best_step=best_step,
         runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
         parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1,
-        predicted=predicted or None, model_sizes=s.hf.as_dict() if s.hf else None,
+        model_sizes=s.hf.as_dict() if s.hf else None,
         **_speeds(s), **_devices(s),
     )  # fmt: skip
 

@@ -1,9 +1,11 @@
-"""What the plan says a forward pass keeps, against what autograd really saves."""
+"""Memory: what a forward pass keeps against what autograd saves, sums by hand, and which layout is recommended."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -18,10 +20,13 @@ from windlass.estimate.activations import (
     root_bytes,
     weight_copies,
 )
+from windlass.estimate.layouts import Task, largest_micro_batch, micro_batches, options, recommend, sized
+from windlass.estimate.memory import Layout, layout_of, memory
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
+from windlass.model.size import HfSizes, count
 from windlass.parallel.parallelize import checkpoint_activations
-from windlass.recipe import ModelSettings
+from windlass.recipe import ModelSettings, Recipe
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}
 MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "activation": "relu2", "attn_bias": False}
@@ -127,3 +132,99 @@ def test_the_peak_of_a_chunked_loss(over):
         total += event.nbytes()
         peak = max(peak, total)
     assert logits_bytes(p).forward == pytest.approx(peak, rel=0.01)
+
+
+# ---------------------------------------------------------------- layouts
+
+GPT2 = Recipe.load("gpt2-124m")
+ROWS = 50304
+BASE_LAYOUT = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=0)
+
+
+def gpt2_memory(**layout):
+    return memory(GPT2.model, ROWS, replace(Layout("single", micro_batch=1), **layout))
+
+
+def test_static_memory_by_hand():
+    """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that shard them."""
+    n = count(GPT2.model, ROWS).total
+    whole, sharded = gpt2_memory(), gpt2_memory(strategy="full_shard", world=8, shard=8)
+    assert (whole.parameters, whole.optimizer) == (4 * n, 8 * n)
+    assert (sharded.parameters, sharded.optimizer) == (-(-4 * n // 8), n)
+    assert gpt2_memory(strategy="hybrid_shard", world=8, shard=4).parameters == n
+    offloaded = gpt2_memory(strategy="full_shard", world=8, shard=8, offload=True, device="cuda")
+    assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(2 * n, rel=1e-6)
+
+
+def test_memory_falls_in_the_order_one_expects():
+    def total(**changes):
+        return gpt2_memory(
+            **{"strategy": "ddp", "world": 8, "precision": "bf16", "micro_batch": 8, "device": "cuda", **changes}
+        ).total
+
+    assert total() > total(checkpointing="selective") > total(checkpointing="full")
+    assert total() > total(strategy="shard_grad_op", shard=8) > total(strategy="full_shard", shard=8)
+    assert total(precision="fp32") > total() and total(micro_batch=16) > total() > total(micro_batch=4)
+
+
+def test_layout_of_a_recipe():
+    got = layout_of(GPT2, 8, "cuda")
+    assert (got.strategy, got.precision, got.micro_batch, got.accumulation) == ("ddp", "bf16", 16, 4)
+    assert layout_of(GPT2, 1, "cpu").precision == "fp32"
+
+
+def task(gigabytes, model=GPT2.model):
+    return Task(model, ROWS, "adamw", 64, int(gigabytes * 1e9))
+
+
+@pytest.mark.parametrize("gigabytes", [1, 3, 6, 12, 80])
+def test_the_largest_micro_batch_is_the_largest(gigabytes):
+    layout = replace(BASE_LAYOUT, checkpointing="selective")
+    needed = {size: memory(GPT2.model, ROWS, sized(layout, size, 64)).total for size in micro_batches(64)}
+    fits = [size for size, total in needed.items() if total <= gigabytes * 1e9]
+    assert largest_micro_batch(task(gigabytes), layout) == max(fits, default=0)
+
+
+def test_what_is_recommended_fits_and_nothing_cheaper_does():
+    assert recommend(task(70), BASE_LAYOUT).settings == {
+        "parallel.strategy": "ddp", "parallel.activation_checkpointing": "none", "train.micro_batch": 16,
+    }  # fmt: skip
+    model = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
+    for gigabytes in (6, 10, 16, 30):
+        found = recommend(task(gigabytes, model), BASE_LAYOUT)
+        assert found.fits and found.memory.total <= gigabytes * 1e9
+        chosen = replace(found.layout, micro_batch=0, accumulation=1)
+        for option in options(BASE_LAYOUT):
+            if option == chosen:
+                break
+            assert memory(model, ROWS, sized(option, 2, 64)).total > gigabytes * 1e9, option
+    fixed = recommend(task(20), replace(BASE_LAYOUT, micro_batch=64))
+    assert fixed.layout.micro_batch == 64 and fixed.layout.checkpointing != "none"
+
+
+def test_when_nothing_fits_it_says_what_would_and_that_is_true():
+    model = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
+    found = recommend(task(20, model), BASE_LAYOUT)
+    assert found.fits is False and found.settings == {} and "a device with more than" in found.why
+    ranks, strategy = re.search(r"(\d+) ranks with parallel.strategy=(\w+)", found.why).groups()
+    wide = Layout(
+        strategy, int(ranks), int(ranks), "bf16", "none", micro_batch=1, accumulation=512 // int(ranks), device="cuda"
+    )
+    best = min(memory(model, ROWS, replace(wide, checkpointing=c)).total for c in ("none", "selective", "full"))
+    assert best <= 20e9
+
+
+def test_of_a_hugging_face_model_the_states_are_known(hf_sizes):
+    """Weights, and gradients and two moments of what is trained, in fp32; activations are not known."""
+    whole = memory(hf_sizes, 1000, Layout("ddp", 4))
+    assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
+    sharded = memory(hf_sizes, 1000, Layout("full_shard", 4, 4))
+    assert sharded.total == whole.total / 4
+    assert memory(hf_sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0
+
+
+@pytest.fixture
+def hf_sizes():
+    names = {field.name for field in fields(HfSizes)}
+    values = dict.fromkeys(names, 0) | {"like": ModelSettings(), "parts": {"attention": 10**6}, "trained": 10**5}
+    return HfSizes(**{name: value for name, value in values.items() if name in names})
