@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.checkpoint.retention import better
+from windlass.checkpoint.retention import best, better, scores_by_step
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.recipe import Recipe, presets, typed
 from windlass.run import Line, Run, effective, read_lines
 from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
+from windlass.telemetry.timing import throughput
 
 DIVERGED_NATS = 1.0
 """A training loss this far above the run's first one has diverged."""
@@ -287,8 +288,8 @@ class Study:
         """The group with the best median score; groups with all their seeds finished come before the others."""
         scored = [(group, group.median) for group in self.groups(results) if group.median is not None]
         sign = 1 if better(0.0, 1.0, self.measure) else -1
-        best = min(scored, key=lambda x: (len(x[0].scores) < len(x[0].results), sign * x[1]), default=None)
-        return best[0] if best else None
+        first = min(scored, key=lambda x: (len(x[0].scores) < len(x[0].results), sign * x[1]), default=None)
+        return first[0] if first else None
 
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
         """The command that trains an assignment in full on `world` ranks (or as many as it sets itself), and a remark.
@@ -376,10 +377,8 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     measured = [
         x for x in lines if x["kind"] == "eval" and x.get("suite", "loss") == suite and x.get(name or suite) is not None
     ]
-    score: float | None = None
-    for line in measured:
-        value = _number(line[name or suite])
-        score = value if value is not None and better(value, score, measure) else score
+    scores = scores_by_step(lines, measure)
+    best_step, speed = best(scores, measure), throughput(lines)
     last, summary = train[-1] if train else {}, next((x for x in reversed(lines) if x["kind"] == "summary"), {})
     return {
         "step": last.get("step", 0),
@@ -389,22 +388,14 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "first_loss": _number(train[0].get("loss")) if train else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min((x for x in losses if x is not None and math.isfinite(x)), default=None),
-        "score": score,
+        "score": None if best_step is None else scores[best_step],
         "evaluations": tuple(
             Evaluation(x["step"], float(x[name or suite]), str(x.get("time", ""))) for x in measured if x["step"] > 0
         ),
         "tokens": int(last.get("tokens", 0)),
-        "tokens_per_s": throughput(train),
+        "tokens_per_s": speed.tokens_per_s if speed else None,
         "device_hours": summary.get("device_hours"),
     }
-
-
-def throughput(train: Sequence[Line]) -> float | None:
-    """Tokens over time, from `train` lines; the first one, which waits for caches and compilation, is left out."""
-    timed = [x for x in train if x.get("step_ms") and x.get("tokens_per_s")]
-    timed = timed[1:] or timed
-    seconds = sum(x["step_ms"] for x in timed) / 1e3
-    return sum(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in timed) / seconds if seconds else None
 
 
 def _number(value: Any) -> float | None:
