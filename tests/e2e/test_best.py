@@ -19,7 +19,7 @@ from windlass.run import Run
 from windlass.training import train
 
 __all__ = ["corpus"]
-MEASURE = "hellaswag.acc_norm"
+MEASURE = "hellaswag.acc_per_token"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def by_accuracy(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def accuracies(run: Run) -> dict[int, float]:
-    return {line["step"]: line["acc_norm"] for line in run.lines("eval", suite="hellaswag")}
+    return {line["step"]: line["acc_per_token"] for line in run.lines("eval", suite="hellaswag")}
 
 
 def lowest_loss(run: Run) -> int:

@@ -18,8 +18,7 @@ from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokeni
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import alone, find_source, open_model
-from windlass.interop.export import export, merge_adapters, save_weights
-from windlass.interop.export_tokenizer import save_tokenizer
+from windlass.interop.export import export, merge_adapters, save_tokenizer, save_weights
 from windlass.interop.init_from import load_initial
 from windlass.model import convert
 from windlass.model.build import build_model

@@ -130,7 +130,7 @@ def test_bytes_of_each_token_add_up_for_every_kind_of_pieces(kind, tmp_path):
 
 def test_bytes_of_each_character_add_up_in_a_tokenizer_file(tmp_path):
     from windlass.data.chat import Template
-    from windlass.interop.export_tokenizer import save_tokenizer
+    from windlass.interop.export import save_tokenizer
 
     text = "é ü \u2581 \u0120 \u4e2d \U0001f642 x" + END_OF_TEXT
     save_tokenizer(char_tokenizer(text, True), Template(), 64, tmp_path)

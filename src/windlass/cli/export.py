@@ -17,17 +17,13 @@ def export(
         ..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best, or a checkpoint."
     ),
     directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
-    to: str = typer.Option("hf", "--to", metavar="hf", help="The format."),
+    adapter: bool = typer.Option(False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."),
 ) -> None:
     """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
 
     Our GPT becomes GPT-2 (learned positions, LayerNorm) or Llama (RoPE, RMSNorm, SwiGLU), with equal logits; where it is
     neither, what differs is said. A model of transformers stays what it is, its adapters merged.
     """
-    from windlass.errors import UserError
-
-    if to != "hf":
-        raise UserError(f"--to {to!r}: the one format is hf")
     from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {export_run(run, directory)}")
+    typer.echo(f"exported: {export_run(run, directory, adapter)}")

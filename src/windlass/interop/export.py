@@ -1,58 +1,67 @@
-"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is from."""
+"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is from.
+
+Our GPT becomes GPT-2 or Llama (model/convert.py), read from the checkpoint one tensor at a time. A model of `transformers`
+stays what it is: it is opened, its adapters are merged, and it saves itself. The directory appears whole or not at all.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint import load
+from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.reshard import MODEL
 from windlass.data.chat import Template, stop_tokens
+from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.fileio import read_json
-from windlass.interop.export_tokenizer import save_tokenizer
 from windlass.model import convert, hf_files
-
-if TYPE_CHECKING:
-    from windlass.data.tokenizer import Tokenizer
-    from windlass.run import Run
+from windlass.run import Run
 
 FILE_BYTES = 4 * 10**9
 """Weights in one file, at most."""
+MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_per_token", "exact_match", "f1")
+"""What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`."""
 
 
-def export(name: str, directory: Path) -> Path:
-    """Write the weights of `name` as `transformers` reads them; adapters are merged into what they adapt.
+def export(run: str | Path, directory: str | Path, adapter: bool = False) -> Path:
+    """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
 
     Args:
-        name: `RUN`, `RUN@STEP`, `RUN@best` or a checkpoint's path.
-        directory: A new or empty directory. It appears whole or not at all.
+        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
+        directory: a new or empty directory.
+        adapter: of a model with `model.lora`: only the adapter, as `peft` reads it, instead of the merged model.
 
     Raises:
-        UserError: No architecture computes what the model does (with what differs), or the directory holds something.
+        UserError: no architecture of `transformers` computes what the model does (with what differs), the directory holds
+            something, or there is no adapter.
     """
-    source = find_source(name)
+    source, directory = find_source(str(run)), Path(directory)
+    model = source.recipe.model
     if source.checkpoint is None:
-        raise UserError(f"{name} is a directory of transformers already")
+        raise UserError(f"{run} is a directory of transformers already")
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: name a new directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise UserError(f"{directory} is not empty: name a new directory")
+    if adapter and not model.lora.rank:
+        raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave --adapter out")
+    if model.kind == "gpt":
+        convert.architecture(model)
     partial = directory.with_name(f".{directory.name}.partial")
-    if source.recipe.model.kind == "gpt":
-        convert.architecture(source.recipe.model)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        if source.recipe.model.kind == "gpt":
+        if adapter:
+            _write_adapter(source, partial)
+        elif model.kind == "gpt":
             _write_gpt(source, partial)
         else:
             _write_hf(source, partial)
@@ -68,48 +77,59 @@ def export(name: str, directory: Path) -> Path:
 def _write_gpt(source: Source, directory: Path) -> None:
     assert source.checkpoint is not None
     settings, tokenizer = source.recipe.model, source.tokenizer
-    checkpoint = load.open_checkpoint(source.checkpoint, deep=False)
-
-    def read(name: str) -> Tensor:
-        return checkpoint.tensor(MODEL + name).float()
-
+    checkpoint = open_checkpoint(source.checkpoint, deep=False)  # find_source has verified it
     vocab = checkpoint.shape(f"{MODEL}embedding.weight")[0]
-    write_json(directory / "config.json", convert.config(settings, vocab, tokenizer.eot))
-    write_json(directory / "generation_config.json", generation(tokenizer, source.template, vocab))
-    save_weights(convert.to_hf(settings, read), directory)
+    _write_json(directory / "config.json", convert.config(settings, vocab, tokenizer.eot))
+    _write_json(directory / "generation_config.json", _generation_config(tokenizer, source.template, vocab))
+    save_weights(convert.to_hf(settings, lambda name: checkpoint.tensor(MODEL + name).float()), directory)
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
-def generation(tokenizer: Tokenizer, template: Template, rows: int) -> dict[str, Any]:
-    """The generation config: where a text begins and ends, and that rows of a padded vocabulary, which nothing has taught,
-    are never chosen. `rows` are those of the embedding.
+def _generation_config(tokenizer: Tokenizer, template: Template, rows: int) -> dict[str, Any]:
+    """Where a text begins and ends; and that the rows past the tokenizer's vocabulary (of `rows` in the embedding), which
+    nothing has trained, are never chosen.
     """
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if tokenizer.eot is not None:
         ends = [tokenizer.eot, *sorted(stop_tokens(tokenizer, template) - {tokenizer.eot})]
-        start = [*tokenizer.bos, tokenizer.eot][0]
-        found = {
-            "bos_token_id": start, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.eot,
+        config = {
+            "bos_token_id": [*tokenizer.bos, tokenizer.eot][0], "eos_token_id": ends if len(ends) > 1 else ends[0],
+            "pad_token_id": tokenizer.eot,
         }  # fmt: skip
     if rows > tokenizer.vocab:
-        found["suppress_tokens"] = list(range(tokenizer.vocab, rows))
-    return found
+        config["suppress_tokens"] = list(range(tokenizer.vocab, rows))
+    return config
 
 
 def _write_hf(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
     merge_adapters(model.model)
     model.model.save_pretrained(directory)
-    origin, settings = model.directory, source.recipe.model
+    origin = model.directory
     files = [name for name in hf_files.TOKENIZER_FILES if (origin / name).is_file()]
     if not files or not same_tokenizer(source, origin):
         files = []
         save_tokenizer(source.tokenizer, source.template, model.context, directory)
-    if settings.trust_remote_code:
+    if source.recipe.model.trust_remote_code:
         files += [file.name for file in origin.glob(hf_files.CODE_FILES)]
     for name in [*files, "generation_config.json"]:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, directory / name)
+
+
+def _write_adapter(source: Source, directory: Path) -> None:
+    """`adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained(base, DIR)`."""
+    from peft import get_peft_model_state_dict
+
+    model: Any = open_model(source, alone("cpu"))
+    config = model.model.peft_config["default"]
+    config.base_model_name_or_path, config.task_type = source.recipe.model.name.removeprefix("hf:"), "CAUSAL_LM"
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    # A PeftModel holds the model as `base_model.model`; ours has its adapters put in without one.
+    weights = {f"base_model.model.{name}": t for name, t in get_peft_model_state_dict(model.model).items()}
+    save_weights(weights.items(), directory, stem="adapter_model")
+    save_tokenizer(source.tokenizer, source.template, model.context, directory)
 
 
 def merge_adapters(model: nn.Module) -> None:
@@ -121,49 +141,74 @@ def merge_adapters(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, layer.get_base_layer())  # type: ignore[operator]
 
 
-def save_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int = FILE_BYTES) -> None:
+def save_weights(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int = FILE_BYTES, stem: str = "model"
+) -> None:
     """Tensors as safetensors files of at most about `file_bytes`, with an index where there are several."""
     from safetensors.torch import save_file
 
-    parts: list[dict[str, Tensor]] = [{}]
-    names: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    files: list[list[str]] = []  # the names in each file
     size = total = 0
 
     def flush() -> None:
-        save_file(parts[0], directory / f"part-{len(names)}", {"format": "pt"})
-        names.append(list(parts[0]))
-        parts[0] = {}
+        nonlocal part
+        save_file(part, directory / f"part-{len(files)}", {"format": "pt"})
+        files.append(list(part))
+        part = {}
 
     for name, tensor in tensors:
-        count = tensor.numel() * tensor.element_size()
-        if parts[0] and size + count > file_bytes:
+        if part and size + tensor.nbytes > file_bytes:
             flush()
             size = 0
         # A copy of its own, and never a view of another tensor's storage, which the format does not know.
-        parts[0][name] = tensor.detach().to(torch.device("cpu")).clone().contiguous()
-        size, total = size + count, total + count
+        part[name] = tensor.detach().to(torch.device("cpu")).clone().contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
-    if len(names) == 1:
-        (directory / "part-0").rename(directory / "model.safetensors")
+    if len(files) == 1:
+        (directory / "part-0").rename(directory / f"{stem}.safetensors")
         return
-    places: dict[str, str] = {}
-    for number, held in enumerate(names):
-        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors"
         (directory / f"part-{number}").rename(directory / file)
-        places |= dict.fromkeys(held, file)
-    write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(directory / f"{stem}.safetensors.index.json", index)
+
+
+def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`, with the chat template where there is one."""
+    inner = tokenizer.inner
+    inner.save(str(directory / "tokenizer.json"))
+    end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": inner.id_to_token(tokenizer.bos[0]) if tokenizer.bos else end,
+        "eos_token": end,
+        "pad_token": end,
+        **dict(template.special),
+    }
+    if template.source:
+        config["chat_template"] = template.source
+    _write_json(directory / "tokenizer_config.json", config)
+
+
+# -- the card ---------------------------------------------------------------------------------------------------------
 
 
 def card(source: Source) -> str:
     """The model card: what it is, what it was measured at, and the recipe that made it."""
-    run, recipe = source.run, source.recipe
+    run, recipe, step = source.run, source.recipe, source.step or 0
     assert run is not None
-    rows = "\n".join(f"| {suite} | {name} | {value} |" for suite, name, value in _results(run, source.step or 0))
-    results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n\n" if rows else ""
+    rows = "".join(f"| {suite} | {name} | {value:.4f} |\n" for suite, name, value in _results(run, step))
+    results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n" if rows else ""
     base, origin = _base(source)
     return (
         f"---\nlibrary_name: transformers\n{base}tags:\n- windlass\n- text-generation\n---\n\n# {recipe.preset}\n\n"
-        f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.config_hash}), {source.step:,} steps.\n\n"
+        f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.config_hash}), {step:,} steps.\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("DIR")\ntokenizer = AutoTokenizer.from_pretrained("DIR")\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{recipe.toml()}```\n"
@@ -176,31 +221,25 @@ def _base(source: Source) -> tuple[str, str]:
     name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
     if not name:
         return "", ""
-    kept = hf_files.saved_origin(source.run.path, m) if source.run and not m.init_from else None
-    commit = read_json(kept / hf_files.RECORD).get("commit", "") if kept else ""
+    origin = hf_files.saved_origin(source.run.path, m) if source.run and not m.init_from else None
+    commit = read_json(origin / hf_files.RECORD).get("commit", "") if origin else ""
     if not name.startswith("hf:") and not commit:
         return "", f"Trained further from `{Path(name).name}`.\n\n"
-    place, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
-    return f"base_model: {place}\n", f"Trained further from [{place}](https://huggingface.co/{place}){at}.\n\n"
+    repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
+    return f"base_model: {repo}\n", f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n"
 
 
-MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "exact_match", "f1")
-"""What a suite's line has to say about a model; of the harness' tasks it is every `TASK/METRIC`."""
-
-
-def _results(run: Run, step: int) -> list[tuple[str, str, str]]:
+def _results(run: Run, step: int) -> list[tuple[str, str, float]]:
     """What was measured at a step, while training and by `windlass eval` (which counts where both did)."""
-    found: dict[tuple[str, str], str] = {}
-    measured = {str(line["suite"]): line for line in run.lines("eval", step=step)}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        measured |= json.loads((run.path / "eval" / f"step-{step:08d}.json").read_text(encoding="utf-8"))["results"]
-    for suite, line in measured.items():
-        for key in [*MEASURES, *(key for key in line if "/" in key)]:
-            if isinstance(line.get(key), float):
-                found[suite, key] = f"{line[key]:.4f}"
-    return [(suite, key, value) for (suite, key), value in found.items()]
+    lines: dict[str, dict[str, Any]] = {str(line["suite"]): line for line in run.lines("eval", step=step)}
+    lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
+    return [
+        (suite, key, line[key])
+        for suite, line in lines.items()
+        for key in [*MEASURES, *(key for key in line if "/" in key)]
+        if isinstance(line.get(key), float)
+    ]
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON."""
+def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

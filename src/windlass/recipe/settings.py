@@ -13,7 +13,9 @@ IGNORE_INDEX = -100
 
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 
-BestMeasure = Literal["loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm"]
+BestMeasure = Literal[
+    "loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm", "hellaswag.acc_per_token"
+]
 """What a model can be the best by: a suite, and the field of its `eval` line."""
 
 
