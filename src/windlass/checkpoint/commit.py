@@ -48,7 +48,7 @@ class Request:
     save_id: str
     """The same on all ranks, and never used twice in a run."""
     image: memoryview
-    """The bytes of this rank's file."""
+    """The whole file of this rank: 8 bytes of header length, the header, the data."""
     tensors: Mapping[str, Mapping[str, Any]]
     """By name: `dtype`, `shape` of the whole tensor, `chunk` (offset in the file, first row, rows)."""
     aliases: Mapping[str, str]
@@ -56,43 +56,33 @@ class Request:
     meta: Mapping[str, Any]
     total_bytes: int
     """Of all ranks together."""
-    failed: str = ""
-    """Why this rank has nothing to bring: then all ranks give the save up."""
+    failed: str
+    """Why this rank has nothing to bring, and all ranks give the save up; empty: it has."""
 
 
+@dataclass
 class Commit:
-    """One save, on one rank.
+    """One save, on one rank."""
 
-    Args:
-        request: what this rank brings.
-        directory: the run's `checkpoints`.
-        rank: this rank, of
-        world: so many.
-        serial: the number of this commit in the run (rank 0's counts).
-        files: the layer through which the disk is changed.
-        deadline: seconds that rank 0 waits for the others' parts.
-        piece_bytes: bytes in one write.
-    """
+    request: Request
+    directory: Path
+    """The run's `checkpoints`."""
+    rank: int
+    world: int
+    serial: int
+    """The number of this commit in the run; rank 0's counts."""
+    files: Files
+    deadline: float
+    """Seconds that rank 0 waits for the others' parts."""
+    piece_bytes: int
+    """Bytes in one write."""
+    warning: str = ""
+    """What went wrong after the rename (rank 0)."""
 
-    def __init__(
-        self,
-        request: Request,
-        directory: Path,
-        rank: int,
-        world: int,
-        serial: int,
-        *,
-        files: Files,
-        deadline: float,
-        piece_bytes: int,
-    ):
-        self.request, self.directory, self.rank, self.world, self.serial = request, directory, rank, world, serial
-        self.files, self.deadline, self.piece_bytes = files, deadline, piece_bytes
-        self.target = format_.step_dir(directory, request.step)
-        self.temporary = directory / f".saving-{request.save_id}"
-        self.tombstone = directory / f".failed-{request.save_id}"
-        self.warning = ""
-        """What went wrong after the rename (rank 0)."""
+    def __post_init__(self) -> None:
+        self.target = format_.step_dir(self.directory, self.request.step)
+        self.temporary = self.directory / f".saving-{self.request.save_id}"
+        self.tombstone = self.directory / f".failed-{self.request.save_id}"
 
     def run(self) -> None:
         """Write, agree, commit. Raises OSError, and then nothing of the save counts or stays."""

@@ -283,15 +283,17 @@ def latest_step(run_dir: str | Path) -> int:
     return next((e.step for e in entries if not e.problem), -1)
 
 
-def find(source: str | Path) -> Choice:
-    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a checkpoint's path; every byte verified."""
+def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
+    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a checkpoint's path; every byte verified.
+
+    Collective over `ranks`, which share the hashing. Raises UserError where there is none, or it is damaged.
+    """
     text, at, which = os.fspath(source).rpartition("@")
     run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
-    if (Path(run) / format_.MANIFEST).is_file():
-        return Choice(Path(run), open_checkpoint(run).step)
     if not Path(run).is_dir():
         raise UserError(f"there is no run and no checkpoint at {source}; `windlass runs` lists the runs")
-    choice = choose(run, which)
+    paths = [Path(run)] if (Path(run) / format_.MANIFEST).is_file() else candidates(run, which)
+    choice = first_undamaged(paths, ranks)
     if choice is None:
         raise UserError(f"{run} has no checkpoint yet")
     return choice

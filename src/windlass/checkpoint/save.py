@@ -56,18 +56,6 @@ class Outcome:
     """What went wrong without failing the save: after the commit, or in allocating page-locked memory."""
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A file's bytes in the host's buffer, and what lies where."""
-
-    image: memoryview
-    """The whole file: 8 bytes of header length, the header, the data."""
-    tensors: dict[str, dict[str, Any]]
-    """By name: `dtype`, `shape` of the whole tensor, and `chunk` (offset in the file, first row, rows)."""
-    event: Any
-    """Done when the copies from the device are; None where they are already."""
-
-
 class HostBuffer:
     """The host's copy of a rank's share, reused by every save: its pages are touched once, and its size is known.
 
@@ -102,8 +90,12 @@ class HostBuffer:
             memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages are many times faster to touch than 4 KiB ones
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
-    def fill(self, slices: Mapping[str, Slice], rank: int) -> Staged:
-        """Copy the slices into the buffer, after the header that describes them."""
+    def fill(self, slices: Mapping[str, Slice], rank: int) -> tuple[memoryview, dict[str, dict[str, Any]], Any]:
+        """Copy the slices into the buffer, after the header that describes them.
+
+        Returns `image` and `tensors` as `commit.Request` has them, and an event that is done when the copies from the device
+        are; None where they are already.
+        """
         order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
         offsets: dict[str, int] = {}
@@ -132,14 +124,15 @@ class HostBuffer:
         if on_cuda:
             event = torch.cuda.Event()
             event.record()
-        return Staged(image, tensors, event)
+        return image, tensors, event
 
 
 @dataclass(frozen=True)
 class _Job:
     number: int
     request: Request
-    staged: Staged
+    copied: Any
+    """The event of HostBuffer.fill."""
     staged_s: float
     waited_s: float
     scores: Mapping[int, float]
@@ -230,19 +223,18 @@ class Saver:
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
         begin = time.perf_counter()
-        staged, counters_json, failed = Staged(memoryview(b""), {}, None), b"{}", ""
+        image, tensors, copied, counters_json, failed = memoryview(b""), dict[str, Any](), None, b"{}", ""
         try:
             counters_json = to_json(dict(counters))
-            staged = self._buffer.fill(state.slices, self.rank)
+            image, tensors, copied = self._buffer.fill(state.slices, self.rank)
         except (MemoryError, OSError, RuntimeError, ValueError) as error:  # fails the save on all ranks, not the run
             failed = f"the state could not be copied to the host: {explain(error)}"
         finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in (meta or {}).items()}
         save_id = f"{step:08d}-{self.attempt}-{self._number}"
         request = Request(
-            step, save_id, staged.image, staged.tensors, state.aliases, counters_json, {"reason": PERIODIC, **finite},
-            state.total_bytes, failed,
+            step, save_id, image, tensors, state.aliases, counters_json, {"reason": PERIODIC, **finite}, state.total_bytes, failed,
         )  # fmt: skip
-        job = _Job(self._number, request, staged, time.perf_counter() - begin, begin - called, dict(scores or {}))
+        job = _Job(self._number, request, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
         with self._changed:
             self._job, self._began = job, time.monotonic()
             self._changed.notify_all()
@@ -308,13 +300,12 @@ class Saver:
         error, removed = "", tuple[str, ...]()
         warning, self._buffer.warning = self._buffer.warning, ""
         try:
-            if job.staged.event is not None:
-                job.staged.event.synchronize()
+            if job.copied is not None:
+                job.copied.synchronize()
             serial = self._next_serial() if self.rank == 0 else 0
             commit = Commit(
-                request, self.directory, self.rank, self.world, serial, files=self.files, deadline=self.deadline,
-                piece_bytes=self.piece_bytes,
-            )  # fmt: skip
+                request, self.directory, self.rank, self.world, serial, self.files, self.deadline, self.piece_bytes
+            )
             commit.run()
         except Exception as problem:
             error = explain(problem)

@@ -8,20 +8,31 @@ from typing import Any
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.checkpoint import load
+from windlass.checkpoint.load import find, open_checkpoint
 from windlass.checkpoint.reshard import restore
 from windlass.errors import UserError
 from windlass.model import convert
 from windlass.model.gpt import GPT, assign, generator
+from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
+IRRELEVANT = (
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "id2label",
+    "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range", "pretraining_tp", "vocab_size",
+    "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef", "output_router_logits",
+)  # fmt: skip
+"""Entries of a configuration that do not change what a network of the same shapes computes."""
+IRRELEVANT_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
 
-def load_initial(model: nn.Module, recipe: Recipe) -> None:
+
+def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> None:
     """Fill a model, whole or sharded, from what `model.init_from` names: `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a
     directory of `transformers`, or `hf:NAME`.
 
+    Collective over `ranks`, where they are given: they share the hashing of a run's checkpoint.
+
     Raises:
-        UserError: There is no such thing, or its weights do not fit; what would make them fit is said.
+        UserError: there is no such thing, or its weights do not fit; the message names what would make them fit.
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
@@ -34,34 +45,26 @@ def load_initial(model: nn.Module, recipe: Recipe) -> None:
             model.fill_weights(recipe.run.seed, directory)  # type: ignore[operator]
         return
     try:
-        restore(load.open_checkpoint(load.find(path if path.exists() else name).path, deep=False), model)
+        checkpoint = find(path if path.exists() else name, ranks)
+        restore(open_checkpoint(checkpoint.path, deep=False), model)
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
 
 
-NO_MATTER = (
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "id2label",
-    "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range", "pretraining_tp", "vocab_size",
-    "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef", "output_router_logits",
-)  # fmt: skip
-"""Entries of a configuration that do not change what a network of the same shapes computes."""
-NO_MATTER_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
-
-
 def check_same_network(model: nn.Module, directory: Path) -> None:
-    """Weights mean something only in the network that they were trained in; raises UserError with what is not as there."""
+    """Raise UserError, with what differs, where `model` is not the network in which the weights in `directory` were trained."""
     hub.prepare()
     config: Any = model.config
     with hub.explained(f"model.init_from: {directory}"):
         from transformers import AutoConfig
 
         settings: Any = model.settings
-        theirs = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code).to_dict()
-    ours = config.to_dict()
+        there = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code).to_dict()
+    here = config.to_dict()
     differs = [
-        f"{key} = {theirs.get(key)!r} (it is {ours.get(key)!r})"
-        for key in sorted({*ours, *theirs})
-        if ours.get(key) != theirs.get(key) and key not in NO_MATTER and not any(p in key for p in NO_MATTER_PARTS)
+        f"{key} = {there.get(key)!r} (it is {here.get(key)!r})"
+        for key in sorted({*here, *there})
+        if here.get(key) != there.get(key) and key not in IRRELEVANT and not any(p in key for p in IRRELEVANT_PARTS)
     ]
     if differs:
         raise UserError(
@@ -92,8 +95,8 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         key = files.find(name, prefix)
         if key is None:
             raise UserError(f"model.init_from: {directory} lacks the weight {name}")
-        found: Tensor = files.slice(key)[:]
-        return found.float()
+        tensor: Tensor = files.slice(key)[:]
+        return tensor.float()
 
     for name in convert.dropped(model.settings, theirs):
         if convert.from_hf(model.settings, name, read).any():
@@ -101,14 +104,14 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
                 f"model.init_from: {directory} has a bias that is not zero for {name}, and the model has none there"
             )
     for name, parameter in model.named_parameters():
-        found = convert.from_hf(model.settings, name, read)
-        if found.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):
+        value = convert.from_hf(model.settings, name, read)
+        if value.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):
             whole = model.initial_value(name, parameter.shape, generator(seed, name))
-            whole[: found.shape[0]] = found
-            found = whole
-        if found.shape != parameter.shape:
+            whole[: value.shape[0]] = value
+            value = whole
+        if value.shape != parameter.shape:
             raise UserError(
-                f"model.init_from: in {directory} the weight for {name} has the shape {list(found.shape)}, and its "
+                f"model.init_from: in {directory} the weight for {name} has the shape {list(value.shape)}, and its "
                 f"configuration says {list(parameter.shape)}"
             )
-        assign(parameter, found)
+        assign(parameter, value)

@@ -293,7 +293,7 @@ class Session:
         if path is not None:
             self._load(path)
         elif self.recipe.model.init_from and not self.custom_model:
-            load_initial(unwrap(self.model), self.recipe)
+            load_initial(unwrap(self.model), self.recipe, self.ranks)
         elif self._foreign:
             initialise(unwrap(self.model), self.recipe.run.seed)
         self.ranks.mark(self.state.step, "start")
