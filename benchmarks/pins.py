@@ -247,15 +247,15 @@ def batch_indices(work: Path, name: str) -> dict[str, Any]:
     """The samples of each step and their places in the corpus. The one function that imports windlass: adapt it here."""
     import numpy as np
 
-    from windlass.data.order import sample_order, step_samples
+    from windlass.data.order import Order, step_samples
 
     shards, pins = [40, 0, 7, 90, 33, 1, 80], {}
     for kind in ("shuffled", "sequential", "shards-shuffled"):
         for seed, epoch in ((0, 0), (1337, 0), (1337, 1), (1337, 2), (2**62, 5)):
-            order = sample_order(kind, seed, epoch, 251, shards if kind == "shards-shuffled" else None)
+            order = Order(kind, seed, epoch, 251, shards if kind == "shards-shuffled" else None)
             pins[f"{kind} seed {seed} epoch {epoch}"] = np.asarray(order[np.arange(251)]).tolist()
     for n in (1, 2, 1000, 10**9):
-        pins[f"shuffled of {n}"] = [int(sample_order("shuffled", 7, 3, n)[i]) for i in range(min(n, 20))]
+        pins[f"shuffled of {n}"] = [int(Order("shuffled", 7, 3, n)[i]) for i in range(min(n, 20))]
     for skipped in ((), ((8, 16),), ((30, 34), (0, 3), (32, 40))):
         pins[f"steps without {skipped}"] = [np.asarray(step_samples(s, 8, skipped)).tolist() for s in range(8)]
     return pins

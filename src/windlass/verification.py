@@ -256,15 +256,15 @@ def sequence_whole(bench: Bench) -> Result:
 
 def _expected_order(bench: Bench) -> tuple[list[list[int]], int]:
     from windlass.data.dataset import open_data
-    from windlass.data.order import position, sample_order
+    from windlass.data.order import Order
 
     recipe = Recipe.load(bench.recipe, bench.overrides("moving"))
     samples = len(open_data(recipe).train)
     batch = recipe.train.global_batch
     order = []
     for number in range(STEPS * batch):
-        epoch, place = position(number, samples)
-        order.append(int(sample_order(recipe.data.order, recipe.run.seed, epoch, samples)[place]))
+        epoch, place = divmod(number, samples)
+        order.append(int(Order(recipe.data.order, recipe.run.seed, epoch, samples)[place]))
     return [order[i : i + batch] for i in range(0, len(order), batch)], samples
 
 

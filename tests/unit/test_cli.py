@@ -35,7 +35,21 @@ def test_help_and_version_import_no_torch() -> None:
     code = "import sys; from windlass.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False"
-    for verb in ["recipe", "prepare", "plan", "train", "eval", "sample", "sweep", "report", "runs", "checkpoints", "export", "track", "verify"]:
+    for verb in [
+        "recipe",
+        "prepare",
+        "plan",
+        "train",
+        "eval",
+        "sample",
+        "sweep",
+        "report",
+        "runs",
+        "checkpoints",
+        "export",
+        "track",
+        "verify",
+    ]:
         assert f" {verb} " in done.stdout
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data.loader import Loader, eval_batches
-from windlass.data.order import sample_order
+from windlass.data.order import Order
 from windlass.recipe import plan_batch
 
 T = 4
@@ -70,7 +70,7 @@ def run(samples, steps, *, global_batch=12, micro=0, world=1, seed=5, prefetch=2
 
 def reference(n, steps, global_batch=12, seed=5, kind="shuffled", shards=None, first=0):
     numbers = range(first * global_batch, (first + steps) * global_batch)
-    flat = [sample_order(kind, seed, i // n, n, shards)[i % n] for i in numbers]
+    flat = [Order(kind, seed, i // n, n, shards)[i % n] for i in numbers]
     return [flat[i : i + global_batch] for i in range(0, len(flat), global_batch)]
 
 

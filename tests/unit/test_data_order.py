@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.order import Permutation, position, sample_order, step_samples
+from windlass.data.order import Order, Permutation, step_samples
 from windlass.recipe import plan_batch
 
 SIZES = st.integers(1, 3000)
@@ -23,7 +23,7 @@ def whole(order):
 
 @given(SIZES, SEEDS, EPOCHS)
 def test_an_epoch_has_every_sample_once(n, seed, epoch):
-    found = whole(sample_order("shuffled", seed, epoch, n))
+    found = whole(Order("shuffled", seed, epoch, n))
     assert found.dtype == np.int64
     assert np.array_equal(np.sort(found), np.arange(n))
 
@@ -31,7 +31,7 @@ def test_an_epoch_has_every_sample_once(n, seed, epoch):
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), SEEDS, EPOCHS)
 def test_shards_are_shuffled_whole(shards, seed, epoch):
     n = sum(shards)
-    found = whole(sample_order("shards-shuffled", seed, epoch, n, shards))
+    found = whole(Order("shards-shuffled", seed, epoch, n, shards))
     assert np.array_equal(np.sort(found), np.arange(n))
     edges = np.cumsum([0, *shards])
     blocks = [list(range(a, b)) for a, b in pairwise(edges) if b > a]
@@ -46,29 +46,29 @@ def test_shards_are_shuffled_whole(shards, seed, epoch):
 
 def test_shards_are_in_another_order_in_each_epoch_past_the_first():
     shards = [5, 7, 3, 11, 2, 6, 9, 4]
-    orders = [whole(sample_order("shards-shuffled", 7, epoch, sum(shards), shards)).tolist() for epoch in range(5)]
+    orders = [whole(Order("shards-shuffled", 7, epoch, sum(shards), shards)).tolist() for epoch in range(5)]
     assert orders[0] == list(range(sum(shards)))
     assert len({tuple(o) for o in orders}) == 5
 
 
 def test_sequential_is_as_it_lies():
-    assert np.array_equal(whole(sample_order("sequential", 1, 9, 100)), np.arange(100))
+    assert np.array_equal(whole(Order("sequential", 1, 9, 100)), np.arange(100))
 
 
 @given(st.integers(50, 3000), SEEDS, EPOCHS)
 def test_epochs_and_seeds_differ(n, seed, epoch):
-    here = whole(sample_order("shuffled", seed, epoch, n))
-    for other in (sample_order("shuffled", seed, epoch + 1, n), sample_order("shuffled", seed ^ 1, epoch, n)):
+    here = whole(Order("shuffled", seed, epoch, n))
+    for other in (Order("shuffled", seed, epoch + 1, n), Order("shuffled", seed ^ 1, epoch, n)):
         moved = np.mean(whole(other) != here)
         assert moved > 0.8
 
 
 def test_golden_values():
     """What these are does not matter; that they never change does: a run that is resumed must see the same samples."""
-    assert whole(sample_order("shuffled", 1337, 0, 10)).tolist() == GOLDEN_10
-    far = sample_order("shuffled", 2**62 + 11, 41, 10**12 + 7)
+    assert whole(Order("shuffled", 1337, 0, 10)).tolist() == GOLDEN_10
+    far = Order("shuffled", 2**62 + 11, 41, 10**12 + 7)
     assert [far[i] for i in (0, 1, 2, 10**12)] == GOLDEN_FAR
-    assert whole(sample_order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == GOLDEN_SHARDS
+    assert whole(Order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == GOLDEN_SHARDS
 
 
 GOLDEN_10 = [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
@@ -77,7 +77,7 @@ GOLDEN_SHARDS = [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
 
 
 def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
-    order = sample_order("shuffled", 3, 2, 777)
+    order = Order("shuffled", 3, 2, 777)
     assert [order[i] for i in range(777)] == whole(order).tolist() == list(order)
     assert isinstance(order[5], int)
     for outside in (777, -1):
@@ -89,11 +89,11 @@ def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="no samples"):
-        sample_order("shuffled", 0, 0, 0)
+        Order("shuffled", 0, 0, 0)
     with pytest.raises(ValueError, match="no order 'random'"):
-        sample_order("random", 0, 0, 5)
+        Order("random", 0, 0, 5)
     with pytest.raises(ValueError, match="the shards hold 4 samples, and the epoch has 5"):
-        sample_order("shards-shuffled", 0, 1, 5, [2, 2])
+        Order("shards-shuffled", 0, 1, 5, [2, 2])
     with pytest.raises(ValueError, match="at least one place"):
         Permutation(0, "key")
 
@@ -104,7 +104,7 @@ def test_every_sample_comes_at_every_place_equally_often(n):
     trials = 500
     counts = np.zeros((n, n))
     for seed in range(trials):
-        counts[np.arange(n), whole(sample_order("shuffled", seed, 0, n))] += 1
+        counts[np.arange(n), whole(Order("shuffled", seed, 0, n))] += 1
     chi = ((counts - trials / n) ** 2 / (trials / n)).sum()
     freedom = (n - 1) ** 2
     assert chi < freedom + 6 * np.sqrt(2 * freedom) + 12
@@ -113,15 +113,9 @@ def test_every_sample_comes_at_every_place_equally_often(n):
 def test_neighbours_are_scattered():
     """Places that lie side by side hold samples as far apart as in a random permutation (a third of the length)."""
     n = 100_003
-    found = whole(sample_order("shuffled", 5, 0, n)).astype(float)
+    found = whole(Order("shuffled", 5, 0, n)).astype(float)
     assert abs(np.mean(np.abs(np.diff(found))) / n - 1 / 3) < 0.01
     assert abs(np.corrcoef(found, np.arange(n))[0, 1]) < 0.02
-
-
-@given(st.integers(0, 10**15), st.integers(1, 10**9))
-def test_position(sample, n):
-    epoch, place = position(sample, n)
-    assert epoch * n + place == sample and 0 <= place < n
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda r: (r[0], r[0] + r[1])), max_size=5)

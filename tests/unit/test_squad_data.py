@@ -182,7 +182,7 @@ def test_what_the_hub_gave_is_kept_until_another_split_is_wanted(monkeypatch: py
     }
     loaded: list[str] = []
 
-    def load(name: str, split: str) -> Any:
+    def load(name: str, config: str | None, split: str, streaming: bool) -> Any:
         loaded.append(split)
         return datasets.Dataset.from_list([row])
 
@@ -222,7 +222,7 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
     with pytest.raises(UserError, match=r"prepared otherwise[\s\S]*context: prepared with 256, the recipe says 128"):
         open_data(recipe(f"squad:{file}", tmp_path / "d", context=128, val_fraction=0.25))
     write(file, articles=4, count=2)
-    with pytest.raises(UserError, match="files: prepared with"):
+    with pytest.raises(UserError, match=r"s\.json: prepared with"):
         open_data(wanted)
     write(file, articles=4)
     raw = bytearray((tmp_path / "d" / "train.npz").read_bytes())
@@ -253,14 +253,14 @@ def test_evaluation_reads_each_row_once_on_any_number_of_ranks() -> None:
 def test_files_that_are_no_squad_are_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(UserError, match=said):
-        squad.read_file(tmp_path / "s.json")
+        squad.read_questions(f"squad:{tmp_path / 's.json'}")
 
 
 def test_other_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
-        squad.read_file(tmp_path / "none.json")
+        squad.read_questions(f"squad:{tmp_path / 'none.json'}")
     with pytest.raises(UserError, match="two questions with one id"):
-        squad.read_file(_twice(tmp_path / "s.json"))
+        squad.read_questions(f"squad:{_twice(tmp_path / 's.json')}")
     one = write(tmp_path / "one.json", articles=1)
     with pytest.raises(UserError, match="of one article"):
         squad.questions(recipe(f"squad:{one}", tmp_path / "d"))
@@ -274,7 +274,7 @@ def _twice(path: Path) -> Path:
 
 
 def test_the_real_file_is_read_whole(data_files: Path) -> None:
-    items = squad.read_file(data_files / "squad" / "dev-v1.1.json")
+    items = squad.read_questions(f"squad:{data_files / 'squad' / 'dev-v1.1.json'}")
     assert len(items) == 10_570 and len({q.group for q in items}) == 48
     assert all(q.context[q.start : q.end] == q.answers[0] for q in items)
     sample = [items[i] for i in choose([q.id for q in items], 60, 1, "test")]

@@ -18,19 +18,11 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from windlass.data import foreign
+from windlass.data import foreign, vocabulary
 from windlass.data.progress import Progress
 from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, TokenizerInfo, dtype_for, parts
 from windlass.data.sources import Corpus, find_files, open_corpus
 from windlass.data.tokenizer import Tokenizer
-from windlass.data.vocabulary import (
-    char_tokenizer,
-    kind_of,
-    load_tokenizer,
-    named_tokenizer,
-    tokenizer_files,
-    train_bpe,
-)
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import DataSettings, Recipe
@@ -80,7 +72,7 @@ def tokenizer_info(recipe: Recipe, tokenizer: Tokenizer, layout: bool = False) -
     """The tokenizer as the index keeps it."""
     return TokenizerInfo(
         name=recipe.data.tokenizer, fingerprint=tokenizer.fingerprint, vocab=tokenizer.vocab, eot=tokenizer.eot,
-        files=tokenizer_files(recipe.data.tokenizer, layout),
+        files=vocabulary.tokenizer_files(recipe.data.tokenizer, layout),
     )  # fmt: skip
 
 
@@ -98,8 +90,17 @@ class TextPreparation:
 
     def run(self) -> Index:
         """Write the shards and the tokenizer; returns the index, which is not written yet."""
-        if self.data.source.startswith("shards:"):
-            return self._index_foreign()
+        foreign_shards = self.data.source.startswith("shards:")
+        tokenizer, source, streams = self._scan_foreign() if foreign_shards else self._write_corpus()
+        return Index(
+            settings=self.settings,
+            source=source,
+            tokenizer=tokenizer_info(self.recipe, tokenizer),
+            streams=streams,
+            splits=make_splits(self.data, self.directory, streams),
+        )
+
+    def _write_corpus(self) -> tuple[Tokenizer, dict[str, Any], dict[str, list[Shard]]]:
         stream_parts = self._parts()
         source = {
             p.stem: {"name": p.corpus.name, "single_text": p.corpus.single_text, **p.corpus.description}
@@ -115,14 +116,7 @@ class TextPreparation:
                 f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
                 "another, or a source that is one text"
             )
-        streams = {part.stem: self._write(part, tokenizer) for part in stream_parts}
-        return Index(
-            settings=self.settings,
-            source=source,
-            tokenizer=tokenizer_info(self.recipe, tokenizer),
-            streams=streams,
-            splits=make_splits(self.data, self.directory, streams),
-        )
+        return tokenizer, source, {part.stem: self._write(part, tokenizer) for part in stream_parts}
 
     def _parts(self) -> list[Part]:
         """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
@@ -171,11 +165,11 @@ class TextPreparation:
 
     def _make_tokenizer(self, stream_parts: list[Part]) -> Tokenizer:
         """The tokenizer: saved before the interruption, named, or made from the corpus; saved beside the shards."""
-        kind = kind_of(self.data.tokenizer)
+        kind = vocabulary.kind_of(self.data.tokenizer)
         if kind not in ("char", "bpe"):
-            tokenizer = named_tokenizer(self.recipe.tokenizer)
+            tokenizer = vocabulary.named_tokenizer(self.recipe.tokenizer)
         elif self.state.tokenizer:
-            return load_tokenizer(self.recipe, self.directory)
+            return vocabulary.load_tokenizer(self.recipe, self.directory)
         elif kind == "char":
             characters: set[str] = set()
             for part in stream_parts:
@@ -187,11 +181,13 @@ class TextPreparation:
                         break
             if not characters:
                 raise UserError(f"data.source: there is no text in {stream_parts[0].corpus.name}")
-            tokenizer = char_tokenizer(characters, with_eot=not all(part.corpus.single_text for part in stream_parts))
+            tokenizer = vocabulary.char_tokenizer(
+                characters, with_eot=not all(part.corpus.single_text for part in stream_parts)
+            )
         else:
             corpus = stream_parts[0].corpus
             self.progress.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {corpus.name}")
-            tokenizer = train_bpe(_first(corpus.documents(), BPE_CHARACTERS), self.data.tokenizer_vocab)
+            tokenizer = vocabulary.train_bpe(_first(corpus.documents(), BPE_CHARACTERS), self.data.tokenizer_vocab)
         tokenizer.save(self.directory)
         return tokenizer
 
@@ -206,8 +202,6 @@ class TextPreparation:
         def commit(writer: ShardWriter, done: bool = False) -> None:
             self.state.streams[part.stem] = Committed(shards=writer.shards, resume=writer.resume, done=done)
             self.state.save(self.directory)
-            if not self.progress.terminal and not done:
-                self.progress.note(f"{len(writer.shards):,} shards, {writer.tokens:,} tokens")
 
         writer = ShardWriter(
             self.directory, part.stem, dtype_for(tokenizer.vocab), self.data.shard_tokens, before.shards, before.resume,
@@ -245,10 +239,10 @@ class TextPreparation:
                 self.progress.update(stage, fraction, writer.tokens)
         return number + 1
 
-    def _index_foreign(self) -> Index:
-        """The index of shards that others wrote: they are read once, and stay where they are."""
+    def _scan_foreign(self) -> tuple[Tokenizer, dict[str, Any], dict[str, list[Shard]]]:
+        """Shards that others wrote are read once, and stay where they are."""
         d = self.data
-        tokenizer = load_tokenizer(self.recipe)
+        tokenizer = vocabulary.load_tokenizer(self.recipe)
         main = find_files(d.source.removeprefix("shards:"))
         held: list[Path] = []
         if d.eval_source:
@@ -267,13 +261,7 @@ class TextPreparation:
             main + held, tokenizer.vocab, self.workers, lambda n, total: self.progress.update("reading shards", n / total, n)
         )  # fmt: skip
         streams = {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
-        return Index(
-            settings=self.settings,
-            source={MAIN: {"kind": "shards", "name": d.source}},
-            tokenizer=tokenizer_info(self.recipe, tokenizer),
-            streams=streams,
-            splits=make_splits(d, self.directory, streams),
-        )
+        return tokenizer, {MAIN: {"kind": "shards", "name": d.source}}, streams
 
 
 def _half(main: Corpus, val_share: Fraction, first: bool) -> Corpus:
@@ -305,9 +293,7 @@ def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Sha
         return sum(s.tokens for s in shards), sum(s.documents for s in shards)
 
     def split(stream: str, start: tuple[int, int], stop: tuple[int, int]) -> Split:
-        return Split(
-            stream=stream, start=start[0], stop=stop[0], first_document=start[1], last_document=stop[1]
-        )  # fmt: skip
+        return Split(stream=stream, start=start[0], stop=stop[0], first_document=start[1], last_document=stop[1])
 
     main, share = streams[MAIN], Fraction(str(data.val_fraction))
     tokens, documents = end = size(main)

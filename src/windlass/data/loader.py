@@ -1,6 +1,6 @@
-"""Batches for the loop: read ahead in the background, dealt to ranks as the batch plan says.
+"""Batches for the loop: read ahead in the background, each rank its slices of the global batch.
 
-Which samples a step has, and in which micro-batch, is decided by arithmetic alone (`data/order.py`, `recipe/units.py`); the
+Which samples a step has, and in which micro-batch, is decided by arithmetic alone (`data/order.py`, `BatchPlan`); the
 thread here only reads them earlier than they are needed.
 """
 
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.data.order import Order, sample_order, step_samples
+from windlass.data.order import Order, step_samples
 from windlass.data.samples import Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2
-"""How long the end of a loader waits for its thread, which may be in a slow source; then it is left behind."""
+"""How long `close` waits for the thread, which may be in a slow source; then the thread is abandoned."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +49,9 @@ class StepBatch:
     """Global number of the step's first sample."""
     micro: list[MicroBatch]
     valid_tokens: int
-    """Labels of this rank that count."""
+    """Unmasked labels of this rank."""
     wait_ms: float = 0.0
     """How long the loop had to wait for it."""
-
-
-class Plan:
-    """Which samples a step has, in the order in which they are dealt: the same on every rank, a function of the step."""
-
-    def __init__(
-        self, samples: Samples, global_batch: int, seed: int, kind: str, skipped: Sequence[tuple[int, int]] = (),
-        length_buckets: bool = False,
-    ):  # fmt: skip
-        self.samples, self.global_batch, self.seed, self.kind = samples, global_batch, seed, kind
-        self.skipped = tuple(skipped)
-        self.length_buckets = length_buckets and hasattr(samples, "length")
-        self.epoch_samples = len(samples)
-        self._orders: dict[int, Order] = {}
-
-    def numbers(self, step: int) -> np.ndarray:
-        """Global sample numbers of a step (counted from 1), int64 [global_batch]."""
-        return step_samples(step - 1, self.global_batch, self.skipped)
-
-    def indices(self, step: int) -> np.ndarray:
-        """Samples of a step (counted from 1), int64 [global_batch]."""
-        epochs, places = np.divmod(self.numbers(step), self.epoch_samples)
-        found = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            found[here] = self._order(epoch)[places[here]]
-        if self.length_buckets:
-            lengths = [self.samples.length(i) for i in found.tolist()]  # type: ignore[attr-defined]
-            found = found[np.argsort(lengths, kind="stable")]
-        return found
-
-    def _order(self, epoch: int) -> Order:
-        if epoch not in self._orders:
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
-            shards = getattr(self.samples, "shard_samples", None)
-            self._orders[epoch] = sample_order(self.kind, self.seed, epoch, self.epoch_samples, shards)
-        return self._orders[epoch]
 
 
 class Loader:
@@ -96,7 +59,7 @@ class Loader:
 
     Args:
         samples: The training set.
-        batch: How a step's samples are dealt.
+        batch: How a step's samples are divided among ranks and micro-batches.
         rank: Whose share is read.
         seed: The run's seed.
         kind: `data.order`.
@@ -104,7 +67,8 @@ class Loader:
         prefetch: Steps read ahead; 0: read when asked.
         first_step: Steps already done: the first batch is that of step `first_step + 1`.
         skipped: Ranges [start, stop) of global sample numbers that are left out.
-        length_buckets: Sort the samples of a step by length before they are dealt, so that a micro-batch has little padding.
+        length_buckets: Sort the samples of a step by length before they are divided, so that a micro-batch has little
+            padding.
     """
 
     def __init__(
@@ -117,24 +81,18 @@ class Loader:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        reader = _Reader(
-            Plan(samples, batch.global_batch, seed, kind, skipped, length_buckets), batch, rank, self.device
-        )
-        self._reader = reader
+        buckets = length_buckets and hasattr(samples, "length")
+        self._reader = _Reader(samples, batch, rank, seed, kind, skipped, buckets, self.device)
         self._next = first_step + 1
-        self._queue: queue.Queue[StepBatch | BaseException] | None = None
         self._stop = threading.Event()
-        self._failed: BaseException | None = None
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[StepBatch | BaseException] | None = None
         if prefetch:
             self._queue = queue.Queue(prefetch)
-            self._thread = threading.Thread(
-                target=_read_ahead,
-                args=(reader, self._next, self._queue, self._stop),
-                name="windlass-loader",
-                daemon=True,
-            )
+            arguments = (self._reader, self._next, self._queue, self._stop)
+            self._thread = threading.Thread(target=_read_ahead, args=arguments, name="windlass-loader", daemon=True)
             self._thread.start()
-            self._finalizer = weakref.finalize(self, self._stop.set)  # the thread holds no reference to us
+            self._finalizer = weakref.finalize(self, self._stop.set)  # the thread holds no reference to the loader
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -147,42 +105,47 @@ class Loader:
     def poll(self, timeout: float | None = 0.0) -> StepBatch | None:
         """The next batch, or None where it is not there within `timeout` seconds (None: wait).
 
-        What went wrong in the background is raised here, at every call from then on.
+        An error of the background thread is raised here, at every call from then on.
         """
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
         if self._stop.is_set():
             raise ValueError("the loader is closed")
         started = time.perf_counter()
-        found: StepBatch | BaseException
+        batch: StepBatch | BaseException | None
         if self._queue is None:
-            found = self._reader.read(self._next, self._stop) or ValueError("the loader is closed")
+            batch = self._reader.read(self._next, self._stop)
+            assert batch is not None
         else:
             try:
-                found = self._queue.get(block=timeout != 0, timeout=timeout or None)
+                batch = self._queue.get(block=timeout != 0, timeout=timeout or None)
             except queue.Empty:
                 return None
-        if isinstance(found, BaseException):
-            self._failed = found
-            raise found
+        if isinstance(batch, BaseException):
+            self._error = batch
+            raise batch
         self._next += 1
-        micro = [replace(m, tokens=self._to_device(m.tokens), labels=self._to_device(m.labels)) for m in found.micro]
-        return replace(found, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        micro = [
+            replace(
+                m,
+                tokens=m.tokens.to(self.device, non_blocking=True),
+                labels=m.labels.to(self.device, non_blocking=True),
+            )
+            for m in batch.micro
+        ]
+        return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
         """Stop reading ahead; may be called again.
 
-        The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: as long as that takes,
-        for who goes on reading from the same source, which need not bear two readers), then left behind: it keeps no
-        process alive.
+        The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: until it ends, for a
+        caller that reads on from the same source, which need not support two readers), then abandoned: it keeps no process
+        alive.
         """
         self._stop.set()
         if self._queue is not None:
             with contextlib.suppress(queue.Empty):
-                while True:  # a thread that waits for room goes on, and sees that it is over
+                while True:  # a thread that waits for room continues, and sees that it is to stop
                     self._queue.get_nowait()
             self._thread.join(patience)
 
@@ -194,22 +157,43 @@ class Loader:
 
 
 class _Reader:
-    """Reads one rank's share of a step into (pinned) host memory."""
+    """Reads one rank's share of a step into (pinned) host memory; the order is the same on every rank."""
 
-    def __init__(self, plan: Plan, batch: BatchPlan, rank: int, device: torch.device):
-        self.plan, self.batch, self.rank, self.device = plan, batch, rank, device
+    def __init__(
+        self, samples: Samples, batch: BatchPlan, rank: int, seed: int, kind: str, skipped: Sequence[tuple[int, int]],
+        length_buckets: bool, device: torch.device,
+    ):  # fmt: skip
+        self.samples, self.batch, self.rank, self.seed, self.kind = samples, batch, rank, seed, kind
+        self.skipped, self.length_buckets, self.device = tuple(skipped), length_buckets, device
+        self._orders: dict[int, Order] = {}
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The samples of a step, by their global sample numbers, both int64 [global_batch]."""
+        epochs, places = np.divmod(numbers, len(self.samples))
+        indices = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            if epoch not in self._orders:  # a step has at most the end of one epoch and the start of the next
+                self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+                shards = getattr(self.samples, "shard_samples", None)
+                self._orders[epoch] = Order(self.kind, self.seed, epoch, len(self.samples), shards)
+            indices[epochs == epoch] = self._orders[epoch][places[epochs == epoch]]
+        if self.length_buckets:
+            lengths = [self.samples.length(i) for i in indices.tolist()]  # type: ignore[attr-defined]
+            indices = indices[np.argsort(lengths, kind="stable")]
+        return indices
 
     def read(self, step: int, stop: threading.Event) -> StepBatch | None:
-        """The micro-batches of a step; None where it is to stop before all are read."""
-        indices, size = self.plan.indices(step), self.batch.micro_batch
+        """The micro-batches of a step (counted from 1); None where it is to stop before all are read."""
+        numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
+        indices, size = self.indices(numbers), self.batch.micro_batch
         micro, valid = [], 0
         for k in self.batch.micro_batches(self.rank):
             if stop.is_set():
                 return None
-            tokens, labels = self.plan.samples.read(indices[k * size : (k + 1) * size])
+            tokens, labels = self.samples.read(indices[k * size : (k + 1) * size])
             valid += int((labels != IGNORE_INDEX).sum())
             micro.append(MicroBatch(k, self._host(tokens), self._host(labels)))
-        return StepBatch(step, int(self.plan.numbers(step)[0]), micro, valid)
+        return StepBatch(step, int(numbers[0]), micro, valid)
 
     def _host(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
@@ -217,26 +201,24 @@ class _Reader:
 
 
 def _read_ahead(
-    reader: _Reader, step: int, full: queue.Queue[StepBatch | BaseException], stop: threading.Event
+    reader: _Reader, step: int, batches: queue.Queue[StepBatch | BaseException], stop: threading.Event
 ) -> None:
-    """Fill the queue until it is over or something goes wrong, which is then the last thing in the queue."""
+    """Fill the queue until `stop` is set or an error comes, which is then the last thing in the queue."""
+
+    def put(item: StepBatch | BaseException) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                batches.put(item, timeout=0.1)
+                return
+
     try:
         if reader.device.type == "cuda":
             torch.cuda.set_device(reader.device)  # a thread starts on device 0, and pinning would open a context there
-        while (found := reader.read(step, stop)) is not None and _put(found, full, stop):
+        while (batch := reader.read(step, stop)) is not None:
+            put(batch)
             step += 1
     except BaseException as error:
-        _put(error, full, stop)
-
-
-def _put(found: StepBatch | BaseException, full: queue.Queue[StepBatch | BaseException], stop: threading.Event) -> bool:
-    while not stop.is_set():
-        try:
-            full.put(found, timeout=0.1)
-        except queue.Full:
-            continue
-        return True
-    return False
+        put(error)
 
 
 def eval_batches(
@@ -254,8 +236,7 @@ def eval_batches(
     forward passes.
     """
     count = min(limit_samples, len(samples)) if limit_samples else len(samples)
-    rounds = -(-count // (micro_batch * world))
-    for turn in range(rounds):
+    for turn in range(-(-count // (micro_batch * world))):
         k = turn * world + rank
         wanted = np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
         surplus = wanted >= count

@@ -57,32 +57,37 @@ class Permutation:
 
 
 class Order:
-    """The order of one epoch: `order[place]` is the number of the sample at that place, for an int or an array of them."""
+    """The order of one epoch: `order[place]` is the number of the sample at that place, for an int or an array of them.
+
+    Args:
+        kind: `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards as they lie in epoch 0, in a new order
+            from epoch 1 on, the samples of a shard in order) or `sequential`.
+        seed: The run's seed.
+        epoch: Counted from 0.
+        n: Samples in an epoch.
+        shards: With `shards-shuffled`: the number of samples in each shard; they add up to `n`.
+    """
 
     def __init__(self, kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None):
         if n < 1:
             raise ValueError("there is no order of no samples")
-        self.n = n
-        self._permutation: Permutation | None = None
-        self._starts: np.ndarray | None = None
-        if kind == "shuffled":
-            self._permutation = Permutation(n, f"windlass/order/samples/{seed}/{epoch}")
-        elif kind == "shards-shuffled":
-            self._set_shards(seed, epoch, np.asarray([n] if shards is None else shards, dtype=np.int64))
-        elif kind != "sequential":
+        if kind not in ("shuffled", "shards-shuffled", "sequential"):
             raise ValueError(f"there is no order {kind!r}; there are shuffled, shards-shuffled and sequential")
-
-    def _set_shards(self, seed: int, epoch: int, sizes: np.ndarray) -> None:
-        if int(sizes.sum()) != self.n or (sizes < 0).any():
-            raise ValueError(f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {self.n:,}")
-        if epoch == 0:
-            return
-        sizes_kept = np.flatnonzero(sizes)  # a shard without a sample would not move the order, only the arithmetic
-        turn = sizes_kept[
-            Permutation(len(sizes_kept), f"windlass/order/shards/{seed}/{epoch}")(np.arange(len(sizes_kept)))
-        ]
-        self._starts = np.concatenate([[0], np.cumsum(sizes[turn])[:-1]])
-        self._shift = (np.cumsum(sizes) - sizes)[turn] - self._starts
+        self.n = n
+        self._permutation = Permutation(n, f"windlass/order/samples/{seed}/{epoch}") if kind == "shuffled" else None
+        self._starts: np.ndarray | None = None
+        if kind == "shards-shuffled":
+            sizes = np.asarray([n] if shards is None else shards, dtype=np.int64)
+            if int(sizes.sum()) != n or (sizes < 0).any():
+                raise ValueError(f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}")
+            if epoch:
+                occupied = np.flatnonzero(
+                    sizes
+                )  # a shard without a sample would not move the order, only the arithmetic
+                draw = Permutation(len(occupied), f"windlass/order/shards/{seed}/{epoch}")
+                turn = occupied[draw(np.arange(len(occupied)))]
+                self._starts = np.concatenate([[0], np.cumsum(sizes[turn])[:-1]])
+                self._shift = (np.cumsum(sizes) - sizes)[turn] - self._starts
 
     def __len__(self) -> int:
         return self.n
@@ -96,31 +101,12 @@ class Order:
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.n):
             raise IndexError(f"an epoch has the places 0 to {self.n - 1}")
         if self._permutation is not None:
-            found = self._permutation(array)
+            samples = self._permutation(array)
         elif self._starts is not None:
-            found = array + self._shift[np.searchsorted(self._starts, array, side="right") - 1]
+            samples = array + self._shift[np.searchsorted(self._starts, array, side="right") - 1]
         else:
-            found = array.copy()
-        return int(found[0]) if np.ndim(places) == 0 else found
-
-
-def sample_order(kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None) -> Order:
-    """The order in which the `n` samples of an epoch are seen.
-
-    Args:
-        kind: `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards as they lie in epoch 0, in a new order
-            from epoch 1 on, the samples of a shard in order) or `sequential`.
-        seed: The run's seed.
-        epoch: Counted from 0.
-        n: Samples in an epoch.
-        shards: With `shards-shuffled`: the number of samples in each shard; they add up to `n`.
-    """
-    return Order(kind, seed, epoch, n, shards)
-
-
-def position(sample: int, samples_per_epoch: int) -> tuple[int, int]:
-    """The epoch and the place in it of a global sample number."""
-    return divmod(sample, samples_per_epoch)
+            samples = array.copy()
+        return int(samples[0]) if np.ndim(places) == 0 else samples
 
 
 def step_samples(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> Integers:
@@ -130,8 +116,8 @@ def step_samples(step: int, global_batch: int, skipped: Sequence[tuple[int, int]
     """
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
     reached = 0
-    for start, stop in sorted(skipped):
-        start, stop = max(start, reached), max(stop, reached)  # ranges may overlap  # noqa: PLW2901
+    for begin, end in sorted(skipped):
+        start, stop = max(begin, reached), max(end, reached)  # ranges may overlap
         numbers[numbers >= start] += stop - start
         reached = stop
     return numbers

@@ -21,33 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from windlass import hub
-from windlass.data import chat, squad
+from windlass.data import chat, shards, squad, vocabulary
 from windlass.data.documents import PROGRESS, TextPreparation, tokenizer_info
 from windlass.data.progress import Progress
 from windlass.data.samples import choose
-from windlass.data.shards import (
-    EVAL,
-    INDEX,
-    MAIN,
-    Index,
-    RowsFile,
-    check_sizes,
-    file_state,
-    parts,
-    remember,
-    unverified,
-    verify,
-)
+from windlass.data.shards import Index, RowsFile
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
-from windlass.data.vocabulary import (
-    char_tokenizer,
-    kind_of,
-    load_tokenizer,
-    named_tokenizer,
-    tokenizer_files,
-    train_bpe,
-)
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import Recipe
 
@@ -104,7 +84,7 @@ def prepare(recipe: Recipe) -> Prepared:
         RunFailed: The disk is full or fails.
     """
     started = time.perf_counter()
-    settings, directory, made = preparing_settings(recipe), data_dir(recipe), False
+    (settings, directory), made = _settings_and_dir(recipe), False
     progress = Progress()
     try:
         index = _ready(recipe, settings, directory)
@@ -129,9 +109,9 @@ def prepare(recipe: Recipe) -> Prepared:
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, their files not checked; None where they are not there. Raises as `prepare`."""
-    directory = data_dir(recipe)
-    index = _ready(recipe, preparing_settings(recipe), directory)
-    return Prepared(directory, index, load_tokenizer(recipe, directory), False, 0.0) if index else None
+    settings, directory = _settings_and_dir(recipe)
+    index = _ready(recipe, settings, directory)
+    return Prepared(directory, index, vocabulary.load_tokenizer(recipe, directory), False, 0.0) if index else None
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
@@ -157,17 +137,22 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         "context": recipe.model.context,
         "seed": recipe.run.seed,
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
-        "files": describe_files(files)["files"],
+        **{f"file {f['file']}": f.get("sha256") or f["changed_ns"] for f in describe_files(files)["files"]},
     }
 
 
 def data_dir(recipe: Recipe) -> Path:
     """Where the prepared data of a recipe lie: `data.dir`, or `data/<source>-<hash of what determines them>`."""
+    return _settings_and_dir(recipe)[1]
+
+
+def _settings_and_dir(recipe: Recipe) -> tuple[dict[str, Any], Path]:
+    settings = preparing_settings(recipe)
     if recipe.data.dir:
-        return Path(recipe.data.dir).expanduser()
-    digest = hashlib.sha256(json.dumps(preparing_settings(recipe), sort_keys=True).encode()).hexdigest()
+        return settings, Path(recipe.data.dir).expanduser()
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     name = slug(recipe.data.source) if recipe.data.format == "text" else recipe.data.format
-    return Path("data") / f"{name}-{digest[:8]}"
+    return settings, Path("data") / f"{name}-{digest[:8]}"
 
 
 def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
@@ -190,7 +175,7 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
 
 def _check_output_dir(directory: Path) -> None:
     """Raise UserError where a directory holds something else than data being prepared, or cannot be written."""
-    ours = (INDEX, PROGRESS, LOCK)
+    ours = (shards.INDEX, PROGRESS, LOCK)
     if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in ours):
         raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
     try:
@@ -229,22 +214,24 @@ def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: P
     workers = recipe.data.workers or len(os.sched_getaffinity(0))
     preparation = TextPreparation(recipe, settings, directory, workers, progress)
     index = preparation.run().save(directory)
-    written = {file: file_state(directory / file, sha256) for file, _, sha256 in parts(index.shards)}
-    remember(directory, {file: state for file, state in written.items() if file not in preparation.inherited})
+    written = {file: shards.file_state(directory / file, sha256) for file, _, sha256 in shards.parts(index.shards)}
+    shards.remember(directory, {file: state for file, state in written.items() if file not in preparation.inherited})
     (directory / PROGRESS).unlink(missing_ok=True)
-    for stray in [p for stem in (MAIN, EVAL) for p in directory.glob(f"{stem}-[0-9]*") if p.name not in written]:
+    for stray in [
+        p for stem in (shards.MAIN, shards.EVAL) for p in directory.glob(f"{stem}-[0-9]*") if p.name not in written
+    ]:
         stray.unlink(missing_ok=True)  # of an earlier preparation of another corpus
     return index
 
 
 def _checked_tokenizer(recipe: Recipe, directory: Path, index: Index) -> Tokenizer:
-    tokenizer, there = load_tokenizer(recipe, directory), index.tokenizer
+    tokenizer, there = vocabulary.load_tokenizer(recipe, directory), index.tokenizer
     if tokenizer.fingerprint != there.fingerprint:
         raise UserError(
             f"wrong tokenizer: {directory} was prepared with another {there.name} than the one that lies "
             f"beside it; delete {directory} and run `windlass prepare` again"
         )
-    now = tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
+    now = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
     changed = [file for file in sorted({*now, *there.files}) if now.get(file) != there.files.get(file)]
     if now and changed:  # where they are gone, what was saved beside the data is enough
         raise UserError(
@@ -255,11 +242,11 @@ def _checked_tokenizer(recipe: Recipe, directory: Path, index: Index) -> Tokeniz
 
 
 def _check_files(directory: Path, index: Index, progress: Progress) -> None:
-    check_sizes(directory, index)
-    if unverified(directory, index):
+    shards.check_sizes(directory, index)
+    if shards.unverified(directory, index):
         # Of several processes one reads the files, and the others wait for it, where it can write down that it did.
         with _lock(directory, progress) if os.access(directory, os.W_OK) else contextlib.nullcontext():
-            verify(directory, index, lambda share: progress.update("checking SHA-256", share))
+            shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
 
 
 def _note_changes(directory: Path, index: Index, progress: Progress) -> None:
@@ -334,10 +321,10 @@ def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:
 
 def _make_tokenizer(recipe: Recipe, texts: list[str], progress: Progress) -> Tokenizer:
     """The tokenizer that the recipe names, or one made from the training texts."""
-    kind = kind_of(recipe.data.tokenizer)
+    kind = vocabulary.kind_of(recipe.data.tokenizer)
     if kind == "bpe":
         progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from the training items")
-        return train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
+        return vocabulary.train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
     if kind == "char":
-        return char_tokenizer([*texts, LAYOUT], with_eot=True)
-    return named_tokenizer(recipe.tokenizer)
+        return vocabulary.char_tokenizer([*texts, LAYOUT], with_eot=True)
+    return vocabulary.named_tokenizer(recipe.tokenizer)

@@ -1,19 +1,23 @@
-"""What a long preparation shows on stderr: a bar of `rich` in a terminal, a line a shard elsewhere."""
+"""What a long preparation shows on stderr: a bar of `rich` in a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
+
+LINE_SECONDS = 10.0
 
 
 class Progress:
     """A bar that appears with the first update; to be closed."""
 
     def __init__(self) -> None:
-        self.terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty()
         self._bar: Any = None
         self._task: Any = None
         self._stage = ""
+        self._next_line = time.monotonic() + LINE_SECONDS
 
     def note(self, text: str) -> None:
         """A line; above the bar, where there is one, since rich redirects stderr meanwhile."""
@@ -21,7 +25,12 @@ class Progress:
 
     def update(self, stage: str, fraction: float | None, tokens: int = 0) -> None:
         """So far: the stage, its share that is done (None where nobody knows), and tokens written."""
-        if not self.terminal:
+        counted = f"{tokens:,} tokens" if tokens else ""
+        if not self._terminal:
+            if time.monotonic() >= self._next_line:
+                share = "" if fraction is None else f"{fraction:.0%}"
+                self.note(f"{stage}: {', '.join(part for part in (share, counted) if part)}")
+                self._next_line = time.monotonic() + LINE_SECONDS
             return
         if self._bar is None:
             from rich import progress
@@ -37,9 +46,8 @@ class Progress:
         if stage != self._stage:
             self._bar.reset(self._task, description=stage)
             self._stage = stage
-        shown = f"{tokens:,} tokens" if tokens else ""
         total = None if fraction is None else 1.0
-        self._bar.update(self._task, total=total, completed=fraction or 0.0, tokens=shown)
+        self._bar.update(self._task, total=total, completed=fraction or 0.0, tokens=counted)
 
     def close(self) -> None:
         """Take the bar away."""

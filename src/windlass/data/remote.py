@@ -21,14 +21,10 @@ TIMEOUT_SECONDS = 60.0
 BLOCK_BYTES = 1 << 22
 
 
-def sha256_of(path: Path, tick: Callable[[int], None] = lambda count: None) -> str:
-    """The SHA-256 of a file; `tick` gets the number of bytes of each block (Python's lock is not held while hashing)."""
-    digest = hashlib.sha256()
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file (Python's lock is not held while hashing)."""
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            tick(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] = print) -> Path:
@@ -81,7 +77,7 @@ def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
     if not folder.is_dir():
         hub.prepare()
     what = f"data.source: hf:{place}, split {split!r}"
-    with hub.explained(what), explained(f"{what} cannot be loaded", UserError):
+    with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
         import datasets
 
         if not folder.is_dir():
@@ -107,8 +103,6 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
     except (UserError, RunFailed):
         raise
     except Exception as error:
-        if kind is UserError and isinstance(error, OSError | ValueError | ImportError):
-            raise  # `hub.explained` says more
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

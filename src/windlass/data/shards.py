@@ -309,12 +309,6 @@ class Stream:
                 parts.append(np.fromfile(self.directory / shard.starts_file, dtype="<u8").astype(np.int64) + edge)
         return np.concatenate(parts)
 
-    def close(self) -> None:
-        """Close the files."""
-        with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
-
     def __del__(self) -> None:
         if os is not None and os.close is not None:  # at the interpreter's end modules go first
             for descriptor in getattr(self, "_open", {}).values():
@@ -352,19 +346,12 @@ def unverified(directory: Path, index: Index) -> list[tuple[str, int, str]]:
 
 def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None:
     """Read the SHA-256 of every unverified file; `tick` gets the share done. Raises UserError, naming the file."""
-    left = unverified(directory, index)
-    total, done, lock = sum(size for _, size, _ in left), 0, threading.Lock()
-
-    def count(size: int) -> None:
-        nonlocal done
-        with lock:
-            done += size
-            tick(done / max(1, total))
+    left, verified = unverified(directory, index), read_json(directory / VERIFIED)
 
     def check(part: tuple[str, int, str]) -> tuple[str, list[int | str]]:
         path, sha256 = directory / part[0], part[2]
         before = file_state(path, sha256)  # a change while we read must not pass as checked
-        actual = sha256_of(path, count)
+        actual = sha256_of(path)
         if actual != sha256:
             raise UserError(
                 f"the shard {path} is damaged: its SHA-256 is {actual[:16]}..., not {sha256[:16]}...; "
@@ -373,7 +360,10 @@ def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None
         return part[0], before
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        remember(directory, read_json(directory / VERIFIED) | dict(pool.map(check, left)))
+        for done, (file, state) in enumerate(pool.map(check, left), 1):
+            verified[file] = state
+            tick(done / len(left))
+    remember(directory, verified)
 
 
 def file_state(path: Path, sha256: str) -> list[int | str]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass import hub
+from windlass.data.remote import load_dataset
 from windlass.data.samples import Rows, choose
 from windlass.errors import UserError
 
@@ -42,10 +42,23 @@ class Question:
         return self.start + len(self.answers[0])
 
 
-def read_file(path: str | Path, key: str = "data.source") -> list[Question]:
-    """The questions of a SQuAD v1.1 JSON file, which the setting `key` names; raises UserError where it is not one."""
+# -- where the questions come from
+
+
+def read_questions(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
+    """The questions of `squad:FILE.json` or, of `squad`, a split of the Hub's data set; `key` is the setting for messages.
+
+    Raises UserError where there are none, or the file is not SQuAD v1.1 JSON.
+    """
+    name, _, path = source.partition(":")
+    if name != "squad":
+        raise UserError(
+            f'{key}: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
+        )
+    if not path:
+        return list(_read_hub(split))
     try:
-        return list(_read_file(str(path), Path(path).stat().st_mtime_ns, key))
+        return list(_read_file(path, Path(path).stat().st_mtime_ns, key))
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
 
@@ -54,7 +67,7 @@ def read_file(path: str | Path, key: str = "data.source") -> list[Question]:
 def _read_file(path: str, _changed: int, key: str) -> tuple[Question, ...]:
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
-        found = [
+        questions = [
             _question(str(qa["id"]), qa["question"], part["context"], qa["answers"], str(article.get("title", "")))
             for article in tree["data"]
             for part in article["paragraphs"]
@@ -64,29 +77,25 @@ def _read_file(path: str, _changed: int, key: str) -> tuple[Question, ...]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
-    return tuple(_checked(found, path, key))
-
-
-def read_hub(split: str) -> list[Question]:
-    """The questions of `train` or `validation` through `datasets`."""
-    return list(_read_hub(split))
+    if not questions:
+        raise UserError(f"{key}: {path} has no questions")
+    if len({q.id for q in questions}) < len(questions):
+        raise UserError(f"{key}: {path} has two questions with one id")
+    return tuple(questions)
 
 
 @lru_cache(maxsize=1)  # the validation questions are asked again and again; the 87,599 for training are read once
 def _read_hub(split: str) -> tuple[Question, ...]:
-    hub.prepare()
-    with hub.explained(
-        f'data.source = "squad" (the data set {HUB_NAME}; or give a file: squad:FILE.json, eval.squad_file)'
-    ):
-        from datasets import load_dataset
-
-        rows = load_dataset(HUB_NAME, split=split)
-    found = []
-    for row in rows:
+    try:
+        table = load_dataset(HUB_NAME, split)
+    except UserError as error:
+        raise UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
+    questions = []
+    for row in table:
         texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-        found.append(_question(row["id"], row["question"], row["context"], answers, row["title"]))
-    return tuple(_checked(found, HUB_NAME))
+        questions.append(_question(row["id"], row["question"], row["context"], answers, row["title"]))
+    return tuple(questions)
 
 
 def _question(key: str, question: str, context: str, answers: list[dict[str, Any]], group: str) -> Question:
@@ -96,14 +105,6 @@ def _question(key: str, question: str, context: str, answers: list[dict[str, Any
     return Question(key, question.strip(), context, texts, start, group)
 
 
-def _checked(questions: list[Question], where: str, key: str = "data.source") -> list[Question]:
-    if not questions:
-        raise UserError(f"{key}: {where} has no questions")
-    if len({q.id for q in questions}) < len(questions):
-        raise UserError(f"{key}: {where} has two questions with one id")
-    return questions
-
-
 def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     """The training and evaluation questions of a recipe, `train_size` and `eval_size` of them as `run.seed` chooses.
 
@@ -111,9 +112,9 @@ def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     articles.
     """
     data, seed = recipe.data, recipe.run.seed
-    train, held_out = _source(data.source), []
+    train, held_out = read_questions(data.source), []
     if elsewhere := _held_out_source(recipe):
-        held_out = _source(elsewhere, "validation")
+        held_out = read_questions(elsewhere, "validation", "data.eval_source")
     elif data.val_fraction:
         train, held_out = split(train, data.val_fraction)
     return (
@@ -134,8 +135,8 @@ def split(items: list[Question], share: float) -> tuple[list[Question], list[Que
         raise UserError(
             "data.val_fraction: the questions are of one article, which is not split; give data.eval_source"
         )
-    kept = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
-    return [item for item in items if item.group in kept], [item for item in items if item.group not in kept]
+    first = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
+    return [item for item in items if item.group in first], [item for item in items if item.group not in first]
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
@@ -143,17 +144,19 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 
     They are of `asked_source`; the training questions are read only where these are held out from them. Raises UserError.
     """
-    source = asked_source(recipe)
-    if source:
-        found = _source(source, "validation", "eval.squad_file" if recipe.eval.squad_file else "data.eval_source")
-    else:
-        found = split(_source(recipe.data.source), recipe.data.val_fraction)[1] if recipe.data.val_fraction else []
-    if not found:
+    data, asked = recipe.data, []
+    if source := asked_source(recipe):
+        asked = read_questions(
+            source, "validation", "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
+        )
+    elif data.val_fraction:
+        asked = split(read_questions(data.source), data.val_fraction)[1]
+    if not asked:
         raise UserError(
             "there are no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction"
         )
-    size = recipe.eval.squad_items or recipe.data.eval_size
-    return [found[i] for i in choose([q.id for q in found], size, recipe.run.seed, "eval")]
+    size = recipe.eval.squad_items or data.eval_size
+    return [asked[i] for i in choose([q.id for q in asked], size, recipe.run.seed, "eval")]
 
 
 def asked_source(recipe: Recipe) -> str:
@@ -166,13 +169,7 @@ def asked_source(recipe: Recipe) -> str:
     return recipe.data.eval_source if recipe.data.eval_source.partition(":")[0] == "squad" else "squad"
 
 
-def _source(source: str, split: str = "train", key: str = "data.source") -> list[Question]:
-    name, _, path = source.partition(":")
-    if name != "squad":
-        raise UserError(
-            f'{key}: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
-        )
-    return read_file(path, key) if path else read_hub(split)
+# -- rows and prompts
 
 
 def rows(items: Iterable[Question], tokenizer: Tokenizer, context: int) -> Rows:
@@ -182,11 +179,11 @@ def rows(items: Iterable[Question], tokenizer: Tokenizer, context: int) -> Rows:
     Raises UserError where none is left.
     """
     eot = end_of_text(tokenizer)
-    made = (row(item, tokenizer, context, eot) for item in items)
-    found = Rows((r for r in made if r is not None), pad=eot)
-    if not len(found):
+    fitting = (row(item, tokenizer, context, eot) for item in items)
+    table = Rows((r for r in fitting if r is not None), pad=eot)
+    if not len(table):
         raise UserError(f"model.context = {context} tokens is too short for every question and its answer")
-    return found
+    return table
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
@@ -201,14 +198,14 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[list[int], list[bool]] | None:
     """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit."""
 
-    def whole(text: str) -> tuple[list[int], int]:
+    def encode(text: str) -> tuple[list[int], int]:
         return tokenizer.encode_pair(PROMPT.format(question=item.question, context=text), " " + item.answers[0])
 
     # n tokens make n - 1 positions, and the end-of-text is one more token.
-    window = longest(item, lambda text: len(whole(text)[0]) <= context)
+    window = longest(item, lambda text: len(encode(text)[0]) <= context)
     if window is None:
         return None
-    ids, prompt_length = whole(window)
+    ids, prompt_length = encode(window)
     return [*ids, eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
 
 
@@ -219,13 +216,19 @@ def longest(item: Question, fits: Callable[[str], bool]) -> str | None:
     """
     if fits(item.context):
         return item.context
-    low, high = 0, len(item.context) - (item.end - item.start)  # characters kept outside the answer
-    if not fits(around(item, low)):
+    if not fits(around(item, 0)):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(around(item, middle)) else (low, middle)
-    return around(item, low)
+    characters = _bisect(len(item.context) - (item.end - item.start), lambda keep: fits(around(item, keep)))
+    return around(item, characters)
+
+
+def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
+    """The largest number below `too_many` that fits, given that 0 does and that larger ones fit less."""
+    low = 0
+    while too_many - low > 1:
+        middle = (low + too_many) // 2
+        low, too_many = (middle, too_many) if fits(middle) else (low, middle)
+    return low
 
 
 def around(item: Question, keep: int) -> str:
@@ -248,18 +251,14 @@ def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
     Where the answer stands is not looked at: a model that is measured does not know it either.
     """
 
-    def tokens(characters: int) -> list[int]:
+    def encode(characters: int) -> list[int]:
         text = item.context[:characters].rstrip()
         return tokenizer.encode_with_bos(PROMPT.format(question=item.question, context=text))
 
-    ids = tokens(len(item.context))
-    low, high = 0, len(item.context)
+    ids = encode(len(item.context))
     if len(ids) <= room:
         return ids
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if len(tokens(middle)) <= room else (low, middle)
-    cut = max((i for i in range(low + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0)
-    ids = tokens(cut)
-    begin = len(tokenizer.bos)
-    return [*ids[:begin], *ids[begin + max(0, len(ids) - room) :]][-room:]
+    most = _bisect(len(item.context), lambda characters: len(encode(characters)) <= room)
+    ids = encode(max((i for i in range(most + 1) if i == 0 or item.context[i : i + 1].isspace()), default=0))
+    bos = len(tokenizer.bos)
+    return [*ids[:bos], *ids[bos + max(0, len(ids) - room) :]][-room:]
