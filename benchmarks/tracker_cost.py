@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ def environment(case: str, folder: Path) -> dict[str, str]:
         for name in ALL:
             (folder / "hung" / name).mkdir(parents=True)
             (folder / "hung" / name / "__init__.py").write_text("import time\ntime.sleep(3600)\n")
-        return {"PYTHONPATH": str(folder / "hung")}
+        return {"PYTHONPATH": os.pathsep.join([str(folder / "hung"), *sys.path])}
     if case == "refused":
         nowhere = "http://127.0.0.1:9"
         return {"MLFLOW_TRACKING_URI": nowhere, "WANDB_BASE_URL": nowhere, "WANDB_API_KEY": "0" * 40}

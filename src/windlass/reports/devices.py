@@ -20,7 +20,7 @@ MAX_BYTES = 8_000_000
 BLOCK = 16_384
 
 FIELDS = (
-    "util_pct", "machine_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
+    "util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
     "power_w", "temperature_c",
 )  # fmt: skip
 """What a sample may hold; `util_pct` of a CPU is the share of the cores that the rank may use."""

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now, open_lines
@@ -25,22 +25,11 @@ from windlass.telemetry.ledger import encode, now, open_lines
 MB = 1e6
 
 
-class Probe(Protocol):
-    """Reads one device; every number is absent where it cannot be had."""
-
-    about: dict[str, Any]
-    """What the device is, written once a start."""
-
-    def read(self) -> dict[str, float]:
-        """The device's state now, or since the last call."""
-        ...
-
-
 class HostProbe:
-    """This process and its machine through psutil.
+    """This process through psutil.
 
-    `util_pct` is the process's CPU time as a share of the cores it may use (its threads), as a GPU's utilisation is
-    of the GPU; `machine_pct` that of all cores by everybody; `rss_mb` the resident memory.
+    `util_pct` is the process's CPU time as a share of the cores it may use (its threads), as a GPU's utilisation is of
+    the GPU; `rss_mb` the resident memory.
     """
 
     def __init__(self, cores: int = 0):
@@ -49,26 +38,21 @@ class HostProbe:
         torch = sys.modules.get("torch")
         self.cores = cores or (torch.get_num_threads() if torch else os.cpu_count() or 1)
         self.about = {"device": "cpu", "cores": self.cores}
-        self._process, self._machine_times = psutil.Process(), psutil.cpu_times
+        self._process = psutil.Process()
         self._before = self._times()
 
-    def _times(self) -> tuple[float, float, float, float]:
-        """Seconds so far: of the wall clock, of this process, of all cores busy, of all cores."""
-        own, machine = self._process.cpu_times(), self._machine_times()
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
-        # the time of virtual machines is counted in user time already
-        whole = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
-        return time.perf_counter(), own.user + own.system, whole - idle, whole
+    def _times(self) -> tuple[float, float]:
+        """Seconds so far: of the wall clock, of this process on all cores."""
+        own = self._process.cpu_times()
+        return time.perf_counter(), own.user + own.system
 
     def read(self) -> dict[str, float]:
-        """Shares since the last call, and the memory now."""
+        """The share since the last call, and the memory now."""
         before, self._before = self._before, self._times()
-        wall, own, busy, whole = (new - old for new, old in zip(self._before, before, strict=True))
+        wall, own = (new - old for new, old in zip(self._before, before, strict=True))
         sample = {"rss_mb": round(self._process.memory_info().rss / MB, 2)}
         if wall > 0:
             sample["util_pct"] = round(100 * own / wall / self.cores, 2)
-        if whole > 0:
-            sample["machine_pct"] = round(100 * busy / whole, 2)
         return sample
 
 
@@ -146,7 +130,7 @@ class DeviceSampler:
         device: `cpu` or `cuda:<index>`, as text or as a `torch.device`.
         every: Seconds between two samples.
         attempt: As in the ledger.
-        probe: Reads the device; None: what fits `device`.
+        probe: Reads the device: `about`, written once a start, and `read()`; None: what fits `device`.
     """
 
     def __init__(
@@ -158,7 +142,7 @@ class DeviceSampler:
         device: Any = "cpu",
         every: float = 1.0,
         attempt: int = 0,
-        probe: Probe | None = None,
+        probe: Any = None,
     ):
         self.path = Path(directory) / f"rank-{rank:05d}.jsonl"
         self.rank, self.world, self.device, self.every, self.attempt = rank, world, str(device), every, attempt
@@ -223,7 +207,7 @@ class DeviceSampler:
         return max(seconds, key=lambda name: seconds[name])
 
 
-def _probe(device: str) -> Probe:
+def _probe(device: str) -> HostProbe | CudaProbe:
     if not device.startswith("cuda"):
         return HostProbe()
     import torch
@@ -233,8 +217,7 @@ def _probe(device: str) -> Probe:
 
 
 def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
-    """FLOP/s of the best of many fp32 products of `size` x `size` matrices on this process's threads
-    (`telemetry.cpu_peak`)."""
+    """`telemetry.cpu_peak`: FLOP/s of the best of many fp32 products of two `size` x `size` matrices."""
     import torch
 
     left, right, out = torch.ones(size, size), torch.ones(size, size), torch.empty(size, size)
