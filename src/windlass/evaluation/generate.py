@@ -121,10 +121,7 @@ def generate(
     indices: Sequence[int] | None = None,
     **how: Any,
 ) -> list[list[int]] | None:
-    """The tokens that follow each prompt, without the one that stopped it; None where `poll` cut it short.
-
-    Arguments as `generate_events`.
-    """
+    """The tokens that follow each prompt, without the one that stopped it. Arguments as `generate_events`."""
     indices = range(len(prompts)) if indices is None else indices
     texts: dict[int, list[int]] = {index: [] for index in indices}
     events = generate_events(model, prompts, sampling, ranks, indices=indices, **how)
@@ -135,6 +132,28 @@ def generate(
             return list(texts.values()) if end.value else None
         if token is not None:
             texts[index].append(token)
+
+
+def generate_divided(
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    sampling: Sampling,
+    sizes: dict[int, int],
+    prompt_of: Callable[[int], list[int]],
+    **how: Any,
+) -> dict[int, str] | None:
+    """A text for each number in `sizes`, each generated on one rank, the same on every rank.
+
+    They are divided in the order of `sizes` (about their prompts' lengths), so that the ranks have about the same work.
+    """
+    mine = sorted(sizes, key=lambda number: (sizes[number], number))[ranks.rank :: ranks.world]
+    prompts = [prompt_of(number) for number in mine]
+    texts = generate(model, prompts, sampling, ranks, indices=mine, vocab=tokenizer.vocab, **how)
+    if texts is None:
+        return None
+    own = {n: text_after(tokenizer, prompt, ids) for n, prompt, ids in zip(mine, prompts, texts, strict=True)}
+    return {n: text for part in ranks.all_gather_object("texts", own) for n, text in part.items()}
 
 
 def generate_events(
@@ -160,21 +179,16 @@ def generate_events(
             gathers the parameters.
         prompts: This rank's prompts, as token ids; none of them empty. Ranks may have different numbers of them.
         sampling: How to choose, how many, where to stop.
-        ranks: The process group, when all its ranks call this together; None: this process is alone.
+        ranks, autocast, poll: See `windlass.evaluation.lockstep`; without ranks this process is alone.
         indices: The number of each text, which with the seed determines it; default: its place in `prompts`.
         batch: Texts that are generated at once.
         vocab: The tokenizer's vocabulary, where the model's is padded: only its tokens are chosen; 0: all.
-        autocast: Makes the context of the forward pass's arithmetic.
-        poll: Asked before each pass whether to stop; when it says so on any rank, all ranks stop.
 
     Yields:
         (index, token) for each token as it is chosen, and (index, None) when the text is complete.
 
     Returns:
         Whether all texts are complete; False where `poll` cut it short.
-
-    Raises:
-        UserError: A prompt is empty.
     """
     model = unwrap(model)
     indices = range(len(prompts)) if indices is None else indices

@@ -86,7 +86,7 @@ def evaluate_hellaswag(
     Returns:
         `acc` (the ending with the largest summed log-likelihood is the right one), `acc_norm` (the largest per character of
         the ending, as EleutherAI's harness defines it), `acc_per_token` (the largest per token, which llm.c reports),
-        `items`, `tokens`, `runtime_s`, `samples_per_s`, `tokens_per_s`; None where `poll` cut it short.
+        `items`, `tokens`, `runtime_s`, `samples_per_s`, `tokens_per_s`.
     """
     scores = log_likelihoods(model, rows, ranks, autocast=autocast, poll=poll)
     if scores is None:

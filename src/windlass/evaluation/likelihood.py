@@ -58,17 +58,8 @@ def log_likelihoods(
     """Log-likelihood of each ending after its context, the rows spread over ranks, each scored once.
 
     A row longer than the model's context loses its beginning. Every rank calls it with the same rows. Rows in a pass are
-    of similar length; padding is at their end, where a causal model does not see it.
-
-    Args:
-        model: `model(tokens)` gives logits [B, T, V]; has `context` and `vocab`.
-        rows: Contexts and endings.
-        ranks: The process group.
-        autocast: Makes the context of the forward pass's arithmetic.
-        poll: Asked between passes whether to stop; when it says so on any rank, all ranks stop.
-
-    Returns:
-        None where `poll` cut it short.
+    of similar length; padding is at their end, where a causal model does not see it. `model(tokens)` gives logits
+    [B, T, V]; for the other arguments see `windlass.evaluation.lockstep`.
     """
     started, model = time.perf_counter(), unwrap(model)
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]

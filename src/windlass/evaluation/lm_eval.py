@@ -16,7 +16,7 @@ import torch
 
 from windlass import hub
 from windlass.errors import UserError
-from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after, window
+from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.parallel.parallelize import unwrap
 
@@ -43,10 +43,7 @@ def run_harness(
     limit: int | None = None,
     task_manager: Any = None,
 ) -> dict[str, Any] | None:
-    """Measure tasks of the harness, their names joined by `+`; all ranks call it together.
-
-    Returns:
-        `TASK/METRIC` → number, and `runtime_s`; None where `poll`, asked between passes, cut it short.
+    """Measure tasks of the harness, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
 
     Raises:
         UserError: The harness is not installed, or there is no such task.
@@ -157,27 +154,24 @@ def generate_until(
 ) -> list[str]:
     """A text for each request (a context and the harness's settings), the same on every rank; all ranks call it together.
 
-    Requests of equal settings are generated in batches, each on one rank. Raises Interrupted where `poll` cut it short.
+    Requests of equal settings are generated together. Raises Interrupted where `poll` cut it short.
     """
     groups: dict[Sampling, list[int]] = {}
     for number, (_, settings) in enumerate(asked):
         groups.setdefault(_sampling(settings, tokenizer), []).append(number)
-    own: list[tuple[int, str]] = []
+    texts: dict[int, str] = {}
     for sampling, numbers in groups.items():
-        # Divided in the order of length, so that the ranks have about the same work.
-        mine = sorted(numbers, key=lambda n: (len(asked[n][0]), n))[ranks.rank :: ranks.world]
         longest = max(1, window(unwrap(model)) - sampling.max_tokens)
-        prompts = [
-            (tokenizer.encode(asked[n][0]).tolist() or prompt_ids(model, tokenizer, ""))[-longest:] for n in mine
-        ]
-        texts = generate(model, prompts, sampling, ranks, indices=mine, vocab=tokenizer.vocab, **how)
-        if texts is None:
+
+        def prompt(number: int, longest: int = longest) -> list[int]:
+            return (tokenizer.encode(asked[number][0]).tolist() or prompt_ids(model, tokenizer, ""))[-longest:]
+
+        sizes = {number: len(asked[number][0]) for number in numbers}
+        group = generate_divided(model, tokenizer, ranks, sampling, sizes, prompt, **how)
+        if group is None:
             raise Interrupted
-        for number, prompt, ids in zip(mine, prompts, texts, strict=True):
-            until = asked[number][1].get("until") or []
-            own.append((number, _cut(text_after(tokenizer, prompt, ids), [until] if isinstance(until, str) else until)))
-    merged = dict(pair for part in ranks.all_gather_object("lm-eval", own) for pair in part)
-    return [merged[number] for number in range(len(asked))]
+        texts |= group
+    return [_cut(texts[number], settings.get("until") or []) for number, (_, settings) in enumerate(asked)]
 
 
 def _sampling(settings: dict[str, Any], tokenizer: Tokenizer) -> Sampling:
@@ -192,6 +186,7 @@ def _sampling(settings: dict[str, Any], tokenizer: Tokenizer) -> Sampling:
     )
 
 
-def _cut(text: str, until: Sequence[str]) -> str:
+def _cut(text: str, until: str | Sequence[str]) -> str:
     """The text up to the first of the stop texts."""
+    until = [until] if isinstance(until, str) else until
     return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]

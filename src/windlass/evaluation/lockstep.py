@@ -3,6 +3,11 @@
 A model whose parameters are sharded gathers them in every forward pass, so a rank that makes one pass less than the others
 leaves them waiting for ever. What varies from rank to rank (lengths of answers, numbers of items, a stop signal) is
 therefore agreed on before each pass.
+
+Arguments that many functions of this room have:
+    ranks: The process group; all its ranks call the function together.
+    autocast: Makes the context of the forward pass's arithmetic.
+    poll: Asked between passes whether to stop; when it says so on any rank, all ranks stop, and the result is None.
 """
 
 from __future__ import annotations

@@ -37,23 +37,20 @@ def evaluate_loss(
 ) -> dict[str, float] | None:
     """Mean cross-entropy over the unmasked labels of a validation set.
 
-    The sum of the loss and the number of tokens are added over ranks before the one division, so that neither the number
-    of ranks nor the padding has an effect. Every rank calls it and makes the same number of forward passes: where the
-    samples do not divide evenly, the surplus rows are masked.
+    Losses and tokens are added over ranks before the one division, so that neither the number of ranks nor the padding has
+    an effect. All ranks make the same number of passes: where samples do not divide evenly, surplus rows are masked.
 
     Args:
         model: `model(tokens, labels)`, both [B, T], gives the summed loss over the labels that are not IGNORE_INDEX.
         samples: The validation set.
-        ranks: The process group.
+        ranks, autocast, poll: See `windlass.evaluation.lockstep`.
         batch: Sequences in one forward pass of one rank.
         limit: Use the first so many samples; 0: all.
-        autocast: Makes the context of the forward pass's arithmetic.
-        poll: Asked between batches whether to stop; when it says so on any rank, all ranks stop after the same batch.
         token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
 
     Returns:
         `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
-        `bits_per_byte` where the bytes are known; None where `poll` cut it short.
+        `bits_per_byte` where the bytes are known.
 
     Raises:
         UserError: Every label of the validation set is masked.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from windlass.data.chat import prompt_tokens
 from windlass.evaluation.generate import Event, Sampling, generate_events, in_order, prompt_ids
@@ -14,18 +15,9 @@ from windlass.parallel.parallelize import autocast
 
 
 def sample(
-    model: str | Path | Source,
-    prompt: str = "",
-    *,
-    n: int = 1,
-    max_tokens: int = 256,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    device: str = "",
+    model: str | Path | Source, prompt: str = "", n: int = 1, device: str = "", **settings: Any
 ) -> Iterator[tuple[int, str]]:
-    """Texts that continue a prompt, as (number of the text, next piece of it), text after text.
+    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text.
 
     They are a function of the seed: the same call gives the same texts. They are generated together, with a KV cache.
 
@@ -33,31 +25,25 @@ def sample(
         model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
         prompt: Not part of the pieces; empty: a text from its beginning.
         n: How many texts.
-        max_tokens: Tokens of each, at most.
-        temperature: 0 takes the likeliest token.
-        top_k: Choose among the k likeliest tokens; 0: among all.
-        top_p: Choose among the likeliest that together have this probability.
-        seed: Determines the texts; default: the run's own.
         device: `cpu` or `cuda`; default: cuda where there is one.
+        settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`, `top_p`, `seed` (the run's).
 
     Raises:
-        UserError: There is no such model, or a number is out of its range.
+        UserError: There is no such model, or a setting is out of its range.
     """
-    return TextSampler(model, Sampling(max_tokens, temperature, top_k, top_p), seed, device).texts(prompt, n)
+    return TextSampler(model, device, **settings).texts(prompt, n)
 
 
 class TextSampler:
     """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
 
-    def __init__(self, model: str | Path | Source, sampling: Sampling, seed: int | None = None, device: str = ""):
+    def __init__(self, model: str | Path | Source, device: str = "", **settings: Any):
         self.source = model if isinstance(model, Source) else find_source(str(model))
+        settings = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed} | settings
+        self.sampling = Sampling(**settings)
         self.ranks = alone(device or None)
         self.model = open_model(self.source, self.ranks)
-        self.sampling = replace(
-            sampling,
-            seed=self.source.recipe.run.seed if seed is None else seed,
-            stop=stop_tokens(self.source, self.model),
-        )
+        self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
         self.messages: list[dict[str, str]] = []
         """The conversation so far, of `reply`."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.squad import end_of_text, prompt
 from windlass.errors import UserError
-from windlass.evaluation.generate import Sampling, generate, window
+from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.parallel.parallelize import unwrap
 
 if TYPE_CHECKING:
@@ -54,14 +54,8 @@ def f1(prediction: str, reference: str) -> float:
 def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> dict[str, float]:
     """`exact_match` and `f1` in percent over all questions, and `items`.
 
-    Each question counts its best reference; one without a prediction counts 0, as in the official script.
-
-    Args:
-        predictions: Question id → text.
-        references: Question id → the reference answers, at least one.
-
-    Raises:
-        UserError: There is no question.
+    Each question counts its best reference; one without a prediction counts 0, as in the official script. Predictions and
+    references are question id → text, and → texts. Raises UserError where there is no question.
     """
     if not references:
         raise UserError("there is no question to score")
@@ -92,31 +86,18 @@ def answer(
     surrounding white space. A prompt that is longer than the model's context, or that leaves no space for an answer in a
     window that cannot grow, loses the end of its paragraph.
 
-    Args:
-        model: See `generate_events`, which also takes `how`.
-        tokenizer: The model's.
-        questions: The same on every rank.
-        ranks: The process group.
-        max_tokens: See above.
-        how: `batch`, `autocast`, `poll`.
-
     Returns:
-        Question id → answer, the same on every rank; None where `poll` cut it short.
+        Question id → answer, the same on every rank. `how` are `batch`, `autocast` and `poll` of `generate_events`.
     """
     model = unwrap(model)
     max_tokens = max_tokens or min(answer_tokens(tokenizer, questions), model.context // 2)
     longest_prompt = min(model.context, window(model) - max_tokens)
-    # Divided in the order of length, so that the ranks have about the same work.
-    order = sorted(range(len(questions)), key=lambda i: (len(questions[i].context) + len(questions[i].question), i))
-    mine = [questions[i] for i in order[ranks.rank :: ranks.world]]
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=frozenset([end_of_text(tokenizer)]))
-    prompts = [prompt(question, tokenizer, longest_prompt) for question in mine]
-    answers = generate(model, prompts, sampling, ranks, vocab=tokenizer.vocab, **how)
-    if answers is None:
-        return None
-    own = {question.id: tokenizer.decode(ids).strip() for question, ids in zip(mine, answers, strict=True)}
-    merged = {key: text for part in ranks.all_gather_object("squad", own) for key, text in part.items()}
-    return {question.id: merged[question.id] for question in questions}
+    sizes = {i: len(question.context) + len(question.question) for i, question in enumerate(questions)}
+    texts = generate_divided(
+        model, tokenizer, ranks, sampling, sizes, lambda i: prompt(questions[i], tokenizer, longest_prompt), **how
+    )
+    return None if texts is None else {question.id: texts[i].strip() for i, question in enumerate(questions)}
 
 
 def answer_tokens(tokenizer: Tokenizer, questions: Sequence[Question]) -> int:

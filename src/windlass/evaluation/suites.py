@@ -2,8 +2,8 @@
 
 During training a `Suites` object measures the suites of `eval.suites` on the model of the moment. `evaluate` opens a saved
 model, measures it in fp32 (unless asked otherwise), each item once, spread over the ranks, and rank 0 writes one JSON file per
-step: `results` (suite → numbers), `measured` (suite → what the numbers depend on besides the model), and `earlier` (scores of
-the same suites on something else).
+step: `results` (suite → numbers) and `measured` (suite → what the numbers depend on besides the model). Measured again, a
+suite's numbers are replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.loss import evaluate_loss
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
-from windlass.fileio import write_atomic
+from windlass.fileio import read_json, write_atomic
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
@@ -226,12 +226,16 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
     """Add results to the record of their step in `folder`, and SQuAD's predictions as the official script reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{'model' if result.step is None else f'step-{result.step:08d}'}.json"
-    now = {"model": result.model, "step": result.step, "results": result.results, "measured": result.measured}
-    try:
-        record = merge_records(json.loads(path.read_text(encoding="utf-8")), now) if path.is_file() else now
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise UserError(f"{path} is no record of results: move it away, or give another folder with --out") from None
-    write_atomic(path, json.dumps(record, indent=1) + "\n")
+    now: dict[str, Any] = {
+        "model": result.model,
+        "step": result.step,
+        "results": result.results,
+        "measured": result.measured,
+    }
+    before = read_json(path)
+    if before.get("model") == result.model:  # what is not measured again stays
+        now |= {key: {**before.get(key, {}), **now[key]} for key in ("results", "measured")}
+    write_atomic(path, json.dumps(now, indent=1) + "\n")
     predictions = write_predictions(folder, result.step, result.predictions) if result.predictions else None
     return replace(result, path=path, predictions_path=predictions)
 
@@ -242,21 +246,3 @@ def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, 
     path = folder / f"squad-predictions-{'model' if step is None else f'step-{step:08d}'}.json"
     write_atomic(path, json.dumps(dict(predictions), ensure_ascii=False, indent=0).encode("utf-8", "replace") + b"\n")
     return path
-
-
-def merge_records(before: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The record of a step with new results; those of a suite on something else, or of another model, go to `earlier`."""
-    same_model = before["model"] == now["model"]
-    results, measured = dict(now["results"]), dict(now["measured"])
-    earlier = list(before.get("earlier", ()))
-    for suite, numbers in before["results"].items():
-        on = before["measured"][suite]
-        if same_model and suite not in results:
-            results[suite], measured[suite] = numbers, on
-        else:
-            earlier.append({"model": before["model"], "suite": suite, "results": numbers, "measured": on})
-    # Of two that were measured on the same the newer one counts.
-    newest = {(one["model"], one["suite"], json.dumps(one["measured"], sort_keys=True)): one for one in earlier}
-    for suite, on in measured.items():
-        newest.pop((now["model"], suite, json.dumps(on, sort_keys=True)), None)
-    return {**now, "results": results, "measured": measured, **({"earlier": list(newest.values())} if newest else {})}
