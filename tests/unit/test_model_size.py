@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import hf_fixtures
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
+from windlass.model.hf import read_sizes
 from windlass.model.size import (
+    HfSizes,
     Parameters,
     block_matrices,
     block_parameters,
@@ -42,7 +46,7 @@ def test_parameters_of_the_presets(preset: str, vocab: int, total: int, nanogpt:
     recipe = Recipe.load(preset, [f"model.vocab={vocab}"])
     parameters = count(recipe.model, vocab)
     assert parameters.total == total
-    assert parameters.nanogpt == nanogpt
+    assert parameters.total - parameters.positions == nanogpt
     model = build_model(recipe, vocab=vocab)
     assert sum(p.numel() for p in model.parameters()) == total
 
@@ -160,3 +164,22 @@ def test_bytes_of_a_checkpoint() -> None:
 def test_sizes_need_no_torch() -> None:
     code = "import sys, windlass.model.size; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2", "llama", "jamba"])
+def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf_fixtures.config(kind).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
+    whole = read_sizes(Recipe.model_validate({"model": tree}))
+    total = AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).num_parameters()
+    assert whole == HfSizes(total, total, hf_fixtures.VOCAB)
+    assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
+    if kind == "llama":
+        targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
+        lora, adapters = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})), 3 * 4 * (64 + 48)
+        assert lora == HfSizes(total + adapters, adapters, hf_fixtures.VOCAB)
+        assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters  # a frozen matrix has no gradient
+        assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters

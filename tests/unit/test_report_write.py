@@ -134,7 +134,6 @@ def test_each_picture_of_one_run_is_drawn_with_its_curves(one):
     ]  # fmt: skip
 
 
-
 def test_nothing_to_report_on_and_nowhere_to_write(one, tmp_path):
     with pytest.raises(UserError, match="no run"):
         write_report([], tmp_path)

@@ -107,7 +107,8 @@ class ModelSize:
     """None, as are the parts that grow with it, while the vocabulary is not known."""
     trained: int | None
     """Fewer than all with low-rank adapters."""
-    non_embedding: int
+    non_embedding: int | None
+    """Of a model of `transformers` neither this nor the parts are known."""
     parts: dict[str, int]
 
 
@@ -309,7 +310,7 @@ def _common_device(runs: Sequence[Run]) -> str:
 def _with_hf_sizes(subject: Subject) -> Subject:
     """The sizes of a Hugging Face model, or the reason why they are not known; the rest of the plan is made all the same."""
     try:
-        from windlass.model.hf_size import read_sizes  # needs torch
+        from windlass.model.hf import read_sizes  # needs torch
 
         return replace(subject, hf=read_sizes(subject.recipe))
     except ImportError as error:
@@ -389,7 +390,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
 def _model_size(subject: Subject) -> ModelSize | None:
     model, hf, vocab = subject.recipe.model, subject.hf, subject.vocab
     if model.kind == "hf":
-        return ModelSize(hf.vocab, hf.total, hf.trained, hf.non_embedding, hf.parts) if hf else None
+        return ModelSize(hf.vocab, hf.total, hf.trained, None, {}) if hf else None
     sizes = count(model, vocab or 0)
     grows = ("embedding", "head")  # with the vocabulary
     names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")

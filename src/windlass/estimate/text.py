@@ -40,8 +40,10 @@ def _facts(plan: Plan) -> list[Fact]:
     if model:
         parts = ", ".join(f"{name.replace('_', '-')} {n:,}" for name, n in model.parts.items() if n)
         total = "" if model.parameters is None else f"{model.parameters:,}"
-        within = f"{model.non_embedding:,} in blocks and norms"
-        facts += [("parameters", f"{total} ({within})" if total else within), ("", parts)]
+        within = "" if model.non_embedding is None else f"{model.non_embedding:,} in blocks and norms"
+        facts.append(("parameters", f"{total} ({within})" if total and within else total or within))
+        if parts:
+            facts.append(("", parts))
         if model.trained != model.parameters:
             facts.append(("trained", f"{model.trained:,}: the adapters alone have gradients and optimizer state"))
     if "size" in plan.unknown:

@@ -23,6 +23,7 @@ from windlass import hub
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
+from windlass.model.size import HfSizes
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX, LoraSettings, ModelSettings
 
@@ -256,6 +257,19 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
     model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def sizes_of(model: HfModel) -> HfSizes:
+    """Count a model's parameters, each once; they may be on the meta device, but not yet parallelized."""
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return HfSizes(sum(p.numel() for p in parameters), trained, model.vocab)
+
+
+def read_sizes(recipe: Recipe) -> HfSizes:
+    """The sizes of a recipe's model, from its configuration alone: no weights are read. Raises UserError."""
+    settings = recipe.model
+    return sizes_of(open_hf(hub.directory(settings.name, settings.revision), settings))
 
 
 @contextmanager

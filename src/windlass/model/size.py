@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from windlass.recipe.settings import ModelSettings
 
@@ -38,11 +37,6 @@ class Parameters:
     def non_embedding(self) -> int:
         """Those of the blocks and the final norm: without token table, positions and head (N of arXiv 2001.08361)."""
         return self.attention + self.feed_forward + self.norms
-
-    @property
-    def nanogpt(self) -> int:
-        """As nanoGPT counts: all but the learned positions."""
-        return self.total - self.positions
 
     @property
     def multiplied(self) -> int:
@@ -127,69 +121,22 @@ def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adam
 
 @dataclass(frozen=True)
 class HfSizes:
-    """What a model of `transformers` is made of, counted on its own modules (`windlass.model.hf_size`), as plain numbers."""
+    """The size of a model of `transformers`, counted on its own parameters by `windlass.model.hf.sizes_of`."""
 
-    like: ModelSettings
-    """Our own GPT of the nearest shape and the same context: its formulas estimate what the passes keep."""
-    vocab: int
-    """Rows of its embedding."""
-    parts: dict[str, int]
-    """Parameters by part, each tensor once; with low-rank adapters those too."""
+    total: int
+    """All parameters, each tensor once; with low-rank adapters those too."""
     trained: int
     """Parameters that get gradients: all, or the adapters alone."""
-    block: int
-    """Parameters of one block, on average."""
-    trained_block: int
-    """Of them those that are trained."""
-    block_matrices: int
-    """Of the trained ones those in matrices: what Muon takes."""
-    multiplied: int
-    """Entries of the matrices that every token is multiplied with; of experts only the share that a token goes through."""
-    trained_multiplied: int
-    """Of them those that are trained."""
-    attention: int
-    """Layers x width of all queries: what attention's squares grow with."""
-    head: int
-    """Entries of the head's matrix, tied or not."""
-    squares: bool = False
-    """Whether its attention has no kernel and keeps whole T x T matrices."""
-    whole_logits: bool = False
-    """Whether the loss needs all logits at once."""
-    extra_hidden: int = 0
-    """Copies of the feed-forward layer's inside that its activation keeps beyond those of a GELU with a kernel."""
-    counted_flops: float | None = None
-    """FLOPs of a token's forward and backward pass that torch's counter found; None where it was not asked or failed."""
+    vocab: int
+    """Rows of its embedding."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values for JSON; `from_dict` reads them again."""
-        return asdict(replace(self, like=ModelSettings())) | {"like": self.like.model_dump(mode="json")}
+    def flops_per_token(self) -> int:
+        """FLOPs of a token's forward and backward pass by the rule 6 N, attention not counted.
 
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> HfSizes:
-        """The sizes that `as_dict` wrote; raises TypeError, KeyError or ValueError for anything else."""
-        return HfSizes(**(values | {"like": ModelSettings(**values["like"])}))
-
-    @property
-    def total(self) -> int:
-        """All parameters."""
-        return sum(self.parts.values())
-
-    @property
-    def non_embedding(self) -> int:
-        """Those of the blocks and norms: without tables that are looked up, and without the head."""
-        return self.total - sum(self.parts.get(name, 0) for name in ("embedding", "positions", "head"))
-
-    @property
-    def flops_by_rule(self) -> int:
-        """6 N a token; frozen weights need no gradient of their own, so that they count 4 times."""
+        Of a frozen weight it is 4 N: it needs no gradient of its own. A mixture of experts counts all of them.
+        """
         return 4 * self.total + 2 * self.trained
 
-    def flops_per_token(self, length: int = 0) -> int:
-        """FLOPs of a token by the usual convention, 6 N + 12 L d T, with N what it is multiplied with (frozen: 4 N)."""
-        attention = 12 * self.attention * (length or self.like.context)
-        return 4 * self.multiplied + 2 * self.trained_multiplied + attention
-
-    def checkpoint_bytes(self, optimizer: str = "adamw") -> int:
-        """Bytes of a checkpoint: all weights in fp32, and moments of those that are trained."""
-        moments = 2 * self.trained - (self.like.layers * self.block_matrices if optimizer == "muon" else 0)
-        return BYTES_FP32 * (self.total + moments)
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint with AdamW: all weights in fp32, and two moments of those that are trained."""
+        return BYTES_FP32 * (self.total + 2 * self.trained)

@@ -70,7 +70,7 @@ class Actions:
             micro_batch=s.batch.micro_batch, accumulation=s.batch.accumulation, parameters=s.parameters,
             samples_per_epoch=self.horizon.samples_per_epoch, global_batch=s.batch.global_batch,
             device=s.device_name, branched_from=str(s.claim.branch_from.absolute()) if s.claim.branch_from else None,
-            extended_from=s.claim.extends_from or None, model_sizes=s.hf.as_dict() if s.hf else None,
+            extended_from=s.claim.extends_from or None,
         )  # fmt: skip
         if self.state.step:
             s.console.event(f"resumed from {s.resumed_from}", self.state.step)

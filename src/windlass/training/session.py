@@ -28,8 +28,7 @@ from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel
-from windlass.model.hf_size import read_sizes, sizes_of
+from windlass.model.hf import HfModel, read_sizes, sizes_of
 from windlass.model.size import HfSizes, flops_per_token
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
@@ -181,7 +180,7 @@ class Session:
         if steps == "compute-optimal" and self.custom_model:
             raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
         if steps == "compute-optimal" and self.recipe.model.kind == "hf":
-            foreign = read_sizes(self.recipe, flops=False).total
+            foreign = read_sizes(self.recipe).total
         per_sample = getattr(self.data.train, "sample_tokens", None)  # a source of the user's own may not know
         steps = resolve_steps(self.recipe, self.data.vocab, per_sample() if per_sample else None, samples, foreign)
         self.horizon = Horizon(steps, samples, self.recipe.train.global_batch)

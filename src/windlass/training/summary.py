@@ -34,7 +34,6 @@ def write_summary(session: Session, last_loss: float | None) -> None:
         best_measure=measure, best_score=None if best_step is None else measured[best_step], best_step=best_step,
         runtime_s=spent["total"], wall_time=spent, device_hours=device_hours(raw), world=s.ranks.world,
         parameters=s.parameters, updates_skipped=state.updates_skipped, attempts=s.attempt + 1,
-        model_sizes=s.hf.as_dict() if s.hf else None,
         **_speeds(s), **_devices(s),
     )  # fmt: skip
 
