@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from windlass.cli import main
-from windlass.cli.sweep import WIDE, Screen, table
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
+from windlass.study.screen import WIDE, Screen, table
 from windlass.study.study import Study
 
 
@@ -26,9 +26,9 @@ def finish(study, number, loss):
     (run.path / "recipe.toml").write_text(study.cells[number].recipe.toml())
     lines = [
         {"kind": "event", "step": 0, "event": "started", "steps": 400},
-        {"kind": "train", "step": 400, "loss": loss, "tokens": 819_200, "tokens_per_s": 123_456.7},
+        {"kind": "train", "step": 400, "loss": loss, "tokens": 819_200, "step_ms": 9.0, "tokens_per_s": 123_456.7},
         {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
-        {"kind": "summary", "step": 400, "device_hours": 0.01234, "tokens_per_s_mean": 123_456.7},
+        {"kind": "summary", "step": 400, "device_hours": 0.01234},
         {"kind": "event", "step": 400, "event": "finished"},
     ]
     times = [{"attempt": 0, "time": f"2026-03-01T09:00:0{n}.000Z"} for n in range(len(lines))]

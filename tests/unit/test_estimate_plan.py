@@ -16,7 +16,8 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate.devices import GIB, device_names, find_device, low_precision, same_device
 from windlass.estimate.optimum import known_vocab, optimal_tokens, resolve_steps
-from windlass.estimate.plan import Facts, Subject, assemble, plan
+from windlass.estimate.plan import assemble, plan
+from windlass.estimate.subject import Facts, Subject
 from windlass.estimate.time import Speed
 from windlass.model.size import count
 from windlass.recipe import Recipe, presets

@@ -18,8 +18,8 @@ from windlass.estimate.milestones import (
     occurrences,
     seconds_until,
 )
-from windlass.estimate.plan import Facts, Subject
 from windlass.estimate.speeds import assumed, find_speed, measuring_recipe, speed_of_measurement, speeds_of
+from windlass.estimate.subject import Facts, Subject
 from windlass.estimate.time import Speed, measured_speed, predicted_and_actual, project, time_left
 from windlass.model.size import flops_per_token
 from windlass.recipe import Horizon, Recipe

@@ -59,22 +59,27 @@ def test_a_damaged_study_is_said(study):
         Study.open(study.path)
 
 
-def judge(path, number):
+def fail(path, number):
     study = Study.open(path)
     study.set_status(study.cells[number], "failed", f"by task {number}")
 
 
-def test_verdicts_written_at_the_same_time_are_all_kept(tmp_path):
+def test_statuses_written_at_the_same_time_are_all_kept(tmp_path):
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1:16:lin:16"], tmp_path / "study")
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
-        list(pool.map(judge, [study.path] * 16, range(16)))
+        list(pool.map(fail, [study.path] * 16, range(16)))
     assert [(r.state, r.reason) for r in study.results()] == [("failed", f"by task {n}") for n in range(16)]
 
 
-def test_an_interruption_is_told_but_leaves_the_cell_open(study):
+def test_an_interruption_is_shown_but_leaves_the_cell_open(study):
     cell = study.cells[0]
+
+    def state():
+        result = study.result(cell)
+        return result.state, result.reason
+
     study.set_status(cell, "interrupted", "killed by signal 9")
-    assert study.state_of(cell) == ("interrupted", "killed by signal 9")
+    assert state() == ("interrupted", "killed by signal 9")
     run = Run(study.run_of(cell).path)
     run.path.mkdir(parents=True)
 
@@ -86,11 +91,11 @@ def test_an_interruption_is_told_but_leaves_the_cell_open(study):
 
     event("started", 0)
     run.heartbeat_path.touch()
-    assert study.state_of(cell) == ("running", "")
+    assert state() == ("running", "")
     run.heartbeat_path.unlink()
     event("failed", 0, step=9)
-    assert study.state_of(cell) == ("failed", "r")
+    assert state() == ("failed", "r")
     event("resumed", 1, step=5)
-    assert study.state_of(cell)[0] == "interrupted"  # killed after it was tried again
+    assert state()[0] == "interrupted"  # killed after it was tried again
     event("finished", 1, step=9)
-    assert study.state_of(cell) == ("finished", "")
+    assert state() == ("finished", "")

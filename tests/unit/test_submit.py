@@ -76,13 +76,22 @@ def test_what_is_submitted(study):
     held.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "event": "started"}))
     held.heartbeat_path.touch()
     messages = []
-    script = submit_sweep(study, "slurm", stop_diverged=True, dry_run=True, notify=messages.append)
+    script = submit_sweep(
+        Recipe.load("quickstart"),
+        AXES,
+        "slurm",
+        path=study.path,
+        stop_diverged=True,
+        dry_run=True,
+        notify=messages.append,
+    )
     assert "#SBATCH --array=0,3" in script and "--stop-diverged" in script and "--retry-failed" not in script
     assert any("cell 2" in message for message in messages)
-    again = submit_sweep(study, "slurm", retry_failed=True, dry_run=True)
+    again = submit_sweep(Recipe.load("quickstart"), AXES, "slurm", path=study.path, retry_failed=True, dry_run=True)
     assert "#SBATCH --array=0,1,3" in again and "--retry-failed" in again
-    with pytest.raises(UserError):
-        submit_sweep(study, "lsf", dry_run=True)
+    for scheduler, halving in (("lsf", False), ("slurm", True)):
+        with pytest.raises(UserError):
+            submit_sweep(Recipe.load("quickstart"), AXES, scheduler, path=study.path, halving=halving, dry_run=True)
 
 
 def test_the_script_is_given_to_the_scheduler(study, tmp_path, monkeypatch):
@@ -91,7 +100,7 @@ def test_the_script_is_given_to_the_scheduler(study, tmp_path, monkeypatch):
     tool.write_text(f'#!/bin/sh\ncp "$1" {tmp_path}/given\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    script = submit_sweep(study, "slurm")
+    script = submit_sweep(Recipe.load("quickstart"), AXES, "slurm", path=study.path)
     assert (tmp_path / "given").read_text() == (study.path / "submit.slurm.sh").read_text() == script
 
 

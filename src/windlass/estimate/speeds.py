@@ -10,19 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.devices import same_device, this_device
 from windlass.estimate.optimum import vocab_of
+from windlass.estimate.subject import Subject
 from windlass.estimate.time import MEASURED, SCALED, Speed, assumed_speed, measured_speed, project
 from windlass.model.size import flops_per_token
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.timing import peak_flops
-
-if TYPE_CHECKING:
-    from windlass.estimate.plan import Subject
 
 SMALL_WIDTH = 768
 """Narrower models spend their time on launching kernels rather than in them: no usual MFU holds for them."""

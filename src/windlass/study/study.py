@@ -106,18 +106,9 @@ class CellResult:
     def row(self) -> dict[str, Any]:
         """What the cell sets and how it stands, as plain values for a table or JSON."""
         names = (
-            "state",
-            "reason",
-            "step",
-            "steps",
-            "loss",
-            "eval_loss",
-            "best_loss",
-            "score",
-            "tokens",
-            "tokens_per_s",
-        )
-        values = {name: getattr(self, name) for name in (*names, "device_hours")}
+            "state", "reason", "step", "steps", "loss", "eval_loss", "best_loss", "score", "tokens", "tokens_per_s", "device_hours",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
 
@@ -183,7 +174,8 @@ class Study:
             axes = [f"{key}={','.join(typed(value) for value in values)}" for key, values in axes.items()]
         base = recipe.with_overrides("run.dir=''", "run.name=''")
         cells = expand(base, [parse_axis(text) for text in axes])
-        path = path or Path("studies") / default_name(base, axes)
+        name = hashlib.sha256(json.dumps([base.config_hash, list(axes)]).encode()).hexdigest()[:8]
+        path = path or Path("studies") / f"{base.preset}-{name}"
         if Study.is_study(path):
             study = Study.open(path)
             _check_same(study, base, axes)
@@ -331,12 +323,6 @@ class Study:
             raw = list(read_lines(run.metrics_path))
             cached = self._ledgers[run.path] = (version, [x for x in raw if x["kind"] == "event"], effective(raw))
         return cached[1], cached[2]
-
-
-def default_name(recipe: Recipe, axes: Iterable[str]) -> str:
-    """`<preset>-<hash of recipe and axes>`."""
-    text = json.dumps([recipe.config_hash, list(axes)])
-    return f"{recipe.preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _check_same(study: Study, base: Recipe, axes: Sequence[str]) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from windlass.errors import RunFailed, UserError
-from windlass.study.study import Study
+from windlass.recipe import Recipe
+from windlass.study.study import Axes, Study
 
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 SLURM_NAMES = {
@@ -22,27 +23,35 @@ SLURM_NAMES = {
 
 
 def submit_sweep(
-    study: Study,
+    recipe: Recipe,
+    axes: Axes,
     scheduler: str,
     *,
+    path: Path | None = None,
     world: int = 1,
     stop_diverged: bool = False,
+    halving: bool = False,
     retry_failed: bool = False,
     arguments: Sequence[str] = (),
     dry_run: bool = False,
     notify: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` do neither.
+    """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` write nothing.
+
+    The arguments are those of `sweep`, and `arguments` for the scheduler itself.
 
     Returns:
         The script; empty where no cell is open.
 
     Raises:
-        UserError: the scheduler is unknown or not on this machine.
+        UserError: the scheduler is unknown or not on this machine, or cells are to be halved.
         RunFailed: the scheduler did not take the job.
     """
     if scheduler not in SUBMIT:
         raise UserError(f"--submit {scheduler}: there are slurm and pbs")
+    if halving:
+        raise UserError("--halving compares cells while one sweep runs them: it does not go with --submit")
+    study = Study.create(recipe, axes, path, write=not dry_run)
     states = [result.state for result in study.results()]
     wanted = ("waiting", "interrupted", *(("failed", "diverged") if retry_failed else ()))
     cells = [number for number, state in enumerate(states) if state in wanted]
