@@ -1,7 +1,7 @@
 """A run directory and its effective ledger, read without torch.
 
 Everything that draws, counts or compares runs reads them through here, so that a run that was killed and resumed looks the
-same to all of them.
+same to all of them. Nothing is cached but the recipe and the environment: each call reads what is there now.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import fcntl
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,13 @@ Line = dict[str, Any]
 """One line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind."""
 
 ALIVE_SECONDS = 60.0
-"""A run whose heartbeat file is younger than this is taken to be running, where its lock cannot tell."""
-
+"""A run whose heartbeat file is younger than this counts as running, where its lock cannot tell."""
 LOCK = ".lock"
 """Held by the process that trains in the directory, from its start to its end, however it ends."""
-
 OCCUPIED = "another process trains in"
-"""What a training says that finds its directory taken."""
-
+"""How the error of a training begins that finds its directory locked."""
 STARTS = ("started", "resumed", "branched")
-ENDINGS = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
+ENDINGS = ("finished", "preempted", "failed")
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -45,93 +41,68 @@ def effective(lines: Iterable[Line]) -> list[Line]:
     """The ledger as if no kill had happened, in the order of the steps.
 
     An attempt that starts at step *s* makes void whatever earlier attempts wrote of steps past *s*: those steps are done
-    again. Of a line that was written twice for one step (same kind, suite and name) the last attempt's stands. Events of
-    starting, resuming and ending stay, all of them: they are the seams.
+    again. Of a line that was written twice for one step (same kind, suite and index) the last one counts. Events of starting,
+    resuming and ending all stay.
     """
-    kept: list[Line] = []
+    valid: list[Line] = []
     attempt = 0
     for line in lines:
         number = int(line.get("attempt", attempt))
         if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
             attempt = number
-            kept = [old for old in kept if old["step"] <= line["step"] or _seam(old)]
-        kept.append(line)
+            valid = [earlier for earlier in valid if earlier["step"] <= line["step"] or _is_restart(earlier)]
+        valid.append(line)
     last: dict[tuple[Any, ...], int] = {}
-    for place, line in enumerate(kept):
-        last[(*_identity(line), place) if _seam(line) else _identity(line)] = place
-    chosen = sorted(last.values(), key=lambda place: (kept[place]["step"], place))
-    return [kept[place] for place in chosen]
+    for index, line in enumerate(valid):
+        identity = (line["kind"], line["step"], line.get("suite"), line.get("event"), line.get("index"))
+        last[(*identity, index) if _is_restart(line) else identity] = index
+    return [valid[index] for index in sorted(last.values(), key=lambda index: (valid[index]["step"], index))]
 
 
-def _seam(line: Line) -> bool:
-    return line["kind"] == "event" and line.get("event") not in ("checkpoint",)
+def _is_restart(line: Line) -> bool:
+    """Whether a line tells of a start, an end, or anything else that a later attempt does not do again."""
+    return line["kind"] == "event" and line.get("event") != "checkpoint"
 
 
-def _identity(line: Line) -> tuple[Any, ...]:
-    return (line["kind"], line["step"], line.get("suite"), line.get("event"), line.get("index"))
-
-
-@dataclass(frozen=True)
 class Run:
-    """A run directory. Nothing is cached but the recipe and the environment: each call reads what is there now."""
+    """A run directory.
 
-    path: Path
+    Attributes:
+        recipe_path: every setting, resolved.
+        metrics_path: the ledger.
+        checkpoints_dir: the committed checkpoints and their index.
+        devices_dir: utilisation and memory, a file a rank.
+        samples_dir: generated texts.
+        report_dir: the report's tables, plots and page.
+        log_path: what the terminal showed, as plain lines.
+        heartbeat_path: touched by rank 0 every few seconds while the run lives.
+        lock_path: locked by rank 0 while the run lives; says which process on which host it is.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path))
+    def __init__(self, path: str | Path):
+        self.path = path = Path(path)
+        self.name = path.name
+        self.recipe_path, self.metrics_path = path / "recipe.toml", path / "metrics.jsonl"
+        self.checkpoints_dir, self.devices_dir = path / "checkpoints", path / "devices"
+        self.samples_dir, self.report_dir = path / "samples", path / "report"
+        self.log_path, self.heartbeat_path, self.lock_path = path / "log.txt", path / "heartbeat", path / LOCK
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
 
     @staticmethod
     def open(path: str | Path) -> Run:
         """The run at `path`; raises UserError where there is none."""
-        run = Run(Path(path))
-        if not (run.path / "recipe.toml").is_file():
+        run = Run(path)
+        if not run.recipe_path.is_file():
             raise UserError(f"{path} is no run directory: it has no recipe.toml; `windlass runs` lists the runs")
         return run
-
-    @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.path.name
-
-    @property
-    def recipe_path(self) -> Path:
-        """Every setting, resolved."""
-        return self.path / "recipe.toml"
-
-    @property
-    def metrics_path(self) -> Path:
-        """The ledger."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """The committed checkpoints and their index."""
-        return self.path / "checkpoints"
-
-    @property
-    def devices_dir(self) -> Path:
-        """Utilisation and memory, a file a rank."""
-        return self.path / "devices"
-
-    @property
-    def samples_dir(self) -> Path:
-        """Generated texts."""
-        return self.path / "samples"
-
-    @property
-    def report_dir(self) -> Path:
-        """The report's tables, plots and page."""
-        return self.path / "report"
-
-    @property
-    def log_path(self) -> Path:
-        """What the terminal showed, as plain lines."""
-        return self.path / "log.txt"
-
-    @property
-    def heartbeat_path(self) -> Path:
-        """Touched by rank 0 every few seconds while the run lives."""
-        return self.path / "heartbeat"
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -154,18 +125,12 @@ class Run:
     @property
     def summary(self) -> Line:
         """The last `summary` line; empty before the end."""
-        found = self.lines("summary")
-        return found[-1] if found else {}
+        return next(reversed(self.lines("summary")), {})
 
     @property
     def events(self) -> list[Line]:
         """The effective `event` lines."""
         return self.lines("event")
-
-    @property
-    def lock_path(self) -> Path:
-        """Locked by rank 0 while the run lives; says which process on which host it is."""
-        return self.path / LOCK
 
     @property
     def alive(self) -> bool:
@@ -188,46 +153,26 @@ class Run:
         return self.state_by(read_lines(self.metrics_path))
 
     def state_by(self, lines: Iterable[Line]) -> str:
-        """The state by the raw lines of the ledger, for who has read them already."""
-        seams = [line for line in lines if line["kind"] == "event" and _seam(line)]
-        if not seams:
+        """The state by the raw lines of the ledger, where they have been read already."""
+        events = [str(line["event"]) for line in lines if _is_restart(line)]
+        if not events:
             return "running" if self.alive else "new"
-        last = next((s["event"] for s in reversed(seams) if s["event"] in (*ENDINGS, *STARTS)), "started")
-        if last in ENDINGS:
-            return ENDINGS[last]
-        return "running" if self.alive else "failed"
+        last = next((event for event in reversed(events) if event in (*ENDINGS, *STARTS)), "started")
+        return last if last in ENDINGS else "running" if self.alive else "failed"
 
-
-def cell_state(state: str, events: Iterable[Line], verdict: Mapping[str, Any] | None) -> tuple[str, str]:
-    """How a study's cell stands, and why: by its run's state and events, and by what was decided from outside.
-
-    Returns:
-        `waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`, and the reason where one is known.
-    """
-    said = (str(verdict.get("state", "")), str(verdict.get("reason", ""))) if verdict else ("", "")
-    if state == "finished":
-        return state, ""
-    if said[0] not in ("", "interrupted"):
-        return said
-    if state == "failed":
-        seams = [x for x in events if x["kind"] == "event"]
-        last = max((int(x.get("attempt", 0)) for x in seams), default=0)
-        failures = [x for x in seams if x.get("event") == "failed" and int(x.get("attempt", 0)) == last]
-        if failures:  # by the last start itself; one that was killed says nothing
-            return "failed", str(failures[-1].get("reason", ""))
-    state = {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(state, state)
-    return said if said[0] and state in ("waiting", "interrupted") else (state, "")
+    def checkpoint_index(self) -> dict[str, Any]:
+        """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
+        return read_json(self.checkpoints_dir / "index.json")
 
 
 def lock_held(path: Path) -> bool | None:
     """Whether a process holds a run's lock; None where this host cannot know (no lock file, no locks, another host's)."""
     try:
         with path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file closes
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
             holder = json.loads(file.read())
     except BlockingIOError:
         return True
     except (OSError, ValueError):
         return None
-    ours = isinstance(holder, dict) and holder.get("host") == socket.gethostname()
-    return False if ours else None
+    return False if isinstance(holder, dict) and holder.get("host") == socket.gethostname() else None

@@ -74,10 +74,10 @@ class Heartbeat:
         if self.failure is None:
             text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", json.dumps(asdict(failure))))
             self.failure = Failure(**json.loads(text)) if text else failure
-        if self.env.rank:
-            within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
-        elif not failure.secondary:
-            within(POLL_SECONDS + EXIT_SECONDS, lambda: self.store.wait([f"heard/{r}" for r in self._watched]))
+        within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
+        if self.env.rank == 0:
+            others = [f"heard/{rank}" for rank in self._watched if rank != self.failure.rank]
+            within(POLL_SECONDS + CAUSE_SECONDS, lambda: self.store.wait(others))
         return self.failure
 
     def last_seen(self) -> str:
