@@ -1,7 +1,12 @@
-"""One rank of a proof: `python -m windlass.verification_worker '{"recipe": ..., "kill_after": ...}'`, started by `verify`."""
+"""One rank of a proof: `python -m windlass.verification_worker '{"recipe": ..., "kill_after": ...}'`, started by `verify`.
+
+The task: `recipe` and `overrides` to train, `stop_at` a step, `kill_after` so many steps, or `record`: write the indices of
+the samples of the steps that were done, a list for each micro-batch, to `RECORD-RANK.json`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,7 +24,7 @@ class Recorder:
     """A set of samples that remembers which ones were read, in order."""
 
     def __init__(self, inner: Any):
-        self.inner, self.reads = inner, []  # type: ignore[var-annotated]
+        self.inner, self.reads = inner, list[list[int]]()
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -30,14 +35,12 @@ class Recorder:
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and labels of the samples."""
         self.reads.append([int(i) for i in indices])
-        found: tuple[np.ndarray, np.ndarray] = self.inner.read(indices)
-        return found
+        tokens, labels = self.inner.read(indices)
+        return tokens, labels
 
 
 def main(task: dict[str, Any]) -> int:
-    """Train a recipe as this process's rank; `kill_after` steps, or write the samples of the steps done to `record`."""
-    from dataclasses import replace
-
+    """Do the task as this process's rank; the exit code."""
     from windlass import Recipe, train
     from windlass.data.dataset import open_data
 
@@ -50,22 +53,22 @@ def main(task: dict[str, Any]) -> int:
         nonlocal steps_done
         steps_done += 1
         if step == task.get("kill_after"):
-            while not any((recipe.run_dir / "checkpoints").glob("step-*")):
+            while not (recipe.run_dir / "checkpoints" / "index.json").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    code = DONE
     try:
-        train(recipe, data=replace(data, train=recorder), on_step=on_step, stop_at=task.get("stop_at", 0))
-        code = DONE
+        train(recipe, data=dataclasses.replace(data, train=recorder), on_step=on_step, stop_at=task.get("stop_at", 0))
     except Stopped:
         code = STOPPED
     except UserError as error:
         print(f"windlass: {error}", file=sys.stderr)
         return BAD_INPUT
-    if "record" in task:
+    if "record" in task:  # the loader reads ahead: only the steps that were done count
         world, rank = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0")
-        each = recipe.batch(world).accumulation
-        Path(f"{task['record']}-{rank}.json").write_text(json.dumps(recorder.reads[: steps_done * each]))
+        micro_batches = steps_done * recipe.train.global_batch // (world * recipe.train.micro_batch)
+        Path(f"{task['record']}-{rank}.json").write_text(json.dumps(recorder.reads[:micro_batches]))
     return code
 
 

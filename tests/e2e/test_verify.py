@@ -3,46 +3,69 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from helpers import windlass
+from windlass.run import Run
 from windlass.verification import (
+    Bench,
     export_equal,
     kills_lose_nothing,
-    prepare_bench,
     resume_exact,
     sequence_whole,
     strategies_agree,
+    verify,
     world_changes_nothing,
 )
 
-STEP = importlib.import_module("windlass.training.step")
+
+class Wrong(Bench):
+    """Trains with a slightly larger learning rate in the runs named."""
+
+    wrong: tuple[str, ...] = ()
+
+    def overrides(self, run: str, **settings: Any) -> list[str]:
+        more = [f"optim.lr={1.00001 * 3e-3}"] if run in self.wrong else []
+        return [*super().overrides(run, **settings), *more]
 
 
-def test_one_process_proves_resume_worlds_and_kills(tmp_path):
-    bench = prepare_bench("", tmp_path, kills=2, worlds=(1,))
-    for proof in (resume_exact, world_changes_nothing, kills_lose_nothing):
-        result = proof(bench)
-        assert result.passed, result.measured
+def test_one_process_proves_resume_and_kills(tmp_path):
+    bench = Bench(tmp_path, kills=2, worlds=(1,))
+    for proof in (resume_exact, kills_lose_nothing):
+        passed, measured = proof(bench)
+        assert passed, measured
 
 
-def test_a_resume_that_is_not_exact_fails_the_proof(tmp_path, monkeypatch):
-    numbers = itertools.count()
-    monkeypatch.setattr(STEP, "step_seed", lambda seed, step, micro: next(numbers))
-    result = resume_exact(prepare_bench("", tmp_path, kills=1, worlds=(1,)))
-    assert result.passed is False
-    assert "differ after" in result.measured
+@pytest.mark.dist
+def test_worlds_are_equal_with_dropout_on(tmp_path):
+    bench = Bench(tmp_path, kills=1, worlds=(1, 2))
+    assert bench.model.dropout > 0
+    passed, measured = world_changes_nothing(bench)
+    assert passed and "2 worlds with micro-batch 2 and dropout 0.1" in measured, measured
+    bench.folder = tmp_path / "wrong"
+    bench.folder.mkdir()
+    bench.base["train.micro_batch"] = 4  # on one rank only: other masks, another run
+    one = bench.here("w-one", train__precision="fp64")
+    two = bench.train("w-2", 2, train__precision="fp64", train__micro_batch=2)
+    assert [line["loss"] for line in one.lines("train")] != pytest.approx([x["loss"] for x in two.lines("train")])
+
+
+def test_a_resume_that_is_not_exact_fails_the_proof(tmp_path):
+    bench = Wrong(tmp_path, worlds=(1,))
+    bench.wrong = ("from-7",)
+    passed, measured = resume_exact(bench)
+    assert passed is False
+    assert "differ after: 7" in measured
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
-    export = importlib.import_module("windlass.interop.export")
-    original = export.export
+    module = importlib.import_module("windlass.interop.export")
+    original = module.export
 
     def off_by_little(run: str, folder: Path) -> object:
         done = original(run, folder)
@@ -51,44 +74,36 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return done
 
-    bench = prepare_bench("", tmp_path, kills=1, worlds=(1,))
-    assert export_equal(bench).passed
-    monkeypatch.setattr(export, "export", off_by_little)
+    bench = Bench(tmp_path, worlds=(1,))
+    assert export_equal(bench)[0]
+    monkeypatch.setattr(module, "export", off_by_little)
     bench.folder = tmp_path / "again"
     bench.folder.mkdir()
-    assert export_equal(bench).passed is False
+    assert export_equal(bench)[0] is False
+
+
+@pytest.mark.full
+def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path):
+    class ReadsOneTwice(Bench):
+        def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
+            done = super().train(run, world, task, **settings)
+            if task and task["record"].endswith("reads-1"):
+                record = Path(f"{task['record']}-0.json")
+                reads = json.loads(record.read_text())
+                record.write_text(json.dumps([reads[0], reads[0], *reads[2:]]))
+            return done
+
+    passed, measured = sequence_whole(ReadsOneTwice(tmp_path, worlds=(1,)))
+    assert passed is False
+    assert "order as defined: False" in measured
 
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path, monkeypatch):
-    bench = prepare_bench("", tmp_path, kills=1, worlds=(1,))
-    original = type(bench).train
-
-    def reads_one_twice(self, run, world=1, task=None, **settings):
-        done = original(self, run, world, task, **settings)
-        record = Path(f"{task['record']}-0.json")
-        reads = json.loads(record.read_text())
-        if task["record"].endswith("reads-1"):
-            reads[1] = reads[0]
-        record.write_text(json.dumps(reads))
-        return done
-
-    monkeypatch.setattr(type(bench), "train", reads_one_twice)
-    result = sequence_whole(bench)
-    assert result.passed is False
-    assert "order as defined: False" in result.measured
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_a_strategy_that_is_wrong_fails_the_proof(tmp_path, monkeypatch):
-    """The one process is made wrong here, by 1e-5 of its gradient norm, less than the start-up checks see: the ranks are processes of their own."""
-    collectives = importlib.import_module("windlass.parallel.collectives")
-    norm = collectives.global_grad_norm
-    monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.00001)
-    result = strategies_agree(prepare_bench("", tmp_path, kills=1, worlds=(1, 2)))
-    assert result.passed is False
+def test_a_strategy_that_is_wrong_fails_the_proof(tmp_path):
+    bench = Wrong(tmp_path, worlds=(1, 2))
+    bench.wrong = ("s-full_shard",)
+    assert strategies_agree(bench)[0] is False
 
 
 @pytest.mark.full
@@ -111,28 +126,22 @@ name = "{tmp_path / "gpt2"}"
 context = 16
 [data]
 source = "{tmp_path / "text.txt"}"
-dir = "{tmp_path / "data"}"
 tokenizer = "byte"
 [train]
 steps = 100
 global_batch = 32
 """)
-    bench = prepare_bench(str(tmp_path / "own.toml"), tmp_path / "bench", kills=1, worlds=(1,))
-    bench.folder.mkdir()
-    assert world_changes_nothing(bench).passed is passed
+    (tmp_path / "bench").mkdir()
+    bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
+    assert world_changes_nothing(bench)[0] is passed
     if passed:
-        assert resume_exact(bench).passed
-        assert export_equal(bench).passed
+        assert resume_exact(bench)[0]
+        assert export_equal(bench)[0]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_verb_proves_everything_here(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "windlass", "verify", "--json", "--kills", "3"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_verb_and_the_function_prove_everything_here(tmp_path):
+    done = windlass("verify", "--json", "--kills", "3", cwd=tmp_path, timeout=900)
     assert [proof["passed"] for proof in json.loads(done.stdout)["proofs"]] == [True] * 6
+    assert [proof.passed for proof in verify(world=1, kills=1)] == [True, None, True, True, True, True]
