@@ -262,7 +262,7 @@ def _draws(bench: Bench) -> bool:
 def sequence_whole(bench: Bench) -> tuple[bool | None, str]:
     """One run that moves over worlds reads every sample where the order says, once."""
     from windlass.data.dataset import open_data
-    from windlass.data.order import position, sample_order
+    from windlass.data.order import Order
 
     worlds = [1, 2, 4, 1] if 4 in bench.worlds else [1, 2, 1, 2] if 2 in bench.worlds else [1, 1, 1, 1]
     steps, read = STEPS // len(worlds), list[int]()
@@ -274,8 +274,8 @@ def sequence_whole(bench: Bench) -> tuple[bool | None, str]:
     recipe = bench.settings("moving")
     samples = len(open_data(recipe).train)
     expected = []
-    for epoch, index in (position(number, samples) for number in range(STEPS * BATCH)):
-        expected.append(int(sample_order(recipe.data.order, recipe.run.seed, epoch, samples)[index]))
+    for epoch, index in (divmod(number, samples) for number in range(STEPS * BATCH)):
+        expected.append(int(Order(recipe.data.order, recipe.run.seed, epoch, samples)[index]))
     epochs = [read[i : i + samples] for i in range(0, len(read), samples)]
     repeats = sum(len(epoch) - len(set(epoch)) for epoch in epochs)
     text = f"{len(read)} samples over worlds {' -> '.join(map(str, worlds))}: {repeats} repeated"

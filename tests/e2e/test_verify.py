@@ -25,13 +25,22 @@ from windlass.verification import (
 
 
 class Wrong(Bench):
-    """Trains with a slightly larger learning rate in the runs named."""
+    """The run named comes out a little wrong: one gradient norm by a millionth."""
 
-    wrong: tuple[str, ...] = ()
+    wrong = ""
 
-    def overrides(self, run: str, **settings: Any) -> list[str]:
-        more = [f"optim.lr={1.00001 * 3e-3}"] if run in self.wrong else []
-        return [*super().overrides(run, **settings), *more]
+    def here(self, run: str, **settings: Any) -> Run:
+        return self._spoiled(super().here(run, **settings))
+
+    def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
+        return self._spoiled(super().train(run, world, task, **settings))
+
+    def _spoiled(self, run: Run) -> Run:
+        if run.name == self.wrong:
+            lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+            next(line for line in lines if line["kind"] == "train" and line["step"] == 10)["grad_norm"] *= 1 + 1e-6
+            run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
 
 
 def test_one_process_proves_resume_and_kills(tmp_path):
@@ -57,7 +66,7 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
 
 def test_a_resume_that_is_not_exact_fails_the_proof(tmp_path):
     bench = Wrong(tmp_path, worlds=(1,))
-    bench.wrong = ("from-7",)
+    bench.wrong = "from-7"
     passed, measured = resume_exact(bench)
     assert passed is False
     assert "differ after: 7" in measured
@@ -102,7 +111,7 @@ def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path):
 @pytest.mark.dist
 def test_a_strategy_that_is_wrong_fails_the_proof(tmp_path):
     bench = Wrong(tmp_path, worlds=(1, 2))
-    bench.wrong = ("s-full_shard",)
+    bench.wrong = "s-full_shard"
     assert strategies_agree(bench)[0] is False
 
 
