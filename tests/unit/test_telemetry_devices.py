@@ -62,27 +62,20 @@ def test_a_sample_belongs_to_the_phase_that_took_most_of_its_interval(tmp_path):
     sampler._switches.append((2.9, "train"))
     assert sampler._main_phase(2.0, 3.0) == "eval"
     assert sampler._main_phase(3.0, 4.0) == "train"
-
-
-def test_waiting_for_data_is_training(tmp_path):
-    sampler = DeviceSampler(tmp_path)
     sampler.phase("data")
-    assert sampler._switches[0][1] == "train"
+    assert sampler._switches[0][1] == "train", "waiting for data is training"
 
 
-def test_a_driver_that_fails_ends_the_sampling_and_says_so(tmp_path):
-    sampler = DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)).start()
-    until(lambda: sampler.warning)
-    sampler.stop()
-    assert "rank 1" in sampler.warning and "driver went away" in sampler.warning
-
-
-def test_a_directory_that_cannot_be_written_ends_the_sampling_and_says_so(tmp_path):
-    (tmp_path / "devices").write_text("in the way")
-    sampler = DeviceSampler(tmp_path / "devices", every=0.001, probe=Probe()).start()
-    until(lambda: sampler.warning)
-    sampler.stop()
-    assert "rank 0" in sampler.warning and str(tmp_path / "devices") in sampler.warning
+def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for sampler, words in (
+        (DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)), ("rank 1", "driver went away")),
+        (DeviceSampler(tmp_path / "file", every=0.001, probe=Probe()), ("rank 0", str(tmp_path / "file"))),
+    ):
+        sampler.start()
+        until(lambda sampler=sampler: sampler.warning)
+        sampler.stop()
+        assert all(word in sampler.warning for word in words)
 
 
 def test_the_host_probe_sees_this_process_at_work():
@@ -99,8 +92,7 @@ def test_the_host_probe_sees_this_process_at_work():
 
 def fake_nvml(monkeypatch, handles):
     module = types.ModuleType("pynvml")
-    module.NVMLError = type("NVMLError", (Exception,), {})
-    module.NVML_TEMPERATURE_GPU = 0
+    module.NVMLError, module.NVML_TEMPERATURE_GPU = type("NVMLError", (Exception,), {}), 0
     module.nvmlInit = lambda: None
 
     def by_uuid(uuid):
@@ -112,47 +104,38 @@ def fake_nvml(monkeypatch, handles):
         handle["asked"] = handle.get("asked", 0) + 1
         raise module.NVMLError("not supported")
 
-    module.nvmlDeviceGetHandleByUUID = by_uuid
+    module.nvmlDeviceGetHandleByUUID, module.nvmlDeviceGetPowerUsage = by_uuid, power
     module.nvmlDeviceGetUtilizationRates = lambda handle: types.SimpleNamespace(gpu=handle["util"])
     module.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=handle["used"])
-    module.nvmlDeviceGetPowerUsage = power
     module.nvmlDeviceGetTemperature = lambda handle, kind: 60
     monkeypatch.setitem(sys.modules, "pynvml", module)
 
 
 def fake_torch(monkeypatch, uuids):
-    cuda = types.ModuleType("torch.cuda")
+    names = ("torch", "torch.cuda", "torch.cuda.memory")
+    torch, cuda, memory = modules = [types.ModuleType(name) for name in names]
+    torch.cuda, cuda.memory = cuda, memory
     cuda.get_device_properties = lambda index: types.SimpleNamespace(name="GPU", total_memory=80e9, uuid=uuids[index])
-    cuda.memory = types.ModuleType("torch.cuda.memory")
-    stats = {"current": 2_000_000, "peak": 5_000_000}
-    nested = {"allocated_bytes": {"all": stats}, "reserved_bytes": {"all": {"current": 8_000_000, "peak": 9_000_000}}}
-    cuda.memory.memory_stats_as_nested_dict = lambda index: nested
-    torch = types.ModuleType("torch")
-    torch.cuda = cuda
-    for name, module in (("torch", torch), ("torch.cuda", cuda), ("torch.cuda.memory", cuda.memory)):
+    allocated, reserved = {"current": 2_000_000, "peak": 5_000_000}, {"current": 8_000_000, "peak": 9_000_000}
+    nested = {"allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": reserved}}
+    memory.memory_stats_as_nested_dict = lambda index: nested
+    for name, module in zip(names, modules, strict=True):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_a_gpu_is_found_by_its_uuid_not_its_index(monkeypatch):
+def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
     """With CUDA_VISIBLE_DEVICES=2, torch's device 0 is NVML's device 2."""
     two = {"util": 97, "used": 3_000_000}
     fake_nvml(monkeypatch, {"GPU-aaaa": {"util": 0, "used": 0}, "GPU-cccc": two})
     fake_torch(monkeypatch, ["cccc"])
+    allocator = {"mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0, "peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0}
     probe = devices.CudaProbe(0)
-    found = probe.read()
-    assert found == {
-        "util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0, "mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0,
-        "peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0,
-    }  # fmt: skip
+    assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
     probe.read()
     assert two["asked"] == 1, "what a device does not have is asked for once"
     assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
-
-
-def test_without_nvml_the_allocator_still_speaks(monkeypatch):
     fake_nvml(monkeypatch, {})
-    fake_torch(monkeypatch, ["cccc"])
-    assert set(devices.CudaProbe(0).read()) == {"mem_alloc_mb", "mem_reserved_mb", "peak_alloc_mb", "peak_reserved_mb"}
+    assert devices.CudaProbe(0).read() == allocator
 
 
 # -- the summary ----------------------------------------------------------------------------------------------------
