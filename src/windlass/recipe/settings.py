@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -17,6 +17,8 @@ BestMeasure = Literal[
     "loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm", "hellaswag.acc_per_token"
 ]
 """What a model can be the best by: a suite, and the field of its `eval` line."""
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -261,7 +263,7 @@ class OptimSettings(Section):
     """`adamw` (arXiv 1711.05101, fused), or `muon` on the blocks' matrices with AdamW on the rest."""
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
@@ -275,13 +277,6 @@ class OptimSettings(Section):
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
     """`optim.schedule.kind`, `.warmup`, `.decay`, `.start`, `.final`."""
-
-    @field_validator("betas")
-    @classmethod
-    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= b < 1 for b in value):
-            raise ValueError("both betas lie in [0, 1)")
-        return value
 
 
 class ParallelSettings(Section):
@@ -354,8 +349,8 @@ class EvalSettings(Section):
     """How often the validation loss is measured; also at step 0 and at the end."""
     batches: int = Field(0, ge=0)
     """Global batches of the validation set to use, always the same ones; 0: all of it."""
-    suites: list[str] = [LOSS_SUITE]
-    """Measured at every evaluation: `loss`, `hellaswag`, `squad`."""
+    suites: list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]] = [LOSS_SUITE]
+    """Measured at every evaluation: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`."""
     hellaswag_file: str = ""
     """HellaSwag's validation items as JSONL; empty: through `datasets`."""
     hellaswag_items: int = Field(0, ge=0)
@@ -377,16 +372,6 @@ class EvalSettings(Section):
     """Softmax temperature of the samples; 0: always the most likely token (greedy)."""
     top_k: int = Field(0, ge=0)
     """Sample from the k most likely tokens; 0: from all."""
-
-    @field_validator("suites")
-    @classmethod
-    def _suites(cls, value: list[str]) -> list[str]:
-        unknown = [
-            s for s in value if s not in (LOSS_SUITE, HELLASWAG_SUITE, SQUAD_SUITE) and not s.startswith("lm-eval:")
-        ]
-        if unknown:
-            raise ValueError(f"unknown suite {unknown[0]!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
-        return value
 
 
 class TelemetrySettings(Section):

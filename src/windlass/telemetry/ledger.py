@@ -1,4 +1,9 @@
-"""The ledger `metrics.jsonl`: JSON lines, appended by rank 0 alone; everything else is computed from it."""
+"""The ledger `metrics.jsonl`: JSON lines, appended by rank 0 alone; everything else is computed from it.
+
+A disk that is full or gone never stops the run: a line that cannot be written is kept in memory and goes out before
+the next one. Each line is one `write` to a file opened for appending, so that a kill leaves at most one torn line,
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +27,23 @@ def now() -> str:
 
 
 def encode(line: Mapping[str, Any]) -> str:
-    """A line as strict JSON.
-
-    Finite floats are written so that they read back bit for bit. JSON has no word for the others, so they become the
-    strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which Python's, JavaScript's and C's number parsers all take.
-    Scalars of numpy and torch become plain numbers; a value that is no JSON raises TypeError.
-    """
+    """A line as strict JSON, its finite floats so that they read back bit for bit; TypeError for what is no JSON."""
     return json.dumps(plain(line), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
 def plain(value: Any) -> Any:
-    """A value as strict JSON can say it, see `encode`."""
+    """A value in terms of JSON: scalars of numpy and torch become plain numbers.
+
+    JSON has no non-finite numbers; they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which the number
+    parsers of Python, JavaScript and C all take.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
-    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
+    if not isinstance(value, str | int | float | None) and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -47,11 +51,8 @@ def plain(value: Any) -> Any:
 
 
 class Ledger:
-    """Appends lines to a run's ledger; a disk that is full or gone never raises.
-
-    Each line is one `write` to a file opened for appending, so a kill leaves at most one torn line, at the end, and the
-    next start closes it off. Where a write fails, the line is kept in memory and goes out before the next one;
-    `warning` then says what is wrong, once.
+    """Appends lines to a run's ledger. Never raises OSError after it was opened: `warning` then holds what is wrong,
+    once.
 
     Args:
         path: The file; it is created where it is missing.
@@ -65,11 +66,10 @@ class Ledger:
     ):
         self.path, self.attempt, self.enabled, self.stamp = Path(path), attempt, enabled, stamp
         self.warning: str | None = None
-        self._waiting = b""
-        self._file = -1
+        self._unwritten, self._file = b"", -1
         if enabled:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file, self._waiting = open_lines(self.path)
+            self._file, self._unwritten = open_lines(self.path)
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
         """Append a line and return it as a dictionary; `fields` win over what `stamp` gives.
@@ -85,7 +85,7 @@ class Ledger:
             line |= self.stamp()
         line |= {key: value for key, value in fields.items() if value is not None}
         if self.enabled:
-            self._waiting += encode(line).encode("utf-8", "replace") + b"\n"
+            self._unwritten += encode(line).encode("utf-8", "replace") + b"\n"
             self._flush()
         return line
 
@@ -96,40 +96,39 @@ class Ledger:
                 os.fsync(self._file)
 
     def close(self) -> None:
-        """Write what waits, sync and close; a second call does nothing."""
+        """Write what is left, sync and close; a second call does nothing."""
         if self._file >= 0:
             self.sync()
             os.close(self._file)
             self._file, self.enabled = -1, False
 
     def _flush(self) -> bool:
-        while self._waiting:
+        while self._unwritten:
             try:
-                done = os.write(self._file, self._waiting)
+                written = os.write(self._file, self._unwritten)
             except OSError as error:
                 self.warning = self.warning or (
-                    f"the ledger {self.path} cannot be written ({error.strerror}); its lines are kept in memory and go "
-                    "out as soon as it can"
+                    f"the ledger {self.path} cannot be written ({error.strerror}); its lines are kept in memory and "
+                    "written as soon as possible"
                 )
                 return False
-            self._waiting = self._waiting[done:]
+            self._unwritten = self._unwritten[written:]
         return True
 
 
 def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a JSONL file for appending: its descriptor, and what to write first, which closes off a line torn by a
-    kill."""
+    """Open a JSONL file for appending: its descriptor, and the newline that ends a line torn by a kill, if there is
+    one."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(file).st_size
     return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""
 
 
 def tail(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Line], int]:
-    """The whole lines of a JSONL file from a byte offset on, and the offset to go on from.
+    """The whole lines of a JSONL file from a byte offset on, and the offset to continue from.
 
-    A last line without its end is left for the next call. A line that is no JSON object (torn by a kill) is left
-    out. A file that is missing has no lines; one that became shorter than `offset` is read from its beginning. With
-    `limit`, at most so many bytes are read.
+    A last line without its end is left for the next call; a line that is no JSON object (torn by a kill) is left out. A
+    missing file has no lines; one that became shorter than `offset` is read from its beginning. At most `limit` bytes.
     """
     try:
         with open(path, "rb") as file:

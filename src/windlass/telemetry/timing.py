@@ -23,7 +23,7 @@ RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
 """The phases of a process's wall time; `lost` is computed afterwards, see `wall_time`."""
 
 STARTS = ("started", "resumed", "branched", "rewound")
-"""Events from which steps are counted anew."""
+"""Events from which steps are counted on from the step of the event."""
 
 Line = dict[str, Any]
 Seconds = dict[str, float]
@@ -71,7 +71,7 @@ class StepTimer:
             yield
 
     def read(self, steps: int | None = None) -> dict[str, float]:
-        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`; then start anew. Waits for the device.
+        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this call resets. Waits for the device.
 
         Args:
             steps: Steps done since then; None: as many as there were `optimizer` phases.

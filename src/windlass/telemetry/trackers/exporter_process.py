@@ -47,7 +47,7 @@ Marks = dict[str, int]
 
 @dataclass
 class RunInfo:
-    """What a tracker is told of a run when it connects."""
+    """What a tracker gets to know of a run when it connects."""
 
     id: str
     """Names the run in every tracker: a hash of the first line that its ledger ever had, which no resume changes."""

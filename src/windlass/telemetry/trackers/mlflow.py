@@ -23,10 +23,10 @@ STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
 
 class Backend:
-    """One MLflow run, found again by a tag; how far it is stands in another tag, in the store itself.
+    """One MLflow run, found again by a tag; the steps that it has are in another tag, in the store itself.
 
     Metrics carry the ledger's own times, so lines that are sent again after a kill are, to the store, the same rows.
-    What a resume made void cannot be taken back: the points of the first attempt stay, and none comes twice.
+    Points of steps that a resume does again cannot be taken back: those of the first attempt stay, none comes twice.
     """
 
     def open(self, info: RunInfo) -> Marks:
@@ -39,8 +39,8 @@ class Backend:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}"
         artifacts = (home / "mlartifacts").resolve().as_uri() if "MLFLOW_TRACKING_URI" not in os.environ else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        found = client.get_experiment_by_name(info.project)
-        experiment = found.experiment_id if found else client.create_experiment(info.project, artifacts)
+        existing = client.get_experiment_by_name(info.project)
+        experiment = existing.experiment_id if existing else client.create_experiment(info.project, artifacts)
         runs = client.search_runs([experiment], f"tags.`{ID_TAG}` = '{info.id}'", max_results=1)
         if not runs:
             tags = {f"windlass.{key}": value for key, value in info.tags.items()} | {ID_TAG: info.id}

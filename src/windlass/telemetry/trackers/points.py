@@ -34,18 +34,18 @@ def stream(line: Line) -> str:
 
 def point(line: Line, device_samples: Iterable[Line] = ()) -> Point:
     """What a line gives a tracker; of the devices' samples since the line before it, the means by rank."""
-    made = Point(line["step"], seconds(line["time"]), stream(line))
+    shown = Point(line["step"], seconds(line["time"]), stream(line))
     if line["kind"] == "train":
-        made.scalars = {_group(key): value for key, value in numbers(line).items()} | device_means(device_samples)
-        made.scalars |= {f"goodput/{key}_s": value for key, value in numbers(line.get("seconds", {})).items()}
-        made.scalars["run/attempt"] = float(line.get("attempt", 0))
+        shown.scalars = {_group(key): value for key, value in numbers(line).items()} | device_means(device_samples)
+        shown.scalars |= {f"goodput/{key}_s": value for key, value in numbers(line.get("seconds", {})).items()}
+        shown.scalars["run/attempt"] = float(line.get("attempt", 0))
     elif line["kind"] == "sample":
-        made.texts = {f"samples/{line.get('index', 0)}": str(line.get("text", ""))}
+        shown.texts = {f"samples/{line.get('index', 0)}": str(line.get("text", ""))}
     else:
-        prefix = "eval" if made.stream == "eval/loss" else made.stream
+        prefix = "eval" if shown.stream == "eval/loss" else shown.stream
         fields = numbers(flatten({**line, "seconds": None}))
-        made.scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in fields.items()}
-    return made
+        shown.scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in fields.items()}
+    return shown
 
 
 def _group(key: str) -> str:

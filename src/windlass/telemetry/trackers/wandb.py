@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {  # nothing of the machine, the code, or the console
 class Backend:
     """One W&B run under a stable id.
 
-    Online, a resume continues the same run; what the server has is told by the run's own summary, which holds the
+    Online, a resume continues the same run; which steps the server has is in the run's own summary: the
     last step of each stream. An offline file cannot be appended to, so each start writes the whole effective ledger
     into a new one and then removes those before it: to the server they are one run, and no point comes twice.
 
