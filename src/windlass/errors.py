@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 def before_training(name: str) -> str:
     """What is said of a stop before the first step of a start: nothing was done that could be lost."""
-    return f"stopped by {name} before step 1 of this start; the same command goes on from there"
+    return f"stopped by {name} before the first step; nothing to save; start the same command again"
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:

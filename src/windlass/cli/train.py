@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import typer
@@ -64,16 +63,14 @@ def train(
         raise UserError(
             f"--world {world}: this process is already one of {here.world} ({here.launcher}); leave --world out"
         )
-    from windlass.training.guard import Signals
+    from windlass.training.stop import StopSignals
 
-    alone = here.world == 1  # one of many stops when it can tell the others
-    with Signals() as signals, signals.at_once() if alone else nullcontext():  # importing torch takes seconds
+    with StopSignals():  # importing torch takes seconds; the training then has its own
         from windlass.training import train as run_training
 
-    signals.carry()
-    run = run_training(
-        loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
-    )
+        run = run_training(
+            loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
+        )
     if here.launcher == "none" and run.state == "finished":
         show_end(run)
     return 0
@@ -83,12 +80,12 @@ def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
     """Start this very command line on N local processes, after what can be wrong was looked for."""
     from windlass.data.prepare import prepare
     from windlass.launch.local import launch, parse_worlds, worker_command
-    from windlass.training.guard import Signals
+    from windlass.training.stop import StopSignals
 
     worlds = parse_worlds(world)
     for number in worlds:
         recipe.batch(number)
-    with Signals() as signals, signals.at_once():
+    with StopSignals():
         prepare(recipe)
     code = launch(worker_command(sys.argv[1:]), worlds, max_restarts)
     if code == 0:

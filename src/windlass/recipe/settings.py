@@ -330,10 +330,11 @@ class CheckpointSettings(Section):
     """`latest`, `best`, a step, a checkpoint's path, or `never` (refuses where there is one)."""
     background: bool = True
     """Write in the background while training goes on; `false`: wait for the disk."""
-    max_failed_saves: int = Field(5, ge=1)
-    """The run ends after this number of failed saves in a row, rather than go on unsaved."""
-    grace_seconds: float = Field(60.0, gt=0)
-    """How long after a signal the process may go on; a save that would not fit into it is not begun."""
+    max_failed_saves: int = Field(3, ge=1)
+    """So many saves in a row that fail end the run: it would go on with nothing to resume from."""
+    grace_seconds: float = Field(25.0, gt=0)
+    """Seconds after a signal within which the run saves and ends; a save that would take longer is not begun. 25, because
+    torchrun kills its ranks 30 s after it has passed a signal on; under a scheduler that waits longer, write what it waits."""
 
     @field_validator("resume", mode="before")
     @classmethod

@@ -17,16 +17,16 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import step_dir
 from windlass.checkpoint.lineage import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.load import Checkpoint, Choice, list_run
-from windlass.errors import UserError
+from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe
@@ -34,6 +34,9 @@ from windlass.run import LOCK, OCCUPIED, Run, lock_held, read_lines
 
 if TYPE_CHECKING:
     from windlass.data.dataset import Data
+    from windlass.parallel.dist import Ranks
+
+Value = TypeVar("Value")
 
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 """Settings in which a branch may differ from the run it comes from; model, data, seed and batch stay."""
@@ -199,6 +202,27 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
     if requeued and here["slurm"] and lineage.job.get("slurm") == here["slurm"]:
         return True
     return env.attempt > 0 and env.launcher != "slurm" and lineage.job.get("launch", "") == here["launch"]
+
+
+def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
+    """What rank 0 decides (anything that JSON holds), on every rank; its error is raised on every rank."""
+    answer: dict[str, Any] = {}
+    if ranks.main:
+        try:
+            answer = {"value": decide()}
+        except UserError as error:
+            answer = {"user_error": str(error)}
+        except OSError as error:
+            answer = {"user_error": f"{error.filename}: {error.strerror}; give another run.dir"}
+        except RunFailed as error:
+            answer = {"failure": str(error)}
+    answer = ranks.broadcast_object(name, answer)
+    if "user_error" in answer:
+        raise UserError(answer["user_error"])
+    if "failure" in answer:
+        raise RunFailed(answer["failure"])
+    value: Value = answer["value"]
+    return value
 
 
 # -- which checkpoint to start from; on rank 0 ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""All that must survive a kill, besides the weights and the optimizer's moments: a few counters.
+"""All that must survive a kill besides weights and optimizer state: a few counters.
 
-Data order, dropout and initialisation are pure functions of the seed and these numbers, so there is no generator and no
-loader position to save.
+Data order, dropout and initialisation are pure functions of the seed and these numbers, so no generator state and no loader
+position is saved. The best values so far are not here: they are in the ledger.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ class TrainState:
     samples: int = 0
     """Sequences trained on."""
     tokens: int = 0
-    """Tokens trained on that counted in the loss: padding and masked prompts are not among them."""
-    best_loss: float | None = None
-    """Lowest validation loss so far."""
-    best_score: float | None = None
-    """The best value so far of the measure `checkpoint.best`."""
+    """Unmasked labels trained on: padding and masked prompts are not counted."""
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
     updates_skipped: int = 0
-    """Updates that were skipped because of a non-finite gradient or a spike, in all."""
+    """Updates that were not made because of a non-finite step or a spike, in all."""
     skips_in_a_row: int = 0
-    """Those since the last update that was made."""
+    """Non-finite steps since the last good one."""
     loss_scale: float = 1.0
     """The fp16 loss scale (1 in other precisions)."""
     scale_good_steps: int = 0
@@ -41,14 +37,13 @@ class TrainState:
         """The counters as JSON values."""
         return asdict(self)
 
+    def assign(self, other: TrainState) -> None:
+        """Take over all counters: the parts of a training share one state."""
+        vars(self).update(vars(other))
+
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:
-        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is forgotten in silence.
-
-        Checkpoints of before `checkpoint.best` have no `best_score`; a resume reads it from the ledger in any case.
-        """
-        names = TrainState.__dataclass_fields__
-        state = TrainState(**{name: saved[name] for name in names if name != "best_score"})
-        state.best_score = saved.get("best_score")
+        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is lost unnoticed."""
+        state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
         state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
         return state

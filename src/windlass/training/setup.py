@@ -1,0 +1,368 @@
+"""From a recipe to a run: `train` makes the parts of a training in order, and has the `Trainer` run them.
+
+The order, each a plain function below: who am I (environment, store), data, process group, batch arithmetic and horizon, run
+directory, model, optimizer, checkpoint, then what records (ledger, terminal, sampler, trackers). What rank 0 alone may do,
+look into the run directory and write there, goes through `decide_on_rank_0`, so that every rank has the result or raises the
+same error.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from windlass.checkpoint import load as checkpoints
+from windlass.checkpoint.commit import shortage
+from windlass.checkpoint.lineage import read_lineage
+from windlass.checkpoint.load import Choice
+from windlass.checkpoint.reshard import gather_state, restore
+from windlass.checkpoint.retention import policy_of
+from windlass.checkpoint.save import Saver
+from windlass.data.dataset import Data, open_data
+from windlass.errors import UserError
+from windlass.estimate.milestones import checkpoints_to_come
+from windlass.estimate.optimum import resolve_steps
+from windlass.evaluation.suites import Suites
+from windlass.fileio import Files
+from windlass.interop.init_from import load_initial
+from windlass.model import hf_files
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
+from windlass.model.hf import HfModel, read_sizes, sizes_of
+from windlass.model.size import flops_per_token
+from windlass.optim.build import build_optimizer
+from windlass.parallel.dist import Ranks, init_process_group, init_store
+from windlass.parallel.env import detect_env
+from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
+from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.run import Run, read_lines
+from windlass.telemetry.console import Console
+from windlass.telemetry.devices import DeviceSampler, measure_cpu_peak
+from windlass.telemetry.environment import describe, describe_rank, write_environment
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
+from windlass.telemetry.trackers import start_trackers
+from windlass.training.checks import tie_groups, uses_dropout
+from windlass.training.measure import Measurements
+from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
+from windlass.training.record import ModelFacts, Recorder
+from windlass.training.saves import Saves
+from windlass.training.start import (
+    StartPlan,
+    acquire_run_lock,
+    candidate_checkpoints,
+    decide_on_rank_0,
+    hash_without_steps,
+    resolve_start,
+    set_aside,
+    write_start,
+    write_tokenizer,
+)  # fmt: skip
+from windlass.training.state import TrainState
+from windlass.training.stop import StopSignals
+from windlass.training.trainer import OnStep, Trainer
+
+
+def train(
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    data: Data | None = None,
+    on_step: OnStep | None = None,
+    *,
+    fresh: bool = False,
+    extend_to: int = 0,
+    branch_from: str = "",
+    stop_at: int = 0,
+    profile: int = 0,
+) -> Run:
+    """Train a recipe in this process, as one rank among those of the launcher that started it.
+
+    A run directory that holds a committed checkpoint is resumed; a finished run is returned as it is. A signal before the
+    first step ends the process with exit code 75: nothing is lost.
+
+    Args:
+        recipe: Everything that defines the run.
+        model: A module of the user's own instead of the recipe's: `forward(tokens [B, T], labels [B, T])` gives the sum of
+            the loss over labels that are not -100, `blocks()` the list of its repeated parts. Its weights are taken as they
+            are. With `vocab` it is checked against the data's, with `new_cache` (as `windlass.model.gpt.GPT`) it is sampled.
+        data: Samples of the user's own (see `windlass.data.dataset.Data`); the tokenizer may be None, and then no text is
+            generated.
+        on_step: Called after every step.
+        fresh: Set an existing run directory aside.
+        extend_to: Continue to so many steps, past the horizon of the run in the directory.
+        branch_from: `RUN@STEP`: begin a new run from that checkpoint.
+        stop_at: Save and stop after this step.
+        profile: Write a profiler's trace of so many steps.
+
+    Returns:
+        The run.
+
+    Raises:
+        UserError: The recipe, the data, the directory or the environment are not what they must be.
+        RunFailed: The run cannot continue: a non-finite step, a lost rank, a disk that takes no checkpoint.
+        Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
+    """
+    with StopSignals() as stop, ExitStack() as stack:
+        plan = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        if plan.finished:
+            return plan.run
+        trainer = set_up(plan, model, data, on_step, stop, stack, stop_at)
+        trainer.run(profile)
+    return plan.run
+
+
+def set_up(
+    plan: StartPlan, custom: nn.Module | None, data: Data | None, on_step: OnStep | None, stop: StopSignals, stack: ExitStack,
+    stop_at: int,
+) -> Trainer:  # fmt: skip
+    """Make every part of a training, in order; `stack` ends them in the reverse order."""
+    recipe, goodput = plan.recipe, Goodput()
+    ranks = stack.enter_context(init_store(detect_env(), recipe))
+    data = open_data(recipe) if data is None else data
+    init_process_group(ranks, recipe)
+    batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
+    choice = (
+        None if plan.resuming else choose_checkpoint(plan, ranks, horizon)
+    )  # of a branch; refused before any change
+    attempt, token = open_run_directory(plan, ranks, data, choice, stack)
+
+    model, facts = prepare_model(recipe, plan.run, ranks, data, custom)
+    replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
+    optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated)
+
+    own, notes = resume_run(plan, ranks, horizon)
+    choice = own or choice
+    notes += choice.notes if choice is not None else []
+    path = choice.path if choice is not None else None
+    state, more_notes = load_weights(path, recipe, ranks, data, batch, facts, model, optimizer)
+    ranks.mark(state.step, "start")
+
+    saver = open_saver(plan, ranks, horizon, f"{attempt}_{token}")
+    stack.callback(saver.close)
+    recorder = open_recorder(plan, ranks, horizon, facts, state, model, goodput, attempt, stack)
+    if ranks.main:
+        warn_if_disk_is_short(recipe, model, optimizer, recorder)
+    scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
+    deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
+    meta = {
+        "recipe": recipe.config_hash, "line": hash_without_steps(recipe), "data": data.fingerprint,
+        "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
+        "micro_batch": batch.micro_batch,
+    }  # fmt: skip
+    newest = state.step if path else -1
+    suites = Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch)
+    measurements = Measurements(recipe, model, data, ranks, horizon, suites, recorder)
+    return Trainer(
+        recipe=recipe, plan=plan, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
+        optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
+        bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
+        saves=Saves(saver, ranks, model, optimizer, state, scaler, recorder, measurements, meta, newest),
+        measurements=measurements, recorder=recorder, resumed_from=str(path or ""), notes=[*notes, *more_notes],
+        on_step=on_step, stop_at=stop_at,
+    )  # fmt: skip
+
+
+def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
+    """How a step's samples are divided over the ranks, and the length of the run."""
+    if ranks.device.type == "cpu" and recipe.train.precision == "fp16" and recipe.train.compile:
+        raise UserError("train.compile: fp16 on a CPU is for tests and is not compiled; use bf16 or fp32")
+    batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
+    if samples < 1:
+        raise UserError(
+            f"the training data has no sample of model.context = {recipe.model.context} tokens; use a larger corpus or a "
+            "shorter context"
+        )
+    parameters = None
+    if recipe.train.steps == "compute-optimal":
+        if custom:
+            raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
+        if recipe.model.kind == "hf":
+            parameters = read_sizes(recipe).total
+    sample_tokens = getattr(data.train, "sample_tokens", None)  # a user's own source may not have it
+    steps = resolve_steps(recipe, data.vocab, sample_tokens() if sample_tokens else None, samples, parameters)
+    return batch, Horizon(steps, samples, recipe.train.global_batch)
+
+
+def open_run_directory(
+    plan: StartPlan, ranks: Ranks, data: Data, choice: Choice | None, stack: ExitStack
+) -> tuple[int, str]:
+    """Rank 0 makes the directory (or sets the old one aside), locks it, and writes what a new run starts from.
+
+    Returns the number of this attempt, and a token that names it among all.
+    """
+    run = plan.run
+
+    def prepare() -> tuple[int, str]:
+        if plan.fresh:
+            set_aside(run.path)
+        Files().make_dirs(run.path)
+        if (lock := acquire_run_lock(run.path)) is not None:
+            stack.enter_context(lock)
+        if not plan.resuming and run.recipe_path.exists():
+            raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
+        run.heartbeat_path.touch()
+        if not plan.resuming:
+            write_start(plan, choice)
+        write_tokenizer(run, data)
+        attempt = max((int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)), default=-1) + 1
+        return attempt, secrets.token_hex(4)
+
+    attempt, token = decide_on_rank_0(ranks, "attempt", prepare)
+    return attempt, token
+
+
+def choose_checkpoint(plan: StartPlan, ranks: Ranks, horizon: Horizon) -> Choice | None:
+    """The checkpoint to start from, of which every rank hashes its share; None: step 0. Changes nothing."""
+    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidate_checkpoints(plan, horizon))))
+    return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
+
+
+def resume_run(plan: StartPlan, ranks: Ranks, horizon: Horizon) -> tuple[Choice | None, list[str]]:
+    """Rank 0 tidies up after a kill; all choose the checkpoint of an existing run; a new lineage is written down."""
+    ranks.mark(0, "load")
+    notes = decide_on_rank_0(ranks, "recover", lambda: checkpoints.recover(plan.run.checkpoints_dir))
+    if not plan.resuming:
+        return None, notes
+    choice = choose_checkpoint(plan, ranks, horizon)
+
+    def settle() -> None:
+        if choice is not None:
+            checkpoints.set_aside(choice, plan.run.path)
+        if plan.new_lineage:
+            write_start(plan, choice)
+
+    decide_on_rank_0(ranks, "settle", settle)
+    return choice, notes
+
+
+def prepare_model(
+    recipe: Recipe, run: Run, ranks: Ranks, data: Data, custom: nn.Module | None
+) -> tuple[nn.Module, ModelFacts]:
+    """The model on this rank, parallelized; our own GPT with its initial weights, a user's with the weights it has.
+
+    The weights of a model of `transformers` come in `load_weights`, when it is known that no checkpoint has them.
+    """
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    model = build_model(recipe, data.vocab, device="meta", run=run.path) if custom is None else custom
+    rows = getattr(model, "vocab", data.vocab)
+    if data.vocab > rows:
+        raise UserError(
+            f"the model has {rows:,} token embeddings, and the tokenizer {data.vocab:,} tokens: set model.vocab to 0 or to at "
+            "least that"
+        )
+    precision, cuda = resolve_precision(recipe.train.precision, ranks.device), ranks.device.type == "cuda"
+    hf = sizes_of(model) if isinstance(model, HfModel) and custom is None else None
+    flops = hf.flops_per_token() if hf else None
+    if custom is None and recipe.model.kind == "gpt":
+        flops = flops_per_token(recipe.model, data.vocab)
+    device_name, peak = "CPU", measure_cpu_peak() if recipe.telemetry.cpu_peak and not cuda else None
+    if cuda:
+        device_name = torch.cuda.get_device_name(ranks.device)
+        peak = peak_flops(device_name, precision)
+    facts = ModelFacts(
+        custom is not None, sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model),
+        tie_groups(model), hf, flops, device_name, peak,
+    )  # fmt: skip
+    if precision == "fp64":
+        model = model.double()
+    model = parallelize(model, ranks, recipe)
+    if hf:
+        decide_on_rank_0(ranks, "origin", lambda: hf_files.save_origin(unwrap(model), run.path))
+    elif custom is None:
+        initialise(unwrap(model), recipe.run.seed)
+    return model, facts
+
+
+def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, name: str) -> Saver:
+    """The writer of checkpoints, with the rules of retention."""
+    horizons = [horizon]
+    if plan.extends_from:  # `keep_every` as a share of the run named other steps when the run was shorter
+        horizons.append(replace(horizon, steps=plan.extends_from))
+    lineage = read_lineage(plan.run.path)
+    policy = policy_of(plan.recipe.checkpoint, horizons, lineage.own_step() if lineage is not None else None)
+    return Saver(
+        plan.run.checkpoints_dir, ranks.rank, ranks.world, name, policy, device=ranks.device,
+        background=plan.recipe.checkpoint.background,
+    )  # fmt: skip
+
+
+def load_weights(
+    path: Path | None, recipe: Recipe, ranks: Ranks, data: Data, batch: BatchPlan, facts: ModelFacts, model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[TrainState, list[str]]:  # fmt: skip
+    """Fill model, optimizer and counters from a checkpoint, or where there is none the model from where its weights come."""
+    if path is None:
+        if recipe.model.init_from and not facts.custom:
+            load_initial(unwrap(model), recipe, ranks)
+        elif facts.hf:
+            initialise(unwrap(model), recipe.run.seed)
+        return TrainState(), []
+    checkpoint = checkpoints.open_checkpoint(path, deep=False)
+    saved = checkpoint.meta
+    if saved.get("data") != data.fingerprint:
+        raise UserError(
+            f"the data is not what {path} was trained on (fingerprint {data.fingerprint}, there {saved.get('data')}): bring the "
+            "old data back (data.dir), or start over with --fresh"
+        )
+    ranks.mark(checkpoint.step, "load")
+    notes, same_optimizer = [], saved.get("optimizer") == recipe.optim.kind
+    if not same_optimizer:  # a branch may change it
+        notes.append(
+            f"{path} has the state of {saved.get('optimizer')}, which {recipe.optim.kind} cannot use: the optimizer state "
+            "starts over"
+        )
+    restore(checkpoint, model, optimizer if same_optimizer else None)
+    if facts.dropout and saved.get("micro_batch") != batch.micro_batch:
+        # The masks of a micro-batch follow from its number in the step and its shape.
+        notes.append(
+            f"dropout draws other masks from here on: the micro-batch was {saved.get('micro_batch')} sequences and is "
+            f"{batch.micro_batch} (train.micro_batch; by default it follows the number of ranks)"
+        )
+    return TrainState.from_json(checkpoint.counters), notes
+
+
+def open_recorder(
+    plan: StartPlan, ranks: Ranks, horizon: Horizon, facts: ModelFacts, state: TrainState, model: nn.Module,
+    goodput: Goodput, attempt: int, stack: ExitStack,
+) -> Recorder:  # fmt: skip
+    """Ledger, terminal and trackers on rank 0, the device sampler on every rank; all closed at the end of `stack`."""
+    recipe, run = plan.recipe, plan.run
+    ledger = Ledger(run.metrics_path, attempt, enabled=ranks.main, stamp=goodput.stamp)
+    stack.callback(ledger.close)
+    console = Console(horizon.steps, ranks.main, run.log_path, ranks.rank)
+    stack.callback(console.close)
+    hosts = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
+    if ranks.main:
+        origin = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf else {}
+        write_environment(run.path, {**describe(hosts), **origin})
+    sampler = DeviceSampler(
+        run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=recipe.telemetry.sample_seconds,
+        attempt=attempt,
+    ).start()  # fmt: skip
+    stack.callback(sampler.stop)
+    goodput.listen(sampler.phase)
+    trackers = start_trackers(run.path, recipe) if ranks.main and recipe.telemetry.trackers else None
+    if trackers is not None:
+        stack.callback(trackers.close)
+    return Recorder(
+        run, ranks.world, ranks.main, facts, horizon, state, ledger, console, StepTimer(ranks.device, goodput), goodput,
+        sampler, trackers,
+    )  # fmt: skip
+
+
+def warn_if_disk_is_short(
+    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
+) -> None:
+    """On rank 0: warn where the disk will not hold what the run is going to save."""
+    run, step = recorder.run, recorder.state.step
+    present = len(list(run.checkpoints_dir.glob("step-????????")))
+    count = checkpoints_to_come(recipe, recorder.horizon, step, present)
+    size = gather_state(model, optimizer, 0, 1).total_bytes
+    size += 0 if step else 8 * recorder.facts.parameters  # the optimizer has no state before its first step
+    if count and (missing := shortage(run.path, count * size, "the run")):
+        recorder.console.warning(missing)

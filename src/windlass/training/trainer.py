@@ -1,0 +1,399 @@
+"""The loop of a training: forward, backward, clip, update, log; save, evaluate and stop when it is time.
+
+`setup.train` makes the parts in order and calls `Trainer.run`. Unusual here:
+
+- Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters and no generator states.
+- The loss is a sum over the step's unmasked labels on all ranks, divided once by their global number: world size,
+  accumulation and padding change nothing but rounding.
+- What one rank knows (a stop signal, failed saves), all act on after the same step: the flags travel over the gloo group
+  while the step computes (`Agreement`).
+- After an exception no collective is called: the other ranks may be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint import load as checkpoints
+from windlass.checkpoint.reshard import restore
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL
+from windlass.data.loader import Loader, StepBatch
+from windlass.data.order import step_samples
+from windlass.errors import RunFailed, Stopped, UserError, first_line
+from windlass.optim.build import set_lr
+from windlass.optim.schedule import factor
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import autocast, sync_gradients
+from windlass.training.checks import check_ids, replicas, startup_checks
+from windlass.training.record import start_profiler
+from windlass.training.start import decide_on_rank_0
+from windlass.training.state import TrainState
+from windlass.training.stop import save_fits
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from windlass.data.dataset import Data
+    from windlass.parallel.dist import Ranks
+    from windlass.recipe import BatchPlan, Horizon, Recipe
+    from windlass.training.measure import Measurements
+    from windlass.training.nonfinite import BadSteps, LossScaler
+    from windlass.training.record import ModelFacts, Recorder
+    from windlass.training.saves import Saves
+    from windlass.training.start import StartPlan
+    from windlass.training.stop import StopSignals
+
+OnStep = Callable[[int, "StepResult"], object]
+"""Called after every step on every rank with the steps completed and the step's result (tensors on the device)."""
+
+WAIT_SECONDS = 0.5
+"""How long the data may be late before the loop looks at signals."""
+FAILING_SAVE_SECONDS = 5.0
+"""How long a run that fails waits for a checkpoint that is being written."""
+TRACKER_RESERVE_SECONDS = 2.0
+"""Left of the grace after a signal when the trackers must have finished."""
+MAX_REWINDS = 3
+"""How often a run returns to the same checkpoint before it gives up."""
+
+
+def step_seed(seed: int, step: int, micro: int) -> int:
+    """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank and world size."""
+    text = f"windlass/dropout/{seed}/{step}/{micro}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves behind, on the device: nothing here was waited for."""
+
+    loss: Tensor
+    """This rank's share of the step's loss: summed over ranks it is the loss per unmasked label. Scalar."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping, the same on every rank. Scalar."""
+    tokens: int
+    """Unmasked labels of the step, over all ranks."""
+    padded_tokens: int
+    """Tokens of the step with padding and masked ones, over all ranks: what was computed."""
+    lr_factor: float
+    """What the peak learning rates were multiplied by."""
+    spike: float | None = None
+    """The loss over all ranks, where it is a spike and the update was not made."""
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """A training on one rank. Each method is called by every rank at the same step."""
+
+    recipe: Recipe
+    plan: StartPlan
+    stop: StopSignals
+    ranks: Ranks
+    data: Data
+    batch: BatchPlan
+    horizon: Horizon
+    model: nn.Module
+    """Parallelized; call it for the loss."""
+    facts: ModelFacts
+    optimizer: Optimizer
+    parameters: list[nn.Parameter]
+    """Those that are trained."""
+    scaler: LossScaler | None
+    """With fp16."""
+    state: TrainState
+    bad_steps: BadSteps
+    saves: Saves
+    measurements: Measurements
+    recorder: Recorder
+    resumed_from: str
+    """The checkpoint that this start loaded; empty: none."""
+    notes: list[str]
+    """What the set-up has to say, once there is a terminal."""
+    on_step: OnStep | None
+    stop_at: int
+    rewinds: dict[int, int] = field(default_factory=dict)
+    """How often the run returned to a step."""
+
+    def run(self, profile: int = 0) -> None:
+        """Train to the last step and write the summary; raises Stopped where a signal or `stop_at` ends it before."""
+        try:
+            self.begin()
+            self.loop(profile)
+            self.finish()
+        except (Stopped, UserError):
+            raise
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # joins no collective: other ranks may be gone
+                if isinstance(error, RunFailed):  # decided by this rank itself: what is being written is good
+                    self.saves.wait(FAILING_SAVE_SECONDS)
+                self.recorder.event("failed", reason=first_line(error), phase=self.ranks.phase)
+            raise
+
+    def begin(self) -> None:
+        """Say what is about to run; check it; make up the evaluation and the sample of this step if a kill left them undone."""
+        ranks, recorder, measurements, step = self.ranks, self.recorder, self.measurements, self.state.step
+        done = measurements.read_ledger(step)
+        recorder.started(self.plan, ranks, self.batch, self.resumed_from, self.notes)
+        if self.recipe.train.startup_checks:
+            startup_checks(self.model, self.facts.ties, self.facts.precision, ranks)
+        first = step == 0 and measurements.evaluates
+        if (first or measurements.evaluation_due(step)) and "eval" not in done:
+            self.evaluate()
+        if measurements.sample_due(step) and "sample" not in done:
+            measurements.sample(step, self.poll_stop)
+        recorder.goodput.enter("train")
+        recorder.restart_counts()
+
+    def loop(self, profile: int) -> None:  # noqa: PLR0915 - in one piece, so that it reads as the training does
+        """Step, log, save, evaluate, until the last step."""
+        state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
+        profiler = None
+        if profile and ranks.main:
+            trace = recorder.run.path / "profile" / f"trace-{recorder.ledger.attempt}.json"
+            profiler = start_profiler(profile, trace, ranks.device.type == "cuda", recorder.console)
+        agreement = collectives.Agreement(ranks)
+        first, loader = True, self.open_loader()
+        try:
+            while state.step < horizon.steps:
+                batch = self.next_batch(loader)
+                if first and self.facts.custom:
+                    check_ids(self.model, batch)
+                self.stop.training = True  # from here on a signal saves before it ends the process
+                agreement.post([self.stop.requested, self.saves.failed_in_a_row])
+                result = self.step(batch, factor(recipe.optim.schedule, horizon, state.step))
+                stop_requested, failed_saves = agreement.result() or (0, 0)
+                state.step += 1
+                state.samples += self.batch.global_batch
+                state.tokens += result.tokens
+                recorder.padded_tokens += result.padded_tokens
+                recorder.console.tick(state.step)
+                if first:  # it compiled and filled caches; from now on a collective may take this long
+                    ranks.set_timeout(recipe.parallel.timeout_seconds)
+                    first = False
+
+                last = state.step == horizon.steps
+                log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
+                save_due = horizon.due(recipe.checkpoint.every, state.step)
+                evaluation_due = self.measurements.evaluation_due(state.step)
+                stopping = bool(stop_requested) or (state.step == self.stop_at and not last)
+                # What is logged, saved or measured must be known to be good; on a CPU every step is looked at.
+                look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
+                decision = self.bad_steps.decide(result.grad_norm, result.spike, look)
+                if decision.action == "rewind":
+                    loader.close(None)
+                    self.rewind(decision.reason, batch.first_sample + self.batch.global_batch)
+                    loader = self.open_loader()
+                    continue
+
+                if self.on_step is not None:
+                    self.on_step(state.step, result)
+                if log_due:
+                    self.log(result)
+                if save_due and self.saves.step != state.step:
+                    self.saves.save()
+                complete = not evaluation_due or self.evaluate()
+                if complete and self.measurements.sample_due(state.step):
+                    complete = self.measurements.sample(state.step, self.poll_stop)
+                self.poll()
+                if profiler is not None:
+                    profiler.step()
+                if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
+                    raise RunFailed(
+                        f"{failed_saves} saves in a row failed, for the reasons above: a run that cannot save does not go on "
+                        "(checkpoint.max_failed_saves)"
+                    )
+                # A signal may cut an evaluation or a sample short: the next start makes it up, at this very step.
+                if stopping or not complete:
+                    self.stop_run()
+        finally:
+            loader.close()
+            if profiler is not None:
+                profiler.stop()
+
+    def step(self, batch: StepBatch, lr_factor: float) -> StepResult:
+        """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
+        ranks, timer, precision = self.ranks, self.recorder.timer, self.facts.precision
+        scale = self.scaler.scale if self.scaler is not None else None
+        positions = sum(micro.tokens.numel() for micro in batch.micro)
+        # The counts travel over the ranks during the first forward pass.
+        counts = collectives.sum_async([batch.valid_tokens, positions], ranks)
+        loss = torch.zeros((), dtype=torch.float64 if precision == "fp64" else torch.float32, device=ranks.device)
+
+        for micro in batch.micro:
+            if self.facts.dropout:
+                torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
+            with sync_gradients(self.model, micro is batch.micro[-1]):
+                ranks.mark(batch.step, "forward")
+                with timer.phase("forward"), autocast(self.recipe, ranks.device):
+                    loss_sum = self.model(micro.tokens, micro.labels)  # tokens, labels [B, T]
+                share = loss_sum / max(1, counts.wait()[0])
+                ranks.mark(batch.step, "backward")
+                with timer.phase("backward"):
+                    (share if scale is None else share * scale).backward()
+            loss += share.detach()
+
+        ranks.mark(batch.step, "optimizer")
+        with timer.phase("optimizer"):
+            grad_norm = collectives.global_grad_norm(self.parameters, ranks)
+            grad_norm = grad_norm if scale is None else grad_norm / scale
+            spike = self.bad_steps.find_spike(loss)
+            bad = self.bad_steps.observe(loss, grad_norm)
+            if self.bad_steps.deferred:
+                self.optimizer.found_inf = bad  # type: ignore[attr-defined] # the device leaves the update out where it is 1
+            if spike is None and (self.bad_steps.deferred or not bool(bad)):
+                self.clip(grad_norm, scale)
+                set_lr(self.optimizer, lr_factor)
+                self.optimizer.step()
+            if self.scaler is not None:
+                self.scaler.update(bad)
+            self.optimizer.zero_grad(set_to_none=True)
+        tokens, padded = counts.wait()
+        ranks.mark(batch.step, "step")  # what follows an update: counting, logging
+        return StepResult(loss, grad_norm.detach(), int(tokens), int(padded), lr_factor, spike)
+
+    def clip(self, grad_norm: Tensor, scale: Tensor | None) -> None:
+        """Multiply the gradients by the clipping factor and 1 / loss scale, in one pass, or not at all where that is 1."""
+        multiplier = torch.ones_like(grad_norm)
+        if (limit := self.recipe.train.grad_clip) > 0:
+            multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0)
+        if scale is not None:
+            multiplier = multiplier / scale
+        if self.ranks.device.type == "cpu" and float(multiplier) == 1.0:
+            return
+        collectives.scale_gradients(self.parameters, multiplier)
+
+    def log(self, result: StepResult) -> None:
+        """A `train` line: the loss of this step over all ranks. Waits for the device."""
+        self.recorder.train(
+            loss=float(collectives.sum_over_ranks(result.loss, self.ranks)), lr=self.recipe.optim.lr * result.lr_factor,
+            grad_norm=float(result.grad_norm), loss_scale=float(self.scaler.scale) if self.scaler is not None else None,
+            device=self.ranks.device,
+        )  # fmt: skip
+
+    def open_loader(self) -> Loader:
+        """The batches from the present step on, read ahead in the background."""
+        data = self.recipe.data
+        return Loader(
+            self.data.train, self.batch, self.ranks.rank, seed=self.recipe.run.seed, kind=data.order,
+            device=self.ranks.device, prefetch=data.prefetch, first_step=self.state.step,
+            skipped=tuple(self.state.skipped), length_buckets=data.length_buckets and data.format != "text",
+        )  # fmt: skip
+
+    def next_batch(self, loader: Loader) -> StepBatch:
+        """The next batch. While it is late, a process of its own may stop; ranks that wait for each other cannot."""
+        while True:
+            with self.recorder.timer.phase("data"):
+                batch = loader.poll(WAIT_SECONDS)
+            if batch is not None:
+                return batch
+            step = self.state.step
+            self.ranks.mark(step + 1, "data")
+            if self.poll_stop() and self.ranks.world == 1:
+                self.stop_run()
+            if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
+                raise RunFailed(
+                    f"stopped by {self.stop.name}: rank {self.ranks.rank} has waited for the data of step {step + 1} for longer "
+                    f"than checkpoint.grace_seconds; {step - self.saves.newest()} steps since the last checkpoint are lost"
+                )
+
+    def poll_stop(self) -> bool:
+        """Whether this rank was asked to stop; asked between the forward passes of an evaluation, and while data are late."""
+        self.recorder.beat()
+        return self.stop.requested
+
+    def poll(self) -> None:
+        """What happened beside the step: saves that ended, messages of the trackers; replicas are compared where it is time."""
+        step = self.state.step
+        check = self.horizon.due(self.recipe.train.replica_check_every, step)
+        if check and (different := replicas(self.model, self.ranks)):
+            raise RunFailed(f"step {step}: {'; '.join(different)} (train.replica_check_every)")
+        self.saves.poll()
+        self.recorder.poll()
+
+    def evaluate(self) -> bool:
+        """Measure; save the best model so far, also where no save is due. False where a stop cut the measurement short."""
+        step, measurements = self.state.step, self.measurements
+        if not measurements.evaluate(step, self.poll_stop):
+            return False
+        if step and self.recipe.checkpoint.keep_best and self.saves.step != step and measurements.is_best(step):
+            self.saves.save(BEST)
+        return True
+
+    def rewind(self, reason: str, stop_sample: int) -> None:
+        """Return to the last good checkpoint, and leave out the samples from there up to `stop_sample`."""
+        state, recorder, run = self.state, self.recorder, self.recorder.run
+        self.saves.wait()
+
+        def choose() -> str:
+            choice = checkpoints.choose(run.path)
+            if choice is None:
+                raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
+            for note in choice.notes:
+                recorder.console.warning(note)
+            checkpoints.set_aside(choice, run.path)
+            return str(choice.path)
+
+        checkpoint = checkpoints.open_checkpoint(decide_on_rank_0(self.ranks, "rewind", choose), deep=False)
+        self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
+        if self.rewinds[checkpoint.step] > MAX_REWINDS:
+            raise RunFailed(
+                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times already, so the samples are not what "
+                "is wrong. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
+            )
+        restore(checkpoint, self.model, self.optimizer)
+        saved = TrainState.from_json(checkpoint.counters)
+        start = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
+        saved.skipped = [*state.skipped, (start, stop_sample)]
+        state.assign(saved)
+        self.bad_steps.reset()
+        if self.scaler is not None:
+            self.scaler.load(state)
+        self.saves.step = state.step
+        self.measurements.forget_after(state.step)
+        recorder.rewound(reason, [start, stop_sample])
+
+    def stop_run(self) -> None:
+        """Save where the grace allows it, and raise Stopped; all ranks come here after the same step."""
+        step, saves, recorder, settings = self.state.step, self.saves, self.recorder, self.recipe.checkpoint
+        told = self.ranks.all_gather_object("signals", [self.stop.requested, self.stop.seconds_since()])
+        signalled, since = any(requested for requested, _ in told), max(seconds for _, seconds in told)
+        reason = self.stop.name if signalled else f"--stop-at {step}"
+        needed = decide_on_rank_0(
+            self.ranks, "seconds to save", lambda: saves.expected_seconds() if saves.step != step else 0.0
+        )
+        if signalled and not save_fits(needed, settings.grace_seconds, since):
+            left = settings.grace_seconds - since
+            saves.wait(max(0.0, left))  # what is being written may still be committed
+            recorder.event("preempted", reason=reason, saved=False)
+            raise RunFailed(
+                f"stopped by {reason} at step {step}: a save takes about {needed:.0f} s and only {left:.0f} s are left, so the "
+                f"last checkpoint stands and {step - saves.newest()} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
+            )
+        if not saves.commit(EMERGENCY):
+            raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
+        recorder.event("preempted", reason=reason, saved=True)
+        recorder.ledger.sync()
+        flush = self.recipe.telemetry.flush_seconds
+        recorder.finish_trackers(
+            min(flush, settings.grace_seconds - since - TRACKER_RESERVE_SECONDS) if signalled else flush
+        )
+        raise Stopped(f"stopped by {reason} after step {step}, all saved; start the same command again to continue")
+
+    def finish(self) -> None:
+        """The last checkpoint, the summary, the end of the trackers."""
+        step, recorder = self.state.step, self.recorder
+        self.ranks.mark(step, "end")
+        if not self.saves.commit(FINAL):
+            raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
+        recorder.sampler.stop()
+        self.ranks.all_gather_object("summary", step)  # every rank's samples are written
+        recorder.summary(self.recipe.checkpoint.best, self.measurements.scores, self.measurements.losses)
+        recorder.event("finished")
+        recorder.console.event(f"finished: {recorder.run.path}", step)
+        recorder.finish_trackers(self.recipe.telemetry.flush_seconds)
