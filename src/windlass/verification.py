@@ -253,10 +253,10 @@ def _draws(bench: Bench) -> bool:
     """Whether the model of a library draws random masks."""
     from windlass.data.dataset import open_data
     from windlass.model.build import build_model
-    from windlass.training.step import drops
+    from windlass.training.checks import uses_dropout
 
     recipe = bench.settings("model")
-    return any(map(drops, build_model(recipe, open_data(recipe).vocab, "meta").modules()))
+    return uses_dropout(build_model(recipe, open_data(recipe).vocab, "meta"))
 
 
 def sequence_whole(bench: Bench) -> tuple[bool | None, str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import recipe, run_ranks
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
 from windlass.parallel import collectives
@@ -37,9 +38,9 @@ def test_a_lost_tie_is_found():
     model = Tied()
     before = checks.tie_groups(model)
     assert before == [["first.weight", "second.weight"]]
-    assert checks.ties(model, before) == []
+    assert checks.lost_ties(model, before) == []
     model.second.weight = nn.Parameter(model.first.weight.detach().clone())
-    assert "first.weight and second.weight" in checks.ties(model, before)[0]
+    assert "first.weight and second.weight" in checks.lost_ties(model, before)[0]
 
 
 def test_a_wrong_gradient_norm_is_found_and_gradients_come_back(monkeypatch):
@@ -65,13 +66,46 @@ def test_the_hash_of_a_tensor_sees_every_bit_and_place(dtype):
         assert checks.fingerprint(other) != mark
 
 
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation makes inside the context, views of `known` left out."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.bytes = known.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), more=None):
+        made = function(*arguments, **(more or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() != self.known:
+            self.bytes = max(self.bytes, made.numel() * made.element_size())
+        return made
+
+
+def test_hashing_a_large_tensor_takes_little_memory():
+    """Start-up must not need more memory than the training: 8 bytes for each word of a chunk, whatever the size."""
+    tensor = torch.arange(6 * checks.HASH_WORDS + 5, dtype=torch.float32)
+    with Largest(tensor) as largest:
+        mark = checks.fingerprint(tensor)
+    assert largest.bytes <= 8 * checks.HASH_WORDS < 2 * tensor.numel()
+    words = tensor.view(torch.int32).long()  # the same in one piece
+    places = torch.arange(words.numel())
+    assert mark == int((words * (places * 0x9E3779B1 + 1 | 1)).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_tensors_of_narrow_types_are_hashed_whatever_their_length(dtype):
+    tensor = torch.arange(101).to(dtype)
+    other = tensor.clone()
+    other[100] += 1
+    assert checks.fingerprint(tensor) != checks.fingerprint(other)
+
+
 def found(join, strategy: str, spoil: bool):
     with join(recipe(parallel__strategy=strategy)) as ranks:
         model = parallelize(Toy(), ranks, recipe(parallel__strategy=strategy))
         if spoil and ranks.rank == ranks.world - 1:
             with torch.no_grad():
                 checks.local(next(model.parameters())).view(-1)[0] += 1.0
-        return checks.replicas(model, ranks), checks.norm_probe(model, ranks), checks.ties(model, [])
+        return checks.replicas(model, ranks), checks.norm_probe(model, ranks), checks.lost_ties(model, [])
 
 
 @pytest.mark.dist

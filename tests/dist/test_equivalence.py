@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from bare_trainer import bare_trainer
 from harness import recipe as make_recipe
 from harness import run_ranks
 from windlass.data.loader import Loader
@@ -18,13 +19,10 @@ from windlass.data.loader import Loader
 from windlass.data.samples import Rows
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import named_parameters, unwrap, parallelize
 from windlass.recipe import Horizon
-from windlass.telemetry.timing import StepTimer
-from windlass.training.step import Step
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
 ACCUMULATIONS = (1, 2, 4)
@@ -86,7 +84,7 @@ def trained(join, recipe, divisor: float = 1.0):
             model = model.double()
         model = parallelize(model, ranks, recipe)
         initialise(unwrap(model), recipe.run.seed)
-        step = Step(model, build_optimizer(unwrap(model), recipe.optim, "cpu"), ranks, recipe, StepTimer())
+        step = bare_trainer(model, recipe, ranks).step
         batch, data = recipe.batch(ranks.world), rows()
         loader = Loader(data, batch, ranks.rank, seed=1, kind="sequential", device=ranks.device, prefetch=1)
         horizon = Horizon(STEPS, len(data), BATCH)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
+from typing import Any
 
 import torch
 
 from windlass import Recipe, train
 from windlass.errors import RunFailed
+from windlass.training import setup
 
-session = importlib.import_module("windlass.training.session").Session
-after, opened, original = int(sys.argv[1]), [], session.open
+after, made, set_up = int(sys.argv[1]), [], setup.set_up
 
 
-def spoil(step: int, _: object) -> None:
-    one = opened[0]
-    if step == after and one.ranks.rank == 1:
+def spoil(step: int, _: object = None) -> None:
+    if step == after and made[0].ranks.rank == 1:
         with torch.no_grad():
-            next(iter(one.model.parameters())).view(-1)[0] += 1.0
+            next(iter(made[0].model.parameters())).view(-1)[0] += 1.0
 
 
-def spoiling(self, *arguments):
-    opened.append(self)
-    done = original(self, *arguments)
-    spoil(0, None)
-    return done
+def spoiling(*arguments: Any) -> Any:
+    made.append(set_up(*arguments))
+    spoil(0)
+    return made[0]
 
 
-session.open = spoiling
+setup.set_up = spoiling
 try:
     train(Recipe.load("quickstart", sys.argv[2:]), on_step=spoil)
 except RunFailed as failure:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_resume import corpus, curve, settings
+from small_runs import corpus, curve, settings
 
 from helpers import best_step
 from windlass.checkpoint.listing import list_checkpoints

@@ -1,10 +1,9 @@
-"""A signal in every phase: all ranks stop with what there is to save, with exit code 75, the message and the ledger saying so."""
+"""Stop signals: before the first step the process ends at once; from then on all ranks save the same step. Exit code 75."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,18 +13,20 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from test_resume import corpus, curve, settings
+from small_runs import corpus, curve, evaluations, recipe_of, says, settings, trainers
 
-from windlass.checkpoint.commit import RESERVE_BYTES
+from helpers import best_step
+from windlass.checkpoint import commit
+from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
+from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
-from windlass.recipe import Recipe
+from windlass.launch.local import launch, worker_command
 from windlass.run import Run
-from windlass.training import train
-from windlass.training.guard import Signals
-from windlass.training.session import Session
+from windlass.training import measure, train
+from windlass.training.stop import StopSignals, save_fits
 
-__all__ = ["corpus"]
+__all__ = ["corpus", "trainers"]
 
 STRUCK = Path(__file__).parent.parent / "faults" / "struck.py"
 SLOW = {
@@ -35,14 +36,13 @@ SLOW = {
 
 
 def signalled(
-    folder: Path, overrides: list[str], phase: str, world: int = 1, number: int = signal.SIGTERM,
-    alone: int | None = None, slow: int = -1,
+    folder: Path, overrides: list[str], phase: str, world: int = 1, number: int = signal.SIGTERM, alone: int | None = None
 ) -> str:  # fmt: skip
-    """What a training says that is signalled while it is in `phase`, where it would stay long; it must exit with 75.
+    """What a training prints that is signalled while it is in `phase`, where it stays long; it must exit with 75.
 
-    `alone`: this rank gets the signal, and no other; `slow`: the rank that stays in the phase, -1 for all.
+    `alone`: this rank gets the signal, and no other.
     """
-    rank = [sys.executable, str(STRUCK), "wait", phase, str(slow), "train", "quickstart", *overrides]
+    rank = [sys.executable, str(STRUCK), "wait", phase, "-1", "train", "quickstart", *overrides]
     through = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], {world}))"
     here = folder / "here"
     process = subprocess.Popen(
@@ -57,86 +57,87 @@ def signalled(
     else:
         ranks = psutil.Process(process.pid).children()
         next(p for p in ranks if p.environ().get("RANK") == str(alone)).send_signal(number)
-    said, _ = process.communicate(timeout=90)
-    assert process.returncode == 75, said
-    assert "Traceback" not in said and "the same command goes on from there" in said
-    return said
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 75, output
+    assert "Traceback" not in output and "start the same command again" in output
+    return output
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("phase", "world", "alone"),
+    [("start", 1, None), ("start", 2, None), ("read@3", 2, None)]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in [("read@3", 1, None), ("choose", 1, None), ("choose", 2, None), ("evaluation", 1, None)]
+    ]
+    + [pytest.param("evaluation", 2, None, marks=pytest.mark.full), ("start", 2, 1), ("read@3", 2, 0)],
+)
+def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(corpus, tmp_path, phase, world, alone):
+    overrides = [*settings(corpus, tmp_path / "run", **SLOW), f"data.dir='{tmp_path / 'data'}'"]
+    recipe, run = (
+        recipe_of(corpus, tmp_path / "run", **SLOW, **{"data.dir": f"'{tmp_path / 'data'}'"}),
+        Run(tmp_path / "run"),
+    )
+    resumes = phase not in ("start", "evaluation")
+    if resumes:
+        with pytest.raises(Stopped):
+            train(recipe, stop_at=3)
+    before = {p: p.read_bytes() for p in run.checkpoints_dir.rglob("*") if p.is_file()}
+    output = signalled(tmp_path, overrides, phase, world, alone=alone)
+    assert "stopped by SIGTERM before the first step" in output
+    assert {p: p.read_bytes() for p in run.checkpoints_dir.rglob("*") if p.is_file()} == before
+    assert [line["step"] for line in run.lines("train")] == ([1, 2, 3] if resumes else [])
+    if world == 1:
+        whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
+        assert curve(train(recipe)) == curve(whole)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("phase", "world"),
-    [("start", 1), ("evaluation", 2), ("data@4", 1)]
-    + [pytest.param("evaluation", 1, marks=pytest.mark.full), pytest.param("start", 2, marks=pytest.mark.full)]
+    [("evaluation@8", 2), ("data@4", 1)]
     + [pytest.param("sample@2", world, marks=pytest.mark.full) for world in (1, 2)]
     + [pytest.param("forward@5", 2, marks=pytest.mark.full), pytest.param("data@4", 2, marks=pytest.mark.full)],
 )
-def test_in_every_phase(corpus, tmp_path, phase, world):
-    overrides = settings(corpus, tmp_path / "run", **SLOW)
-    overrides = [*overrides, f"data.dir='{tmp_path / 'data'}'"]
-    said = signalled(tmp_path, overrides, phase, world)
+def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phase, world):
+    overrides = [*settings(corpus, tmp_path / "run", **SLOW), f"data.dir='{tmp_path / 'data'}'"]
+    output = signalled(tmp_path, overrides, phase, world)
     run = Run(tmp_path / "run")
-    if phase == "start":
-        assert "stopped by SIGTERM before step 1 of this start;" in said
-        return
     assert run.state == "preempted"
     assert next(e for e in run.events if e["event"] == "preempted")["saved"]
-    last = max((x["step"] for x in run.lines("train")), default=0)
-    if phase == "evaluation":  # that of step 0 was cut short: no line, no step, and nothing to save
-        assert "stopped by SIGTERM before step 1;" in said
-        assert last == 0 and not run.lines("eval") and not list(run.checkpoints_dir.glob("step-*"))
-    else:
-        assert f"stopped by SIGTERM after step {last}, all saved" in said
-        assert (run.checkpoints_dir / f"step-{last:08d}" / "manifest.sha256").exists()
-    if phase.startswith("sample"):  # it is cut, and made up by the next start
+    last = max(line["step"] for line in run.lines("train"))
+    assert f"stopped by SIGTERM after step {last}" in output
+    assert open_checkpoint(run.checkpoints_dir / f"step-{last:08d}").step == last
+    if phase.startswith("sample"):  # it is cut short, and made up by the next start
         assert last == 4 and not run.lines("sample")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("phase", "world", "alone", "slow"),
-    [("read@3", 2, 1, 0)]
-    + [
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in [
-            ("choose", 1, None, -1), ("choose", 2, None, -1), ("choose", 2, 1, 0), ("choose", 2, 0, 0),
-            ("read@3", 1, None, -1), ("read@3", 2, None, -1), ("read@3", 2, 1, 1), ("read@3", 2, 0, 1),
-        ]
-    ],
-)  # fmt: skip
-def test_while_a_checkpoint_is_read_all_ranks_stop_and_nothing_half_loaded_goes_on(
-    corpus, tmp_path, phase, world, alone, slow
-):
-    """Also where one rank is signalled alone, and another one is the one that reads: none waits for a time limit."""
-    overrides = settings(corpus, tmp_path / "run", **{"train.steps": 5})
-    recipe, run = Recipe.load("quickstart", overrides), Run(tmp_path / "run")
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=3)
-    before = {p: p.read_bytes() for p in run.checkpoints_dir.rglob("*") if p.is_file()}
-    said = signalled(tmp_path, overrides, phase, world, signal.SIGUSR1, alone, slow)
-    assert "stopped by SIGUSR1 before step 1 of this start;" in said
-    assert {p: p.read_bytes() for p in run.checkpoints_dir.rglob("*") if p.is_file()} == before
-    assert run.state == "preempted" and run.events[-1]["reason"] == "SIGUSR1"
-    assert [line["step"] for line in run.lines("train")] == [1, 2, 3]
-    assert train(recipe).state == "finished"
-    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    assert curve(run.path) == curve(whole.path)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(("alone", "slow"), [(1, 0), pytest.param(0, 0, marks=pytest.mark.full)])
-def test_one_rank_signalled_alone_before_the_ranks_have_met_stops_all(corpus, tmp_path, alone, slow):
-    """Rank 0 is at its data for two minutes, and rank 1 waits for it."""
-    overrides = [*settings(corpus, tmp_path / "run"), f"data.dir='{tmp_path / 'data'}'"]
-    said = signalled(tmp_path, overrides, "start", 2, signal.SIGTERM, alone, slow)
-    assert "stopped by SIGTERM before step 1 of this start;" in said
+@pytest.mark.parametrize(("world", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_path, world, number):
+    more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
+    command = worker_command(
+        ["train", "quickstart", *settings(corpus, tmp_path / "run", **more), "--world", str(world)]
+    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = Run(tmp_path / "run")
+    deadline = time.monotonic() + 120
+    while len(run.lines("train")) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert run.state == "preempted"
+    last = run.lines("train")[-1]["step"]
+    assert [p.name for p in sorted(run.checkpoints_dir.glob("step-*"))] == [f"step-{last:08d}"]
+    assert "start the same command again" in output and "Traceback" not in output
 
 
 SLEEPY = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from windlass.cli import main
 from windlass.data.dataset import Data
 from windlass.errors import Stopped
 from windlass.recipe import Recipe
@@ -172,73 +173,69 @@ def test_a_stop_does_not_wait_for_a_source_that_sleeps(tmp_path):
     """A source of the user's own that takes ten minutes for a sample; the process ends all the same."""
     here = tmp_path / "here"
     overrides = settings(tmp_path, tmp_path / "run", **{"eval.every": 0})
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPY, str(here), *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 90
-    while not here.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
-    run = Run(tmp_path / "run")
-    while not run.lines("train", step=3) and time.monotonic() < deadline and process.poll() is None:
+    command = [sys.executable, "-c", SLEEPY, str(here), *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run, deadline = Run(tmp_path / "run"), time.monotonic() + 90
+    while not (here.exists() and run.lines("train", step=3)) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "stopped by SIGTERM after step 3, all saved" in said, said
-    assert "Traceback" not in said and "FATAL" not in said, said
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "stopped by SIGTERM after step 3" in output, output
+    assert "Traceback" not in output and "FATAL" not in output, output
 
 
-def test_a_run_stopped_before_step_1_goes_on_as_if_nothing_had_happened(corpus, tmp_path):
-    overrides = settings(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 1})
-    recipe = Recipe.load("quickstart", overrides)
-    opened = Session.open
+def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch):
+    """Ranks that wait for each other cannot stop while one has no data: after the grace it ends, and says what is lost."""
+    waiting: list[int] = []
+    monkeypatch.setattr("windlass.parallel.dist.Ranks.world", property(lambda self: 2 if waiting else 1))
+    poll = Loader.poll
 
-    def open_and_ask(self: Session, *things: object) -> Session:
-        opened(self, *things)  # type: ignore[arg-type]
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return self
+    def late(self: Loader, timeout: float | None = 0.0) -> object:
+        if self._next < 5:
+            return poll(self, timeout)
+        if not waiting:
+            os.kill(os.getpid(), signal.SIGTERM)
+        waiting.append(1)
+        return None
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match="SIGUSR1 before step 1"):
-        patch.setattr(Session, "open", open_and_ask)
-        train(recipe)
-    assert Run(tmp_path / "run").state == "preempted"
-    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    assert curve(train(recipe).path) == curve(whole.path)
+    monkeypatch.setattr(Loader, "poll", late)
+    with pytest.raises(RunFailed) as error:
+        train(recipe_of(corpus, tmp_path / "run", **{"checkpoint.grace_seconds": 0.01}))
+    assert says(error, "rank 0", "step 5", "1 steps", "checkpoint.grace_seconds")
+
+
+def test_the_default_grace_ends_before_torchrun_kills():
+    from windlass.recipe import Recipe
+
+    assert Recipe.load("quickstart").checkpoint.grace_seconds < 30, "torchrun sends SIGKILL 30 s after SIGTERM"
 
 
 @pytest.mark.parametrize(("takes", "saved"), [(50.0, True), (70.0, False)])
 def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkeypatch, takes, saved):
     """60 s of grace, against the measured time of the last save."""
-    recipe = Recipe.load(
-        "quickstart",
-        settings(
-            corpus,
-            tmp_path / "run",
-            **{"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.background": "false"},
-        ),
-    )
+    more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.background": "false"}
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
     monkeypatch.setattr(Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False)
 
     def on_step(step: int, _: object) -> None:
         if step == 4:  # all ranks act on it one step later
             os.kill(os.getpid(), signal.SIGTERM)
 
-    message = "all saved" if saved else "a save takes about 70 s and only 60 s are left.* and 2 steps are lost"
-    with pytest.raises(Stopped if saved else RunFailed, match=message):
+    with pytest.raises(Stopped if saved else RunFailed) as error:
         train(recipe, on_step=on_step)
+    assert saved or says(error, "70 s", "60 s", "2 steps are lost", "checkpoint.every")
     run = Run(tmp_path / "run")
     there = sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*"))
     assert there == ([3, 5] if saved else [3])
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
     assert train(recipe).state == "finished"
+    assert save_fits(10, 25, 15) and not save_fits(10, 25, 15.1)
 
 
 def test_the_grace_is_held_against_a_save_of_an_earlier_start(corpus, tmp_path):
-    """Before the first save of its own a start knows what its predecessor's took."""
+    """Before the first save of its own a start knows how long that of an earlier one took."""
     more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.every": 100}
-    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **more))
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
     with pytest.raises(Stopped):
         train(recipe, stop_at=4)
     run = Run(tmp_path / "run")
@@ -252,78 +249,118 @@ def test_the_grace_is_held_against_a_save_of_an_earlier_start(corpus, tmp_path):
         if step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(RunFailed, match=r"a save takes about 70 s and only 60 s are left.* and 2 steps are lost"):
+    with pytest.raises(RunFailed) as error:
         train(recipe, on_step=on_step)
+    assert says(error, "70 s", "2 steps are lost")
     assert train(recipe).state == "finished"
 
 
-def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch):
-    """Ranks that wait for each other cannot stop while one has no data: after the grace it ends, and says what is lost."""
-    from windlass.data.loader import Loader
+def test_a_signal_in_training_is_a_flag_and_the_old_handlers_come_back():
+    before = signal.getsignal(signal.SIGUSR2)
+    with StopSignals() as stop:
+        stop.training = True
+        assert not stop.requested and stop.seconds_since() == 0.0
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.requested and stop.name == "SIGUSR2"
+    assert signal.getsignal(signal.SIGUSR2) == before
 
-    monkeypatch.setattr("windlass.parallel.dist.Ranks.world", property(lambda self: 2 if waiting else 1))
-    waiting: list[int] = []
-    poll = Loader.poll
 
-    def late(self: Loader, timeout: float | None = 0.0) -> object:
-        if self._next < 5:
-            return poll(self, timeout)
-        if not waiting:
+@pytest.mark.parametrize("at", [4, 12])
+@pytest.mark.parametrize("what", ["evaluation", "sample"])
+def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
+    """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those of an untouched run."""
+    own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    recipe = recipe_of(corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own})
+    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
+    place, name = (measure.Suites, "measure") if what == "evaluation" else (measure, "generate")
+    original, steps = getattr(place, name), []
+
+    def cut(*things: object, **more: object) -> object:
+        if steps and steps[-1] == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        waiting.append(1)
-        return None
+        return original(*things, **more)
 
-    monkeypatch.setattr(Loader, "poll", late)
-    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"checkpoint.grace_seconds": 0.01}))
-    with pytest.raises(RunFailed, match=r"rank 0 has waited for the data of step 5 .* and 1 steps are lost"):
-        train(recipe)
+    with monkeypatch.context() as patch, pytest.raises(Stopped) as error:
+        patch.setattr(place, name, cut)
+        train(recipe, on_step=lambda step, _: steps.append(step))
+    assert says(error, f"after step {at}")
+    run = Run(recipe.run_dir)
+    assert run.state == "preempted"
+    assert at not in [line["step"] for line in run.lines("eval" if what == "evaluation" else "sample")]
+    as_if_untouched(train(recipe), whole)
 
 
-def test_a_signal_is_noted_once_and_never_before_it_may_be():
-    with Signals() as signals:
-        assert not signals.asked
-        with pytest.raises(Stopped, match="stopped by SIGUSR2 before step 1 of this start;"), signals.at_once():
-            os.kill(os.getpid(), signal.SIGUSR2)
-        assert signals.asked and signals.name == "SIGUSR2"
-        with pytest.raises(Stopped), signals.at_once():
-            raise AssertionError("a signal that came before is acted on, too")
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize(("step", "call"), [(4, 4), (12, 10)])
+def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
+    overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
+    assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
+    for name in ("run", "whole"):
+        assert launch(worker_command(["train", "quickstart", *overrides, f"run.dir='{tmp_path / name}'"]), 2) == 0
+    as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
+
+
+def as_if_untouched(run: Run, whole: Run) -> None:
+    assert run.state == "finished"
+    assert curve(run) == curve(whole) and evaluations(run.path) == evaluations(whole.path)
+    texts = [[(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole)]
+    assert texts[0] == texts[1]
+    for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
+        assert run.summary.get(key) == whole.summary.get(key), key
+    assert best_step(run) == best_step(whole)
+    assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
 
 
 def test_a_disk_too_small_is_said_before_step_1_and_at_each_save(corpus, tmp_path, monkeypatch, capsys):
     """A warning at the start; a save that has no room fails by itself, and training goes on; at the end it is an error."""
-    free = [RESERVE_BYTES + 1000]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
-    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"train.steps": 7}))
-    with pytest.raises(RunFailed, match="the last checkpoint could not be saved"):
+    free = [1000]
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 7})
+    with pytest.raises(RunFailed) as error:
         train(recipe)
+    assert says(error, "last checkpoint")
     run = Run(tmp_path / "run")
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert "the run needs" in said and "are free" in said
+    output = " ".join("".join(capsys.readouterr()).split())
+    assert "the run needs" in output and "are free" in output
     assert {3, 6, 7} <= {e["step"] for e in run.events if e["event"] == "save_failed"}
     assert len(run.lines("train")) == 7 and run.state == "failed"
     free[0] = 10**12
     assert train(recipe).state == "finished"
 
 
-def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
+def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypatch):
+    """`checkpoint.max_failed_saves`: it would go on for days with nothing to resume from."""
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    more = {
+        "train.steps": 30,
+        "checkpoint.every": 2,
+        "checkpoint.max_failed_saves": 3,
+        "checkpoint.background": "false",
+    }
+    with pytest.raises(RunFailed) as error:
+        train(recipe_of(corpus, tmp_path / "run", **{**more, "eval.every": 0}))
+    assert says(error, "3 saves in a row", "checkpoint.max_failed_saves")
+    run = Run(tmp_path / "run")
+    assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]
+    assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
+
+
+def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch, trainers):
     """The save of the last step fails, and is known to have failed before the run ends: it is made once more."""
-    from windlass.training.actions import Actions
+    original, failed = commit.shutil.disk_usage, []
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: original(path) if failed else SimpleNamespace(free=0))
+    evaluate = measure.Measurements.evaluate
 
-    original, failed = shutil.disk_usage, []
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: SimpleNamespace(free=0) if len(failed) < 1 else original(path)
-    )
-    evaluate = Actions.evaluate
-
-    def evaluate_and_wait(self: Actions) -> bool:
-        whole = evaluate(self)
-        if self.state.step == 3:
-            failed.append(self.saves.wait())
+    def evaluate_and_wait(self: measure.Measurements, step: int, poll: object) -> bool:
+        whole = evaluate(self, step, poll)  # type: ignore[arg-type]
+        if step == 3:
+            failed.append(trainers[0].saves.wait())
         return whole
 
-    monkeypatch.setattr(Actions, "evaluate", evaluate_and_wait)
-    run = train(Recipe.load("quickstart", settings(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3})))
+    monkeypatch.setattr(measure.Measurements, "evaluate", evaluate_and_wait)
+    run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
     assert failed == [False]
     saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]
     assert saves == [("save_failed", 3), ("checkpoint", 3)]
-    assert run.state == "finished" and (run.checkpoints_dir / "step-00000003" / "manifest.sha256").exists()
+    assert run.state == "finished" and open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_resume import corpus, settings
+from small_runs import corpus, recipe_of, says, settings
 from torch import nn
 
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
@@ -20,11 +19,10 @@ from windlass.launch.local import launch
 from windlass.parallel import collectives
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import train
+from windlass.training import setup, train
 
 __all__ = ["corpus"]
 
-SESSION = importlib.import_module("windlass.training.session")
 SPOILED = Path(__file__).parent / "spoiled.py"
 
 
@@ -51,17 +49,17 @@ def untied(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("broken", ["master weights", "ties", "norm"])
 def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monkeypatch, broken):
-    parallelize, norm = SESSION.parallelize, collectives.global_grad_norm
+    parallelize, norm = setup.parallelize, collectives.global_grad_norm
     if broken == "master weights":
-        monkeypatch.setattr(SESSION, "parallelize", lambda model, *a: parallelize(model, *a).bfloat16())
+        monkeypatch.setattr(setup, "parallelize", lambda model, *a: parallelize(model, *a).bfloat16())
     elif broken == "ties":
-        monkeypatch.setattr(SESSION, "parallelize", lambda model, *a: untied(parallelize(model, *a)))
+        monkeypatch.setattr(setup, "parallelize", lambda model, *a: untied(parallelize(model, *a)))
     else:
         monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001)
-    said = {"master weights": "not torch.float32", "ties": "were tied in the model", "norm": "gradient norm of a probe"}
-    recipe = Recipe.load("quickstart", settings(corpus, tmp_path / "run"))
-    with pytest.raises(RunFailed, match=said[broken]):
-        train(recipe, Tied())
+    word = {"master weights": "torch.float32", "ties": "embedding.weight and head.weight", "norm": "gradient norm"}
+    with pytest.raises(RunFailed) as error:
+        train(recipe_of(corpus, tmp_path / "run"), Tied())
+    assert says(error, word[broken], "train.startup_checks")
     run = Run(tmp_path / "run")
     assert run.state == "failed"
     assert not run.lines("train")

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from test_resume import corpus, settings
+from small_runs import corpus, settings
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe

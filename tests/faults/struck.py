@@ -18,16 +18,16 @@ from typing import Any
 
 what, (phase, _, at), culprit = sys.argv[1], sys.argv[2].partition("@"), int(sys.argv[3])
 PLACES = {
-    "start": ("windlass.training.session", "open_data"),
-    "choose": ("windlass.training.session", "candidate_checkpoints"),
-    "load": ("windlass.training.session", "restore"),
+    "start": ("windlass.training.setup", "open_data"),
+    "choose": ("windlass.training.setup", "candidate_checkpoints"),
+    "load": ("windlass.training.setup", "restore"),
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
-    "forward": ("windlass.training.step", "autocast"),
+    "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
     "evaluation": ("windlass.evaluation.lockstep", "StopAgreement.stop"),
     "sample": ("windlass.evaluation.generate", "agree_on_pass"),
     "data": ("windlass.data.loader", "_Reader.read"),
-    "save": ("windlass.training.saving", "gather_state"),
+    "save": ("windlass.training.saves", "gather_state"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
 WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 30.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from pathlib import Path
@@ -11,15 +10,10 @@ import pytest
 
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import train
+from windlass.training import setup, train, trainer
 from windlass.training.state import TrainState
 
-SESSION = importlib.import_module("windlass.training.session")
-STEP = importlib.import_module("windlass.training.step")
-ACTIONS = importlib.import_module("windlass.training.actions")
 NOT_FROM_HERE = {
-    "best_loss": "read from the ledger",
-    "best_score": "read from the ledger",
     "skips_in_a_row": "0 again after the next good step, and every step here is one",
 }
 """Counters whose loss these runs cannot show, and why."""
@@ -31,21 +25,21 @@ def whole(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("whole")
     draw = random.Random(1)
     (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))
-    opened = []
-    original = SESSION.Session.open
+    made = []
+    set_up = setup.set_up
 
     def left_out(step: int, _: object) -> None:
         if step == 2:
-            opened[0].state.skipped = [(58, 61)]
-            opened[0].state.updates_skipped = 1
+            made[0].state.skipped = [(58, 61)]
+            made[0].state.updates_skipped = 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SESSION.Session, "open", lambda self, *a: (opened.append(self), original(self, *a))[1])
-        patch.setattr(ACTIONS, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)}))
+        patch.setattr(setup, "set_up", lambda *a: (made.append(set_up(*a)), made[-1])[1])
+        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)}))
         return train(recipe(folder, folder / "run"), on_step=left_out)
 
 
-loader = ACTIONS.Loader
+loader = trainer.Loader
 
 
 def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
@@ -75,15 +69,15 @@ def told(run: Run) -> list[object]:
 
 def forget(monkeypatch, component: str) -> None:
     """Drop one component of the state on its way back."""
-    restore, from_json = SESSION.restore, TrainState.from_json
+    restore, from_json = setup.restore, TrainState.from_json
     if component == "moments":
-        monkeypatch.setattr(SESSION, "restore", lambda checkpoint, model, optimizer=None: restore(checkpoint, model))
+        monkeypatch.setattr(setup, "restore", lambda checkpoint, model, optimizer=None: restore(checkpoint, model))
     elif component == "weights":
-        monkeypatch.setattr(SESSION, "restore", lambda *_: None)
+        monkeypatch.setattr(setup, "restore", lambda *_: None)
     elif component == "dropout seed":
-        monkeypatch.setattr(STEP, "step_seed", lambda seed, step, micro: seed + step + micro)
+        monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(ACTIONS, "Loader", lambda *a, **k: loader(*a, **{**k, "seed": k["seed"] + 1}))
+        monkeypatch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "seed": k["seed"] + 1}))
     else:
 
         def dropped(saved):

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from bare_trainer import bare_trainer
+from windlass.errors import RunFailed
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
-from windlass.telemetry.timing import StepTimer
-from windlass.training.guard import is_spike
+from windlass.training.nonfinite import Counts, Decision, LossScaler, check_is_deferred, decide_nonfinite, is_spike
 from windlass.training.state import TrainState
-from windlass.training.step import Step, step_seed
+from windlass.training.trainer import step_seed
 
 
 class Line(nn.Module):
@@ -60,118 +61,161 @@ def batch(step: int = 1, parts: int = 1) -> Batch:
 def make(deferred: bool = False, dropout: float = 0.0, **settings):
     tree = {"train": {"grad_clip": 0.0, **settings}, "optim": {"lr": 0.01, "weight_decay": 0.0}}
     recipe, model = Recipe.model_validate(tree), Line(dropout)
-    ranks = Ranks(DistEnv(), torch.device("cpu"), "single")
-    return model, Step(
-        model, build_optimizer(model, recipe.optim, "cpu"), ranks, recipe, StepTimer(), deferred=deferred
-    )
+    return model, bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu"), "single"), deferred)
 
 
 def test_loss_and_gradient_are_those_of_the_mean_over_tokens():
-    _, step = make()
+    _, trainer = make()
     t, y, w = torch.arange(1.0, 9), torch.arange(2.0, 10), 0.5
-    result = step(batch(), 1.0)
+    result = trainer.step(batch(), 1.0)
     assert float(result.loss) == pytest.approx(float(((w * t - y) ** 2).mean()))
     assert float(result.grad_norm) == pytest.approx(abs(float((2 * (w * t - y) * t).mean())))
-    assert result.valid_tokens == 8
+    assert result.tokens == 8
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_accumulation_changes_nothing(parts):
     whole, cut = make(), make()
     for number in range(1, 6):
-        a, b = whole[1](batch(number), 1.0), cut[1](batch(number, parts), 1.0)
+        a, b = whole[1].step(batch(number), 1.0), cut[1].step(batch(number, parts), 1.0)
         assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-6)
     assert float(whole[0].w.detach()) == pytest.approx(float(cut[0].w.detach()), rel=1e-6)
 
 
 def test_clipping_takes_the_global_norm():
-    model, step = make(grad_clip=1.0)
-    step.optimizer = torch.optim.SGD([{"params": list(model.parameters()), "base_lr": 0.01}], lr=0.01)
+    model, trainer = make(grad_clip=1.0)
+    trainer.optimizer = torch.optim.SGD([{"params": list(model.parameters()), "base_lr": 0.01}], lr=0.01)
     before = float(model.w.detach())
-    result = step(batch(), 1.0)
+    result = trainer.step(batch(), 1.0)
     assert float(result.grad_norm) > 1
     assert abs(float(model.w.detach()) - before) == pytest.approx(0.01, rel=1e-4)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_bad_step_leaves_the_weights_as_they_were_until_someone_looks(deferred):
-    model, step = make(deferred)
-    step(batch(1), 1.0)
+    model, trainer = make(deferred)
+    trainer.step(batch(1), 1.0)
     before = float(model.w.detach())
     model.factor = math.inf
-    step(batch(2), 1.0)
+    trainer.step(batch(2), 1.0)
     model.factor = 1.0
     if deferred:
-        step(batch(3), 1.0)  # nobody has looked yet: latched, this good step is not made either
+        trainer.step(batch(3), 1.0)  # nobody has looked yet: no update is made by this good step either
     assert float(model.w.detach()) == before
-    assert step.trouble() == (2 if deferred else 1, True)
-    assert step.trouble() == (0, False)
+    bad = 2 if deferred else 1
+    assert trainer.bad_steps.read() == Counts(bad, bad, bad, loss_bad=True)
+    assert trainer.bad_steps.read() == Counts(0, bad, bad, loss_bad=False)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_an_infinite_loss_with_a_finite_gradient_is_a_bad_step(deferred):
-    model, step = make(deferred)
+    model, trainer = make(deferred)
     before = float(model.w.detach())
-    original, model.forward = model.forward, None
+    original = model.forward
     model.forward = lambda tokens, labels: original(tokens, labels) + torch.tensor(math.inf)
-    result = step(batch(), 1.0)
+    result = trainer.step(batch(), 1.0)
     assert math.isfinite(float(result.grad_norm))
     assert float(model.w.detach()) == before
-    assert step.trouble() == (1, True)
+    assert trainer.bad_steps.read() == Counts(1, 1, 1, loss_bad=True)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_with_the_policy_skip_only_the_bad_step_is_left_out(deferred):
-    model, step = make(deferred, on_nonfinite="skip")
-    step(batch(1), 1.0)
+    model, trainer = make(deferred, on_nonfinite="skip")
+    trainer.step(batch(1), 1.0)
     before = float(model.w.detach())
     model.factor = math.nan
-    step(batch(2), 1.0)
+    trainer.step(batch(2), 1.0)
     assert float(model.w.detach()) == before
     model.factor = 1.0
-    step(batch(3), 1.0)
+    trainer.step(batch(3), 1.0)
     assert float(model.w.detach()) != before
-    assert step.trouble()[0] == 1
+    assert trainer.bad_steps.read() == Counts(1, 0, 1, loss_bad=True)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "ends"), [("bgbgbgbgbgbg", False), ("gbbgbbgbbgbb", False), ("gggbbbgggggg", True)]
+)
+def test_skips_in_a_row_are_counted_by_step_and_not_by_look(deferred, pattern, ends):
+    """Twelve steps, looked at after every fourth: three bad ones in a row end the run, as many apart do not."""
+    model, trainer = make(deferred, on_nonfinite="skip", max_skips=3)
+
+    def run() -> None:
+        for number, kind in enumerate(pattern, 1):
+            model.factor = math.nan if kind == "b" else 1.0
+            result = trainer.step(batch(number), 1.0)
+            trainer.state.step += 1
+            trainer.bad_steps.decide(result.grad_norm, None, look=number % 4 == 0 or not deferred)
+
+    if ends:
+        with pytest.raises(RunFailed) as error:
+            run()
+        assert "3 updates in a row" in str(error.value) and "train.max_skips" in str(error.value)
+        return
+    run()
+    assert trainer.state.updates_skipped == pattern.count("b")
+    assert trainer.state.skips_in_a_row == len(pattern) - len(pattern.rstrip("b"))
+
+
+def test_bad_steps_in_a_row_count_on_over_a_resume():
+    model, trainer = make(deferred=True, on_nonfinite="skip", max_skips=3)
+    trainer.state.skips_in_a_row = 2
+    trainer.bad_steps.reset()
+    model.factor = math.nan
+    with pytest.raises(RunFailed):
+        trainer.bad_steps.decide(trainer.step(batch(), 1.0).grad_norm, None, look=True)
+
+
+def test_the_device_decides_about_an_update_only_where_the_optimizer_is_on_it():
+    """With offload the optimizer is on the CPU, to which torch would copy the flag without waiting for it."""
+    optimizer = build_optimizer(nn.Linear(2, 2), Recipe.model_validate({}).optim, "cpu")
+    assert check_is_deferred(torch.device("cuda"), optimizer, offload=False)
+    assert not check_is_deferred(torch.device("cuda"), optimizer, offload=True)
+    assert not check_is_deferred(torch.device("cpu"), optimizer, offload=False)
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, foreach=True)
+    plain._step_supports_amp_scaling = False
+    assert not check_is_deferred(torch.device("cuda"), plain, offload=False)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_fp16_scales_up_and_down_and_survives_a_resume(deferred):
-    model, step = make(deferred, precision="fp16")
-    state = TrainState()
-    step.load(state)
-    assert float(step.scale) == 65536
+    model, trainer = make(deferred, precision="fp16")
+    scaler = trainer.scaler
+    assert float(scaler.scale) == 65536
     before = float(model.w.detach())
-    step.scale.fill_(1e38)  # the scaled gradient overflows, the loss does not
-    result = step(batch(1), 1.0)
+    scaler.scale.fill_(1e38)  # the scaled gradient overflows, the loss does not
+    result = trainer.step(batch(1), 1.0)
     assert math.isfinite(float(result.loss))
     assert not math.isfinite(float(result.grad_norm))
     assert float(model.w.detach()) == before
-    assert float(step.scale) == pytest.approx(5e37)
-    assert step.trouble() == (1, False)
-    step.scale.fill_(1024.0)
-    step.good.fill_(1999)
-    good = step(batch(2), 1.0)
+    assert float(scaler.scale) == pytest.approx(5e37)
+    assert trainer.bad_steps.read() == Counts(1, 1, 1, loss_bad=False)
+    scaler.scale.fill_(1024.0)
+    scaler.good_steps.fill_(1999)
+    good = trainer.step(batch(2), 1.0)
     assert math.isfinite(float(good.grad_norm))
-    assert float(step.scale) == 2048
+    assert float(scaler.scale) == 2048
     assert float(model.w.detach()) != before
-    state.step = 2
-    step.save(state)
-    again = make(deferred, precision="fp16")[1]
-    again.load(TrainState.from_json(state.to_json()))
-    assert (float(again.scale), float(again.good)) == (2048, 0)
+    state = TrainState(step=2)
+    scaler.save(state)
+    again = LossScaler(torch.device("cpu"), TrainState.from_json(state.to_json()))
+    assert (float(again.scale), float(again.good_steps)) == (2048, 0)
 
 
 def test_the_loss_scale_does_not_show_in_the_gradient_norm():
     plain, scaled = make()[1], make(precision="fp16")[1]
-    scaled.scale.fill_(256.0)
-    assert float(scaled(batch(), 1.0).grad_norm) == pytest.approx(float(plain(batch(), 1.0).grad_norm), rel=1e-3)
+    scaled.scaler.scale.fill_(256.0)
+    assert float(scaled.step(batch(), 1.0).grad_norm) == pytest.approx(
+        float(plain.step(batch(), 1.0).grad_norm), rel=1e-3
+    )
 
 
 def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     def losses(order):
-        step = make(dropout=0.5)[1]
-        step.optimizer = torch.optim.SGD([{"params": step.parameters, "base_lr": 0.0}], lr=0.0)
-        return {number: float(step(batch(number, 2), 0.0).loss) for number in order}
+        trainer = make(dropout=0.5)[1]
+        trainer.optimizer = torch.optim.SGD([{"params": trainer.parameters, "base_lr": 0.0}], lr=0.0)
+        return {number: float(trainer.step(batch(number, 2), 0.0).loss) for number in order}
 
     torch.manual_seed(0)
     first = losses([1, 2, 3])
@@ -181,11 +225,11 @@ def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     assert len({step_seed(s, t, k) for s in range(3) for t in range(3) for k in range(3)}) == 27
 
 
-def test_state_survives_json_and_no_counter_is_forgotten():
-    state = TrainState(7, 56, 896, 1.5, 0.5, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
+def test_state_survives_json_and_no_counter_is_lost_unnoticed():
+    state = TrainState(7, 56, 896, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
     saved = state.to_json()
     assert TrainState.from_json(saved) == state
-    for name in saved.keys() - {"best_score"}:  # older checkpoints have none, and the ledger knows it
+    for name in saved:
         with pytest.raises(KeyError):
             TrainState.from_json({k: v for k, v in saved.items() if k != name})
 
@@ -196,3 +240,19 @@ def test_a_spike_needs_a_history():
     assert not is_spike(flat, 2.02, 6)
     assert not is_spike(flat[:10], 3.0, 6)
     assert not is_spike([2.0] * 30, 3.0, 6), "no spread, no measure"
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "fp16", "action"),
+    [
+        ("stop", [0], False, "stop"), ("skip", [0], False, "skip"), ("rewind", [], False, "rewind"),
+        ("stop", [], True, "skip"), ("rewind", [], True, "skip"), ("stop", [1], True, "stop"),
+    ],
+)  # fmt: skip
+def test_what_a_nonfinite_step_means(policy, ranks, fp16, action):
+    """With fp16 an overflow of the gradient alone is an ordinary event; a loss that is not finite never is."""
+    settings = Recipe.model_validate({"train": {"on_nonfinite": policy}}).train
+    decision = decide_nonfinite(Counts(1, 1, 1, bool(ranks)), ranks, 7, math.inf, settings, fp16)
+    assert decision.action == action
+    assert ("rank 0" in decision.reason) == (0 in ranks)
+    assert decide_nonfinite(Counts(), [], 7, 1.0, settings, fp16) == Decision()

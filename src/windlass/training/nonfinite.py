@@ -81,6 +81,8 @@ def decide_spike(loss: float, step: int, settings: TrainSettings) -> Decision:
     """The policy `train.on_spike` for a step whose loss is a spike; its update was not made."""
     assert settings.on_spike != "ignore"
     reason = f"step {step}: the loss {loss:.4f} is a spike of more than {settings.spike_sigmas:g} standard deviations"
+    if settings.on_spike == "stop":
+        reason += "; the update was not made (train.on_spike)"
     return Decision(settings.on_spike, reason)
 
 

@@ -1,37 +1,31 @@
-"""Where a start begins from: extended, branched, started again, set aside. Wrong weights would be wrong in silence."""
+"""What a start does in its run directory: extend, branch, restart, set aside. Wrong weights would be silent."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from test_resume import corpus, curve, evaluations, settings
-from test_signals import signalled
+from small_runs import WSD, corpus, curve, die, recipe_of, says, settings
 
 from helpers import best_step, kept
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.fileio import Files
 from windlass.launch.local import launch
-from windlass.recipe import Recipe
+from windlass.optim.schedule import factor
+from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines
-from windlass.training import train
-from windlass.training.session import Session
-from windlass.training.start import resolve_start, set_aside
+from windlass.training import setup, train
+from windlass.training.start import acquire_run_lock, resolve_start, set_aside
 
 __all__ = ["corpus"]
-
-WSD = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 2, "optim.schedule.decay": 4, "checkpoint.keep_last": 10}
-
 
 AGAIN = """
 import json, os, signal, sys
@@ -55,14 +49,6 @@ def on_step(step, _):
 train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step)
 """
 """A training that waits after step 2 for a file."""
-
-
-def recipe_of(corpus: Path, run: Path, **more: object) -> Recipe:
-    return Recipe.load("quickstart", settings(corpus, run, **more))
-
-
-def die(step: int, _: object) -> None:
-    raise RunFailed("a failure of the test")
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -89,12 +75,9 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     longer = recipe.with_overrides("train.steps=16")
     train(recipe)
     whole = train(longer.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    for name in ("_build", "_resume", "_observe"):
-        with monkeypatch.context() as patch, pytest.raises(RunFailed, match="of the test"):
-            patch.setattr(Session, name, lambda self, *_: die(0, None))
-            train(recipe, extend_to=16)
-        with monkeypatch.context() as patch, pytest.raises(RunFailed, match="of the test"):
-            patch.setattr(Session, "_resume", lambda self: die(0, None))
+    for name in ("prepare_model", "resume_run", "open_recorder", "resume_run"):
+        with monkeypatch.context() as patch, pytest.raises(RunFailed):
+            patch.setattr(setup, name, lambda *_: die(0, None))
             train(recipe, extend_to=16)
     assert not resolve_start(longer).finished
     run = train(longer)
@@ -109,7 +92,7 @@ def test_an_extension_killed_before_its_first_save_goes_back_to_the_plateau_agai
     train(recipe)
     whole = train(recipe.with_overrides("train.steps=20", f"run.dir='{tmp_path / 'whole'}'"))
     for steps in (16, 16, 20):
-        with pytest.raises(RunFailed, match="of the test"):
+        with pytest.raises(RunFailed):
             train(recipe, extend_to=steps, on_step=die)
     run = train(recipe.with_overrides("train.steps=20"))
     assert starts(run) == [("started", 0), *[("resumed", 6)] * 4]
@@ -121,8 +104,9 @@ def test_a_decayed_run_is_refused_each_time_it_is_asked(corpus, tmp_path):
     train(recipe)
     before = (tmp_path / "run" / "recipe.toml").read_bytes()
     for _ in range(2):
-        with pytest.raises(UserError, match="a decayed run cannot be extended"):
+        with pytest.raises(UserError) as error:
             train(recipe, extend_to=16)
+        assert says(error, "checkpoint.keep_every")
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == before
     assert train(recipe).state == "finished"
 
@@ -133,7 +117,7 @@ def test_what_was_kept_for_good_is_there_for_an_extension(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **{**WSD, **keep})
     train(recipe)
     whole = train(recipe.with_overrides("train.steps=16", f"run.dir='{tmp_path / 'whole'}'"))
-    with pytest.raises(RunFailed, match="of the test"):
+    with pytest.raises(RunFailed):
         train(recipe, extend_to=16, on_step=die)
     assert curve(train(recipe, extend_to=16).path) == curve(whole.path)
 
@@ -152,7 +136,7 @@ def test_a_run_resumed_from_an_earlier_step_never_jumps_onto_the_line_it_left(co
     recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.keep_last": 10})
     with pytest.raises(Stopped):
         train(recipe, stop_at=9)
-    with pytest.raises(RunFailed, match="of the test"):
+    with pytest.raises(RunFailed):
         train(recipe.with_overrides("checkpoint.resume='3'"), on_step=die)
     with pytest.raises(Stopped):
         train(recipe, stop_at=7)
@@ -160,35 +144,17 @@ def test_a_run_resumed_from_an_earlier_step_never_jumps_onto_the_line_it_left(co
     assert starts(run) == [("started", 0), ("resumed", 3), ("resumed", 3), ("resumed", 7)]
 
 
-def test_a_rewind_before_the_first_save_of_a_line_goes_back_to_its_beginning(corpus, tmp_path):
-    """The newest commit in the directory is one of the line that was left."""
-    from windlass.training.policies import Rewind
-
-    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.keep_last": 10})
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=9)
-    seen: list[int] = []
-
-    def bad(step: int, _: object) -> None:
-        seen.append(step)
-        if len(seen) == 1:
-            raise Rewind("the test says so", 8 * step)
-
-    run = train(recipe.with_overrides("checkpoint.resume='3'"), on_step=bad)
-    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [3]
-    assert seen == [4, *range(4, 13)]
-
-
 def test_a_branch_that_died_before_it_said_so_begins_at_its_origin(corpus, tmp_path, monkeypatch):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"optim.schedule.kind": "constant"}))
     recipe = recipe_of(corpus, tmp_path / "branch", **{"train.steps": 9, "checkpoint.every": 0})
     whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"), branch_from=f"{origin.path}@6")
-    with monkeypatch.context() as patch, pytest.raises(RunFailed, match="of the test"):
-        patch.setattr(Session, "_build", lambda self, *_: die(0, None))
+    with monkeypatch.context() as patch, pytest.raises(RunFailed):
+        patch.setattr(setup, "prepare_model", lambda *_: die(0, None))
         train(recipe, branch_from=f"{origin.path}@6")
     assert not Run(tmp_path / "branch").events
-    with pytest.raises(UserError, match=r"begins at .*step-00000006, not at"):
+    with pytest.raises(UserError) as error:
         train(recipe, branch_from=f"{origin.path}@3")
+    assert says(error, "step-00000006", "run.dir")
     run = train(recipe)
     assert starts(run) == [("resumed", 6)]
     assert curve(run.path) == curve(whole.path) and same_weights(run, whole, 9)
@@ -201,33 +167,17 @@ def test_a_branch_that_just_began_is_running(tmp_path):
 
 
 @pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
-def test_a_branch_to_another_optimizer_begins_its_moments_anew(corpus, tmp_path, capsys, first, second):
+def test_a_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"optim.kind": f"'{first}'", "train.steps": 6}))
     recipe = recipe_of(corpus, tmp_path / "branch", **{"optim.kind": f"'{second}'", "train.steps": 8})
-    with pytest.raises(RunFailed, match="of the test"):
+    with pytest.raises(RunFailed):
         train(recipe, branch_from=f"{origin.path}@3", on_step=die)
     run = train(recipe)
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert said.count(f"has the moments of {first}, of which {second} has no use: they begin anew") == 2
+    notes = [line for line in "".join(capsys.readouterr()).splitlines() if "optimizer state" in line]
+    assert len(notes) == 2 and all(first in note and second in note for note in notes)
     assert run.state == "finished"
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
-    origin = train(recipe_of(corpus, tmp_path / "origin", **{"train.steps": 6}))
-    path = origin.checkpoints_dir / "step-00000003"
-    resume = {"checkpoint.resume": f"'{path}'"}
-    with pytest.raises(UserError, match=r"is of another recipe:\n  optim.lr: 0.003 -> 0.5\n"):
-        train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))
-    assert not (tmp_path / "other").exists()
-    longer = train(recipe_of(corpus, tmp_path / "longer", **resume))  # 12 steps: the length may differ
-    assert [line["step"] for line in longer.lines("train")] == list(range(4, 13))
-    alone = path.rename(tmp_path / "alone")  # its run's recipe is nowhere near
-    elsewhere = {"checkpoint.resume": f"'{alone}'"}
-    with pytest.raises(UserError, match=r"is of another recipe:\n  config hash"):
-        train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
-    assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"
 
 
 SAME = [
@@ -308,9 +258,10 @@ def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
         run, end = Run(tmp_path / "run"), time.monotonic() + 90
         while not run.lines("train") and time.monotonic() < end and living.poll() is None:
             time.sleep(0.05)
-        monkeypatch.setattr("windlass.training.session.set_aside", partial(set_aside, seconds=0.2))
-        with pytest.raises(UserError, match=f"another process trains in .* already .process {living.pid} on "):
+        monkeypatch.setattr(setup, "set_aside", lambda path: set_aside(path, seconds=0.2))
+        with pytest.raises(UserError) as error:
             train(Recipe.load("quickstart", overrides), fresh=True)
+        assert says(error, f"process {living.pid} on ")
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
     finally:
         go.touch()
@@ -327,61 +278,12 @@ def test_a_run_that_may_live_on_another_host_is_not_set_aside(tmp_path):
     run.lock_path.write_text(json.dumps({"pid": 1, "host": "another-host"}))
     run.metrics_path.write_text('{"kind": "event", "step": 0, "event": "started"}\n')
     run.heartbeat_path.touch()
-    with pytest.raises(UserError, match="has a fresh heartbeat"):
+    with pytest.raises(UserError) as error:
         set_aside(run.path)
+    assert says(error, "heartbeat")
     assert run.path.is_dir()
     os.utime(run.heartbeat_path, (0, 0))
     assert set_aside(run.path) == tmp_path / "run.old-1"
-
-
-@pytest.mark.parametrize("at", [4, 12])
-@pytest.mark.parametrize("what", ["evaluation", "sample"])
-def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
-    """An evaluation or a sample of a step, the last one too: ledger and best checkpoint are those of an untouched run."""
-    own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
-    recipe = recipe_of(corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own})
-    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    name = "evaluate_loss" if what == "evaluation" else "generate"
-    original = getattr(sys.modules["windlass.training.evaluations"], name)
-    steps: list[int] = []
-
-    def cut(*things: object, **more: object) -> object:
-        if steps and steps[-1] == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*things, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"after step {at}, all saved"):
-        patch.setattr(f"windlass.training.evaluations.{name}", cut)
-        train(recipe, on_step=lambda step, _: steps.append(step))
-    assert Run(recipe.run_dir).state == "preempted"
-    assert at not in [line["step"] for line in Run(recipe.run_dir).lines("eval" if what == "evaluation" else "sample")]
-    as_if_untouched(train(recipe), whole)
-
-
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.parametrize(("step", "call"), [(4, 4), (12, 10)])
-def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
-    overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
-    said = signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
-    assert f"after step {step}, all saved" in said
-    for name in ("run", "whole"):
-        command = [sys.executable, "-m", "windlass", "train", "quickstart", *overrides, f"run.dir='{tmp_path / name}'"]
-        assert launch(command, 2) == 0
-    as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
-
-
-def as_if_untouched(run: Run, whole: Run) -> None:
-    assert run.state == "finished"
-    assert curve(run.path) == curve(whole.path) and evaluations(run.path) == evaluations(whole.path)
-    texts = [[(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole)]
-    assert texts[0] == texts[1]
-    for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
-        assert run.summary.get(key) == whole.summary.get(key), key
-    best = best_step(run)
-    assert best == best_step(whole)
-    assert same_weights(run, whole, best) and same_weights(run, whole, 12)
-    assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
 
 
 @pytest.mark.parametrize("operation", ["create .lineage.json.new", "rename recipe.toml", "fsync_dir run"])
@@ -392,8 +294,133 @@ def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, mon
         if f"{what} {path.name}" == operation:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left on device"):
+    with monkeypatch.context() as patch, pytest.raises(UserError) as error:
         patch.setattr(Files, "about_to", full)
         train(recipe)
-    assert Run(tmp_path / "run").lock_path.exists()
+    assert says(error, "No space left on device", "run.dir") and Run(tmp_path / "run").lock_path.exists()
     assert train(recipe).state == "finished"
+
+
+def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
+    short = settings(corpus, tmp_path / "run", **{"optim.schedule.decay": 4, "checkpoint.keep_last": 20})
+    recipe = Recipe.load("quickstart", short)
+    train(recipe)
+    longer = train(recipe, extend_to=20)
+    assert longer.state == "finished"
+    resumed = [e for e in longer.events if e.get("extended_from")]
+    assert [(e["step"], e["extended_from"]) for e in resumed] == [(6, 12)], "the decay began at step 8"
+    horizon, schedule = Horizon(20, 44, 8), recipe.optim.schedule
+    rates = [line["lr"] for line in longer.lines("train")]
+    assert rates == [recipe.optim.lr * factor(schedule, horizon, step) for step in range(20)]
+    whole = train(recipe.with_overrides("train.steps=20", f"run.dir='{tmp_path / 'whole'}'"))
+    assert curve(longer.path) == curve(whole.path), "as if the run had been made that long"
+    with pytest.raises(UserError):
+        train(recipe)
+    assert train(recipe, extend_to=20).state == "finished", "the same command again finds the run finished"
+
+
+def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
+    flat = settings(corpus, tmp_path / "flat", **{"optim.schedule.kind": "constant"})
+    train(Recipe.load("quickstart", flat))
+    branch = settings(corpus, tmp_path / "branch", **{"train.steps": 9, "optim.schedule.decay": 3})
+    run = train(Recipe.load("quickstart", branch), branch_from=f"{tmp_path / 'flat'}@6")
+    assert next(e["event"] for e in run.events) == "branched"
+    assert [line["step"] for line in run.lines("train")] == [7, 8, 9]
+    assert [round(line["lr"] / 3e-3, 4) for line in run.lines("train")] == [1.0, 0.6667, 0.3333]
+    assert run.lines("train")[0]["loss"] == Run(tmp_path / "flat").lines("train")[6]["loss"]
+    other, flat = Recipe.load("quickstart", [*branch, f"run.dir='{tmp_path / 'other'}'"]), tmp_path / "flat"
+    for recipe, origin, word in (
+        (other, f"{flat}@5", "3, 6, 9, 12"),
+        (other, "nowhere@3", "nowhere"),
+        (other, "x", "RUN@STEP"),
+        (other.with_overrides("model.width=32"), f"{flat}@6", "model.width: 16 -> 32"),
+        (other.with_overrides("train.steps=5"), f"{flat}@6", "train.steps"),
+    ):
+        with pytest.raises(UserError) as error:
+            train(recipe, branch_from=origin)
+        assert says(error, word)
+
+
+def test_a_full_directory_that_is_no_run_is_left_alone(corpus, tmp_path):
+    (tmp_path / "mine").mkdir()
+    Path(tmp_path / "mine" / "thesis.tex").write_text("ten days of work")
+    with pytest.raises(UserError) as error:
+        train(recipe_of(corpus, tmp_path / "mine"))
+    assert says(error, "run.dir", "--fresh")
+
+
+def test_a_branch_that_was_stopped_before_its_first_checkpoint_branches_again(corpus, tmp_path):
+    """It would else begin from the seed's weights, without a word."""
+    train(recipe_of(corpus, tmp_path / "origin", **{"optim.schedule.kind": "constant"}))
+    recipe, origin = (
+        recipe_of(corpus, tmp_path / "b", **{"train.steps": 9, "checkpoint.every": 0}),
+        f"{tmp_path / 'origin'}@6",
+    )
+    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"), branch_from=origin)
+    for again in (origin, ""):  # the same command, or a plain one
+        mine = recipe.with_overrides(f"run.dir='{tmp_path / f'branch{bool(again)}'}'")
+        with pytest.raises(RunFailed):
+            train(mine, branch_from=origin, on_step=die)
+        assert curve(train(mine, branch_from=again)) == curve(whole)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("resume", ["5", "/nowhere/step-00000005"])
+def test_a_new_run_cannot_resume_from_what_is_not_there_and_nothing_is_set_aside(tmp_path, fresh, resume):
+    run = tmp_path / "run"
+    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", f"checkpoint.resume='{resume}'"])
+    if fresh:
+        (run / "checkpoints" / "step-00000003").mkdir(parents=True)
+        (run / "recipe.toml").write_text(recipe.toml())
+    with pytest.raises(UserError) as error:
+        resolve_start(recipe, fresh=fresh)
+    assert says(error, "checkpoint.resume", resume)
+    assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else [])
+
+
+def test_what_is_set_aside_cannot_be_resumed_from(tmp_path):
+    inside = tmp_path / "run" / "checkpoints" / "step-00000003"
+    inside.mkdir(parents=True)
+    recipe = Recipe.load("quickstart", [f"run.dir='{tmp_path / 'run'}'", f"checkpoint.resume='{inside}'"])
+    (tmp_path / "run" / "recipe.toml").write_text(recipe.toml())
+    with pytest.raises(UserError) as error:
+        resolve_start(recipe, fresh=True)
+    assert says(error, "--fresh", "checkpoint.resume") and inside.is_dir()
+
+
+LOCKS = """
+import sys, pathlib
+from windlass.training.start import acquire_run_lock
+lock = acquire_run_lock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_training_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
+    run = Run(tmp_path)
+    run.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "attempt": 0, "event": "started"}) + "\n")
+    command = [sys.executable, "-c", LOCKS, str(tmp_path)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    assert (run.alive, run.state) == (True, "running")  # by its lock alone: there is no heartbeat
+    with pytest.raises(UserError) as error:
+        acquire_run_lock(tmp_path, seconds=0.2)
+    assert says(error, f"process {holder.pid} on ")
+    run.heartbeat_path.touch()
+    holder.kill()
+    holder.communicate()
+    assert (run.alive, run.state) == (False, "failed")
+    lock = acquire_run_lock(tmp_path, seconds=0.0)
+    assert lock is not None
+    lock.close()
+
+
+def test_where_the_lock_is_another_hosts_the_heartbeat_counts(tmp_path):
+    run = Run(tmp_path)
+    run.lock_path.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    assert not run.alive
+    run.heartbeat_path.touch()
+    assert run.alive
+    run.lock_path.write_text("")
+    assert run.alive

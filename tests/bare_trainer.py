@@ -1,0 +1,38 @@
+"""A Trainer with what its step needs and nothing else, for tests of one step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from windlass.optim.build import build_optimizer
+from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import resolve_precision, unwrap
+from windlass.recipe import Recipe
+from windlass.telemetry.timing import StepTimer
+from windlass.training.checks import uses_dropout
+from windlass.training.nonfinite import BadSteps, LossScaler
+from windlass.training.state import TrainState
+from windlass.training.trainer import Trainer
+
+
+def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool = False) -> Trainer:
+    """Call its `step(batch, lr_factor)`; the events of skipped steps are in `recorder.events`."""
+    state, events, precision = (
+        TrainState(),
+        list[dict[str, Any]](),
+        resolve_precision(recipe.train.precision, ranks.device),
+    )
+    recorder: Any = SimpleNamespace(timer=StepTimer(), events=events, event=lambda name, **more: events.append(more))
+    scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
+    parts: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
+    parts |= {
+        "recipe": recipe, "ranks": ranks, "model": model, "state": state, "scaler": scaler, "recorder": recorder,
+        "optimizer": build_optimizer(unwrap(model), recipe.optim, ranks.device.type),
+        "parameters": [p for p in model.parameters() if p.requires_grad],
+        "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
+        "bad_steps": BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
+    }  # fmt: skip
+    return Trainer(**parts)

@@ -1,0 +1,83 @@
+"""Small trainings for tests: a corpus whose epochs end between steps, settings with dropout and accumulation, a run's numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.errors import RunFailed
+from windlass.launch.local import launch
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.training import setup
+from windlass.training.trainer import Trainer
+
+KILLED = Path(__file__).parent / "killed.py"
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "epoch")
+WSD = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 2, "optim.schedule.decay": 4, "checkpoint.keep_last": 10}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of made-up words: 44 samples of 16 characters for training, so that 12 steps of 8 cross two epochs' edges."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["".join(draw.choice("abcdefgh") for _ in range(draw.randint(2, 6))) for _ in range(400)]
+    (folder / "text.txt").write_text(" ".join(words)[:787])
+    return folder
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
+    """The trainers that `train` made in this process, the newest last."""
+    made: list[Trainer] = []
+    set_up = setup.set_up
+
+    def keep(*arguments: object) -> Trainer:
+        made.append(set_up(*arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(setup, "set_up", keep)
+    return made
+
+
+def settings(corpus: Path, run: Path, strategy: str = "auto", micro: int = 0, **more: object) -> list[str]:
+    values = {
+        "run.dir": f"'{run}'", "data.source": f"'{corpus / 'text.txt'}'", "data.dir": f"'{corpus / 'data'}'",
+        "data.tokenizer": "char", "model.vocab": 0, "model.layers": 2, "model.heads": 2, "model.width": 16,
+        "model.context": 16, "model.dropout": 0.2, "train.steps": 12, "train.global_batch": 8, "train.micro_batch": micro,
+        "checkpoint.every": 3, "eval.every": 4, "eval.sample_every": 0, "telemetry.every": 1,
+        "parallel.strategy": strategy, "parallel.timeout_seconds": 60, "parallel.startup_timeout_seconds": 60, **more,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def recipe_of(corpus: Path, run: Path, **more: object) -> Recipe:
+    return Recipe.load("quickstart", settings(corpus, run, **more))  # type: ignore[arg-type]
+
+
+def start(world: int, overrides: list[str], kill_after: int = 0) -> int:
+    """Train on so many ranks, which kill themselves after a step; the launcher's exit code."""
+    return launch([sys.executable, str(KILLED), "quickstart", str(kill_after), *overrides], world)
+
+
+def curve(run: Path | Run) -> list[tuple]:
+    run = run if isinstance(run, Run) else Run(run)
+    return [tuple(line[k] for k in KEYS) for line in run.lines("train")]
+
+
+def evaluations(run: Path) -> list[tuple]:
+    return [(line["step"], line["loss"], line["tokens"]) for line in Run(run).lines("eval")]
+
+
+def die(step: int, _: object) -> None:
+    """As `on_step`: the run fails after its first step."""
+    raise RunFailed("a failure of the test")
+
+
+def says(error: pytest.ExceptionInfo, *words: str) -> bool:
+    """Whether each of these is in an error's message."""
+    return all(word in str(error.value) for word in words)
