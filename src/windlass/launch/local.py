@@ -264,7 +264,7 @@ class Group:
             )  # one that is suspended acts on no other
         self._settle(TERM_SECONDS)
         self.kill()
-        if not hung and self.forwarded and self._before_training(alive):
+        if not hung and self._stopped(alive):
             return errors.STOPPED
         first = hung[0] if hung else self._first_to_fail(alive)
         code = first.code or errors.FAILED
@@ -294,20 +294,17 @@ class Group:
                     "keeps it, for a disk or a device that does not answer; it is left behind"
                 )
 
-    def _before_training(self, alive: Sequence[Worker]) -> bool:
-        """Whether the ranks ended by a signal that was passed on before step 1, when there was nothing to save.
+    def _stopped(self, alive: Sequence[Worker]) -> bool:
+        """Whether the ranks ended by a signal that was passed on.
 
-        One that has no handler yet is killed by the signal, and others that wait for it fail by that.
+        Before step 1 there is nothing to save: a rank exits with 75 at once, or the signal kills it before it has a handler,
+        and others that wait for it fail by that. After it 75 means that everything is saved.
         """
-        ended = [worker for worker in self.workers if worker not in alive]
-        killed = [worker for worker in ended if -(worker.code or 0) in self.forwarded]
-        statuses = [processes.read_status(self.watch_dir, worker.rank) for worker in self.workers]
-        if any(status.get("phase", "start") != "start" or status.get("step") for status in statuses):
-            return False
-        stopped = any(worker.code == errors.STOPPED for worker in ended)
-        if killed and not (stopped and self.workers[0].code == errors.STOPPED):  # else rank 0 has said so
-            self.log(f"windlass: {errors.before_training(signal.Signals(-(killed[0].code or 0)).name)}")
-        return bool(killed) or stopped
+        codes = [worker.code or 0 for worker in self.workers if worker not in alive]
+        killed = [-code for code in codes if -code in self.forwarded]
+        if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has said so
+            self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
+        return bool(self.forwarded) and (bool(killed) or errors.STOPPED in codes)
 
     def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
         """The rank that failed first: by time, those that only lost contact with another rank last.
