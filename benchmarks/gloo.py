@@ -1,4 +1,4 @@
-"""Collectives over gloo, and a step of each strategy with torch's own and with ours: `python benchmarks/gloo.py [WORLD]`.
+"""Collectives over gloo, and whole steps of `full_shard`, with torch's own and with ours: `python benchmarks/gloo.py [WORLD]`.
 
 Everything is measured in turns, and the best of several rounds is given: on a shared machine only ratios are to be trusted.
 """
@@ -16,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "dist"))
 import torch
 import torch.distributed as dist
 from harness import Join, recipe, run_ranks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel import gloo
-from windlass.parallel.parallelize import parallelize
+from windlass.parallel.collectives import global_grad_norm
+from windlass.parallel.parallelize import parallelize, sync_gradients
 
 ELEMENTS, ROUNDS = 16 * 2**20, 5
 
@@ -54,38 +57,62 @@ def collectives(join: Join) -> dict[str, float]:
         )
 
 
-def steps(join: Join) -> dict[str, float]:
-    """Forward and backward of the 10.7M character model on 2 x 256 tokens a rank."""
-    work: dict[str, Callable[[], object]] = {}
-    settings = recipe(parallel__strategy="full_shard", model__layers=6, model__heads=6, model__width=384)
+def steps(join: Join, accumulation: int, rows: int) -> dict[str, float]:
+    """Whole steps of the 10.7M character model on ROWS x 256 tokens a rank and micro-batch: the best and the median of 8."""
+    settings = recipe(
+        parallel__strategy="full_shard",
+        parallel__timeout_seconds=600,
+        model__layers=6,
+        model__heads=6,
+        model__width=384,
+    )
+    seconds: dict[str, list[float]] = {"torch": [], "ours": []}
     with join(settings) as ranks:
-        tokens = torch.randint(0, 65, (2, 256))
-        for name, strategy, own in (
-            ("ddp", "ddp", True),
-            ("full_shard, torch", "full_shard", False),
-            ("full_shard, ours", "full_shard", True),
-        ):
-            ranks.strategy = strategy
+        tokens = torch.randint(0, 65, (rows, 256))
+
+        def make(own: bool) -> Callable[[], object]:
             model = build_model(settings, 65, device="cpu")
             initialise(model, 0)
             wrapped = parallelize(model, ranks, settings)
-            if not own:
-                from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+            for module in () if own else wrapped.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(DefaultAllGather())
+                    module.set_custom_reduce_scatter(DefaultReduceScatter())
+            optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True)
 
-                for module in wrapped.modules():
-                    if hasattr(module, "set_custom_all_gather"):
-                        module.set_custom_all_gather(DefaultAllGather())
-                        module.set_custom_reduce_scatter(DefaultReduceScatter())
-            work[name] = lambda wrapped=wrapped: wrapped(tokens, tokens).backward()
-        return timed(work, ROUNDS)
+            def step() -> None:
+                for i in range(accumulation):
+                    with sync_gradients(wrapped, i == accumulation - 1):
+                        wrapped(tokens, tokens).backward()
+                global_grad_norm(wrapped.parameters(), ranks)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return step
+
+        work = {"torch": make(False), "ours": make(True)}
+        for turn in range(9):
+            for name in sorted(work, reverse=bool(turn % 2)):
+                dist.barrier()
+                start = time.perf_counter()
+                work[name]()
+                dist.barrier()
+                seconds[name].append(1e3 * (time.perf_counter() - start))
+    shown = {name: sorted(times[1:]) for name, times in seconds.items()}  # the first turn warms up
+    return {f"{name}, {what}": x[i] for name, x in shown.items() for what, i in (("best", 0), ("median", len(x) // 2))}
 
 
 def main() -> None:
     world = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for title, measure in (("64 MB of float32", collectives), ("10.7M parameters, one step", steps)):
+    cases = [("64 MB of float32", collectives, ())]
+    for accumulation, rows in ((1, 16), (2, 16), (1, 4)):
+        cases.append(
+            (f"10.7M parameters, a step of {accumulation} x {rows} x 256 tokens a rank", steps, (accumulation, rows))
+        )
+    for title, measure, arguments in cases:
         print(f"{title}, {world} ranks, ms:")
-        for name, ms in run_ranks(measure, world, timeout=300)[0].items():
+        for name, ms in run_ranks(measure, world, *arguments, timeout=600)[0].items():
             print(f"  {name:24} {ms:8.1f}")
 
 

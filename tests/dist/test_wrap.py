@@ -17,11 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from toy import Toy, fill, micro_batch, toy
 
-from windlass.parallel.env import DistEnv
-from windlass.parallel.dist import init_ranks
-from windlass.parallel.parallelize import keep
 from windlass.parallel.collectives import global_grad_norm, scale_gradients, sum_async, sum_over_ranks
-from windlass.parallel.parallelize import autocast, named_buffers, named_parameters, sync_gradients, unwrap, parallelize
+from windlass.parallel.dist import init_ranks
+from windlass.parallel.env import DistEnv
+from windlass.parallel.parallelize import (
+    autocast,
+    keep,
+    named_buffers,
+    named_parameters,
+    parallelize,
+    sync_gradients,
+    unwrap,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -36,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full_shard, selective recompute": {
         "parallel__strategy": "full_shard", "parallel__activation_checkpointing": "selective",
     },
+    "full_shard, reduced each time": {"parallel__strategy": "full_shard", "parallel__reduce_each_micro_batch": True},
     "hybrid_shard of everything": {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 2},
 }  # fmt: skip
 BARREN = 1
@@ -152,10 +160,10 @@ def test_a_wrong_divisor_would_be_seen():
 
 def exchanges(join: Join) -> dict[str, tuple[int, int]]:
     """How many collectives one step makes, with 1 micro-batch and with 4, from the flight recorder."""
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "4096"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "8192"
     found = {}
-    for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard"):
-        settings, counts = recipe(train__precision="fp64", parallel__strategy=strategy), []
+    for case in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard", "full_shard, reduced each time"):
+        settings, counts = recipe(train__precision="fp64", **CASES[case]), []
         with join(settings) as ranks:
             model = parallelize(toy(), ranks, settings)
             step(model, join, ranks, settings, 1)
@@ -163,7 +171,7 @@ def exchanges(join: Join) -> dict[str, tuple[int, int]]:
                 before = recorded()
                 step(model, join, ranks, settings, accumulation)
                 counts.append(recorded() - before)
-        found[strategy] = counts
+        found[case] = counts
     return found
 
 
@@ -171,22 +179,40 @@ def recorded() -> collections.Counter[str]:
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
     entries = json.loads(_dump_fr_trace_json(True, False))["entries"]
-    assert len(entries) < 4096, "the recorder is a ring: it would forget"
+    assert len(entries) < 8192, "the recorder is a ring: it would forget"
     return collections.Counter(entry["profiling_name"].split(":")[1] for entry in entries)
 
 
-def test_gradients_are_exchanged_once_a_step():
-    for strategy, (one, four) in run_ranks(exchanges, 2)[0].items():
-        reductions = [
-            {name: n for name, n in c.items() if "reduce" in name or "all_to_all" in name} for c in (one, four)
-        ]
-        assert reductions[0] == reductions[1], strategy
-        assert sum(reductions[0].values()) > 1, strategy  # one is that of the valid tokens
-        gathers = [sum(n for name, n in c.items() if "gather" in name or "broadcast" in name) for c in (one, four)]
-        if strategy == "shard_grad_op":
-            assert gathers[1] == gathers[0] > 0  # gathered once for the whole step
-        if strategy == "full_shard":
-            assert gathers[1] == 4 * gathers[0] > 0
+def test_gradients_are_exchanged_once_a_step_or_after_each_micro_batch():
+    for case, counts in run_ranks(exchanges, 2)[0].items():
+        reduced = [sum(n for name, n in c.items() if "reduce" in name or "all_to_all" in name) for c in counts]
+        gathered = [sum(n for name, n in c.items() if "gather" in name or "broadcast" in name) for c in counts]
+        assert reduced[0] > 1, case  # one is that of the valid tokens
+        assert reduced[1] - 1 == (4 if "each time" in case else 1) * (reduced[0] - 1), case
+        if case.startswith(("full_shard", "shard_grad_op")):  # ZeRO-2 gathers once for the whole step
+            assert gathered[1] == (1 if case == "shard_grad_op" else 4) * gathered[0] > 0, case
+
+
+def gradient_bytes(join: Join) -> dict[str, int]:
+    """What this rank holds of gradients between the micro-batches, in whole tensors and in shards."""
+    found = {}
+    for case in ("full_shard", "full_shard, reduced each time"):
+        settings = recipe(train__precision="fp64", **CASES[case])
+        with join(settings) as ranks:
+            model = parallelize(toy(), ranks, settings)
+            with sync_gradients(model, False):
+                model(*micro_batch(join.rank)).backward()
+            states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+            groups = [s._fsdp_param_group for s in states if s._fsdp_param_group]
+            whole_grads = [p._unsharded_param.grad for g in groups for p in g.fsdp_params]
+            shards = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+            found[case] = sum(g.nbytes for g in [*shards, *whole_grads] if g is not None)
+    return found
+
+
+def test_gradients_reduced_after_each_micro_batch_are_kept_as_shards():
+    for held in run_ranks(gradient_bytes, 2):
+        assert held["full_shard, reduced each time"] < 0.6 * held["full_shard"]
 
 
 def differing(join: Join) -> dict[str, bool]:
