@@ -4,7 +4,7 @@ Muon replaces the momentum of a matrix by the nearest matrix whose singular valu
 https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982). "About": five steps of an odd quintic polynomial,
 x -> a x + b x^3 + c x^5 on every singular value, with coefficients that trade exactness for speed of rise at zero.
 
-That needs the whole matrix. Where it is sharded (FSDP2), the matrices of the model are dealt out to the ranks of the
+That needs the whole matrix. Where it is sharded (FSDP2), the matrices of the model are divided over the ranks of the
 sharding group: each rank receives the shards of its own matrices, orthogonalises them, and sends the pieces back, so
 that the work is shared and the result is that of one process, bit for bit.
 """
@@ -12,7 +12,7 @@ that the work is shared and the result is that of one process, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic, from Jordan's post: the steepest rise at 0 that keeps values from 0 to 1 within about 0.7 to 1.2."""
+"""Of the quintic, from Jordan's post: the steepest rise at 0 that maps values from 0 to 1 to about 0.7 to 1.2."""
 NEWTON_SCHULZ_STEPS = 5
 NORM_FLOOR = 1e-7
 
 Matrix = tuple[Tensor, tuple[int, ...]]
-"""A parameter, and the rows of the matrices that lie in it on top of one another."""
+"""A parameter, and the rows of each of the matrices stacked in it."""
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise_parts(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int]) -> Tensor:
-    """Each of the matrices that lie on top of one another, by its rows, orthogonalised by itself."""
+    """Each of the matrices stacked in one, given by their rows, orthogonalised by itself."""
     if len(parts) == 1:
         return orthogonalise(matrix, dtype)
     return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups, each with its own `lr`, `weight_decay` (decoupled, times the learning rate) and `muon`;
-            with `parts`, for each matrix the rows of those that it is made of.
+            with `parts`, for each matrix the rows of those stacked in it.
         momentum: of the matrices; the buffer is a running mean, and the update looks ahead (Nesterov).
         betas: AdamW's.
         eps: AdamW's.
@@ -92,9 +92,8 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype | None = None,
     ):
         self.device_type, self.group = device_type, group
-        self._step_supports_amp_scaling = (
-            fused  # torch's word for: `found_inf` makes the update conditional, on the device
-        )
+        # The name by which torch asks whether `found_inf` makes the update conditional, on the device.
+        self._step_supports_amp_scaling = fused
         self.found_inf: Tensor | None = None
         self.dtype = dtype or (torch.bfloat16 if device_type == "cuda" else None)
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
@@ -105,19 +104,14 @@ class Muon(torch.optim.Optimizer):
                 g.setdefault("parts", [(p.shape[0],) for p in g["params"]])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for g in self.param_groups:
             if g["muon"]:
                 pairs = zip(g["params"], g["parts"], strict=True)
                 self._muon(g, [(p, tuple(parts)) for p, parts in pairs if p.grad is not None])
             elif parameters := [p for p in g["params"] if p.grad is not None]:
                 self._adamw(g, parameters)
-        return loss
 
     def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
         for p in parameters:
@@ -155,23 +149,18 @@ class Muon(torch.optim.Optimizer):
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight = _local(p)
             new = (weight * keep).add_(update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1])))
-            weight.copy_(new if self.found_inf is None else self._or_else(new, weight))
+            weight.copy_(self._if_finite(new, weight))
 
     def _momentum(self, p: Tensor, rate: float) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead of it."""
         gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
-        if self.found_inf is not None:
-            gradient = self._or_else(gradient, momentum)
+        gradient = self._if_finite(gradient, momentum)  # replaced by the momentum it leaves the momentum as it was
         momentum.lerp_(gradient, 1 - rate)
         return gradient.lerp(momentum, rate)
 
-    def _or_else(self, new: Tensor, old: Tensor) -> Tensor:
-        """`new`, or `old` where this step's gradients were not finite: decided on the device, nobody waits.
-
-        A gradient replaced by the momentum leaves the momentum as it was.
-        """
-        assert self.found_inf is not None
-        return torch.where(self.found_inf.to(new.device) > 0, old, new)
+    def _if_finite(self, new: Tensor, old: Tensor) -> Tensor:
+        """`new`, or `old` where this step's gradients were not finite: decided on the device, the host does not wait."""
+        return new if self.found_inf is None else torch.where(self.found_inf.to(new.device) > 0, old, new)
 
     def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
