@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import tokenizer_fixtures
 from windlass.data import tokenizer as tokenizer_module
 from windlass.data.chat import Template
-from windlass.data.gpt2 import END_OF_TEXT
-from windlass.data.tokenizer import cut_at_lines
+from windlass.data.tokenizer import END_OF_TEXT, cut_at_lines
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, load_tokenizer, named_tokenizer, train_bpe
 from windlass.errors import UserError
 from windlass.interop.export import save_tokenizer
@@ -194,7 +193,7 @@ def test_made_from_the_corpus(setting, tmp_path):
 
 
 def test_wrong_files(tmp_path, data_files, monkeypatch):
-    with refused("vocab.bpe", str(tmp_path)):
+    with refused("encoder.json", str(tmp_path)):
         named_tokenizer(f"gpt2:{tmp_path}")
     lines = (data_files / "gpt2" / "vocab.bpe").read_text(encoding="utf-8").split("\n")
     lines[7], lines[8] = lines[8], lines[7]
@@ -208,6 +207,8 @@ def test_wrong_files(tmp_path, data_files, monkeypatch):
         named_tokenizer(f"hf:{tmp_path}")
     with refused("/nowhere/at/all"):
         named_tokenizer("hf:/nowhere/at/all")
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(ConnectionError("no route")))
+    monkeypatch.setattr(
+        "tiktoken.load.read_file_cached", lambda url, sha256: (_ for _ in ()).throw(ConnectionError("no route"))
+    )
     with pytest.raises(UserError, match="gpt2:DIR"):
         named_tokenizer("gpt2")

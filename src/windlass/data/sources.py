@@ -190,13 +190,13 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
 
 def _read_file(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
     """The documents of a file from number `skip` on. Raises UserError, naming file and place, where it is damaged."""
-    import pyarrow as pa
-
     ending = _suffix(path)[0]
     reader = {".parquet": _read_parquet, ".jsonl": _read_lines, ".ndjson": _read_lines}.get(ending, _read_text)
     try:
         count = yield from reader(path, text_key, skip, tick)
-    except (pa.ArrowException, OSError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
         raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
     tick(path.stat().st_size)
     return count

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from windlass.data import gpt2
-from windlass.data.gpt2 import END_OF_TEXT
 from windlass.errors import UserError
 from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
-UNKNOWN = "\ufffd"
+END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""How GPT-2 cuts a text into words before pairs are merged (Radford et al. 2019, released code)."""
 STRETCH = 1 << 20
 """Characters of a text that one worker encodes at once."""
 LONGEST_PIECE = 400_000
@@ -80,7 +80,7 @@ class Tokenizer:
         """The UTF-8 bytes of each id for bytes, characters and GPT-2; None where only the library knows."""
         if self.kind not in ("byte", "char", "gpt2"):
             return None
-        letters = gpt2.byte_letters()
+        letters = byte_letters()
         table = [b""] * self.vocab
         for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
             table[i] = piece.encode() if self.kind == "char" else bytes(letters[c] for c in piece)
@@ -102,7 +102,7 @@ class Tokenizer:
 
         ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i != self.eot}
         special = {END_OF_TEXT: len(ranks)}
-        return tiktoken.Encoding("gpt2", pat_str=gpt2.PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?".
@@ -162,7 +162,7 @@ class Tokenizer:
             sizes = np.zeros(self.vocab, dtype=np.int64)
             # The decoder says what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
             decoder, splitter = _state(self.inner.decoder), _state(self.inner.pre_tokenizer)
-            letters = gpt2.byte_letters() if '"ByteLevel"' in decoder + splitter else {}
+            letters = byte_letters() if '"ByteLevel"' in decoder + splitter else {}
             space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 if letters and all(c in letters for c in piece):
@@ -275,6 +275,15 @@ def cut_at_lines(text: str) -> Iterator[str]:
         start = end
     if start < len(text):
         yield text[start:]
+
+
+def byte_letters() -> dict[str, int]:
+    """GPT-2's printable letter for each byte: printable Latin-1 is itself, the rest are counted up from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(b): b for b in printable}
+    for place, b in enumerate(b for b in range(256) if b not in set(printable)):
+        letters[chr(0x100 + place)] = b
+    return letters
 
 
 def _state(part: Any) -> str:

@@ -7,19 +7,32 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from windlass import hub
-from windlass.data import gpt2
-from windlass.data.gpt2 import END_OF_TEXT
-from windlass.data.tokenizer import DESCRIPTION, FOLDER, JSON_FILE, Description, Tokenizer
+from windlass.data.tokenizer import (
+    DESCRIPTION,
+    END_OF_TEXT,
+    FOLDER,
+    JSON_FILE,
+    Description,
+    Tokenizer,
+    byte_letters,
+)
 from windlass.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
+GPT2_FILES = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+"""GPT-2's ids and merges, with the SHA-256 of those that are downloaded."""
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
 """What a directory of `transformers` holds where it has no `tokenizer.json`."""
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -108,7 +121,7 @@ def tokenizer_files(setting: str, layout: bool = False) -> dict[str, str]:
         return {}
     path = Path(place).expanduser()
     folder = path.parent if path.is_file() else path
-    files = [path] if path.is_file() else [path / name for name in (gpt2.MERGES_FILE, gpt2.IDS_FILE)]
+    files = [path] if path.is_file() else [path / name for name in GPT2_FILES]
     if kind == "hf" and not path.is_file():
         files = [path / name for name in ((JSON_FILE,) if (path / JSON_FILE).is_file() else OLDER_FILES)]
     if kind == "hf" and layout:
@@ -124,7 +137,7 @@ def byte_tokenizer() -> Tokenizer:
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 
-    inner = Inner(models.BPE(vocab=gpt2.byte_letters(), merges=[]))
+    inner = Inner(models.BPE(vocab=byte_letters(), merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     return Tokenizer("byte", inner, _add_end(inner))
@@ -149,14 +162,43 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 
-    ids, pairs = gpt2.read_vocabulary(Path(directory).expanduser()) if directory else gpt2.download_vocabulary()
-    letters = {b: c for c, b in gpt2.byte_letters().items()}
-    spelled = {piece: "".join(letters[b] for b in piece) for piece in ids}
-    merges = [(spelled[first], spelled[second]) for first, second in pairs]
-    inner = Inner(models.BPE(vocab={spelled[piece]: i for piece, i in ids.items()}, merges=merges))
+    if not directory:
+        with TemporaryDirectory() as folder:
+            _download_gpt2(Path(folder))
+            return gpt2_tokenizer(folder)
+    files = [Path(directory).expanduser() / name for name in GPT2_FILES]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"data.tokenizer: there is no {file}; GPT-2's tokenizer is vocab.bpe and encoder.json")
+    try:
+        ids, merges = models.BPE.read_file(*map(str, files))
+        ids.pop(END_OF_TEXT, None)
+        in_order = sorted(ids, key=ids.__getitem__)
+        whole = {*in_order[:256]} == {*byte_letters()} and in_order[256:] == [a + b for a, b in merges]
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(
+            f"data.tokenizer: {directory} does not hold GPT-2's vocab.bpe and encoder.json: {first_line(error)}"
+        ) from None
+    if not whole or sorted(ids.values()) != list(range(len(ids))):
+        raise UserError(f"data.tokenizer: vocab.bpe and encoder.json in {directory} do not belong together")
+    inner = Inner(models.BPE(vocab=ids, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return Tokenizer("gpt2", inner, _add_end(inner))
+
+
+def _download_gpt2(folder: Path) -> None:
+    """Through `tiktoken`, which downloads each file once and checks its SHA-256."""
+    from tiktoken import load
+
+    for name, sha256 in GPT2_FILES.items():
+        try:
+            (folder / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
+        except Exception as error:  # whatever the library behind the download raises
+            raise UserError(
+                f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
+                f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
+            ) from None
 
 
 def _add_end(inner: Any) -> int:
