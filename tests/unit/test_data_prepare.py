@@ -64,7 +64,7 @@ def test_shakespeare_as_nanogpt_splits_it(data_files, tmp_path):
     train, val = split_tokens(directory, index, "train"), split_tokens(directory, index, "val")
     assert (len(train), len(val)) == (1_003_854, 111_540)
     assert np.array_equal(np.concatenate([train, val]), ids)
-    assert index.tokenizer.vocab == 65 and index.tokenizer.eot is None
+    assert (index.tokenizer.vocab, index.tokenizer.eot) == (65, None)
     assert {s.dtype for s in index.shards} == {"uint16"}
 
 

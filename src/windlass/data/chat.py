@@ -2,8 +2,8 @@
 
 What is unusual:
 - The tokens are those of `transformers`' `apply_chat_template`, but a special token's text in a message is text: messages
-  are guarded by private characters while the template is rendered, so that it is known who wrote what.
-- Which tokens are the answers' is found without help of the template, by rendering the conversation up to each answer;
+  are guarded by private characters while the template is rendered, so that it is clear who wrote what.
+- Where the answers are is computed without help of the template, by rendering the conversation up to each answer;
   templates that mark them with `{% generation %}` are taken at their word.
 """
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from windlass.data import foreign, vocabulary
 from windlass.data.progress import Progress
-from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, TokenizerInfo, dtype_for, parts
+from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, dtype_for, parts
 from windlass.data.sources import Corpus, find_files, open_corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -68,14 +68,6 @@ class Part:
     """With a single text, which has no document's end to stop at: keep so many tokens; 0: all."""
 
 
-def tokenizer_info(recipe: Recipe, tokenizer: Tokenizer, layout: bool = False) -> TokenizerInfo:
-    """The tokenizer as the index keeps it."""
-    return TokenizerInfo(
-        name=recipe.data.tokenizer, fingerprint=tokenizer.fingerprint, vocab=tokenizer.vocab, eot=tokenizer.eot,
-        files=vocabulary.tokenizer_files(recipe.data.tokenizer, layout),
-    )  # fmt: skip
-
-
 class TextPreparation:
     """Makes the shards of one data directory, in the process that holds its lock."""
 
@@ -95,7 +87,8 @@ class TextPreparation:
         return Index(
             settings=self.settings,
             source=source,
-            tokenizer=tokenizer_info(self.recipe, tokenizer),
+            tokenizer=tokenizer.describe(),
+            tokenizer_files=vocabulary.tokenizer_files(self.data.tokenizer),
             streams=streams,
             splits=make_splits(self.data, self.directory, streams),
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
-from windlass.data.documents import PROGRESS, TextPreparation, tokenizer_info
+from windlass.data.documents import PROGRESS, TextPreparation
 from windlass.data.progress import Progress
 from windlass.data.samples import choose
 from windlass.data.shards import Index, RowsFile
@@ -96,8 +96,12 @@ def prepare(recipe: Recipe) -> Prepared:
                     index, made = _make(recipe, settings, directory, progress), True
         tokenizer = _checked_tokenizer(recipe, directory, index)
         _check_files(directory, index, progress)
-        if not made and os.environ.get("RANK", "0") == "0":
-            _note_changes(directory, index, progress)
+        corpora = [d["name"] for d in index.source.values() if not made and has_changed(d["name"], d)]
+        if corpora and os.environ.get("RANK", "0") == "0":
+            progress.note(
+                f"{corpora[0]} has changed since it was prepared, and what was prepared is used; delete {directory} to "
+                "prepare it again"
+            )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
             raise RunFailed(f"{directory}: {error.strerror}; what is committed stays: start again to resume") from None
@@ -225,14 +229,14 @@ def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: P
 
 
 def _checked_tokenizer(recipe: Recipe, directory: Path, index: Index) -> Tokenizer:
-    tokenizer, there = vocabulary.load_tokenizer(recipe, directory), index.tokenizer
-    if tokenizer.fingerprint != there.fingerprint:
+    tokenizer, there = vocabulary.load_tokenizer(recipe, directory), index.tokenizer_files
+    if tokenizer.fingerprint != index.tokenizer.fingerprint:
         raise UserError(
-            f"wrong tokenizer: {directory} was prepared with another {there.name} than the one that lies "
-            f"beside it; delete {directory} and run `windlass prepare` again"
+            f"wrong tokenizer: {directory} was prepared with another {recipe.data.tokenizer} than the one that lies "
+            f"beside it; {shards.prepare_again(directory)}"
         )
     now = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
-    changed = [file for file in sorted({*now, *there.files}) if now.get(file) != there.files.get(file)]
+    changed = [file for file in sorted({*now, *there}) if now.get(file) != there.get(file)]
     if now and changed:  # where they are gone, what was saved beside the data is enough
         raise UserError(
             f"wrong tokenizer: {changed[0]} has changed since the data in {directory} were prepared with it; put the old "
@@ -247,16 +251,6 @@ def _check_files(directory: Path, index: Index, progress: Progress) -> None:
         # Of several processes one reads the files, and the others wait for it, where it can write down that it did.
         with _lock(directory, progress) if os.access(directory, os.W_OK) else contextlib.nullcontext():
             shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
-
-
-def _note_changes(directory: Path, index: Index, progress: Progress) -> None:
-    for description in index.source.values():
-        if has_changed(description["name"], description):
-            progress.note(
-                f"{description['name']} has changed since it was prepared, and what was prepared is used; delete "
-                f"{directory} to prepare it anew"
-            )
-            break
 
 
 # -- questions and conversations
@@ -296,8 +290,8 @@ def _make_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progre
         files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    info = tokenizer_info(recipe, tokenizer, layout=True)
-    return Index(settings=settings, source={}, tokenizer=info, rows=files)
+    named = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=True)
+    return Index(settings=settings, source={}, tokenizer=tokenizer.describe(), tokenizer_files=named, rows=files)
 
 
 def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:

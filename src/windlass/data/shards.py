@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from windlass.data.remote import sha256_of
+from windlass.data.tokenizer import Description
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, write_atomic
 
@@ -42,7 +43,7 @@ class Shard(BaseModel):
     """Name in the data directory, or an absolute path of a file that others wrote."""
     tokens: int
     documents: int
-    """Documents that start in it; 0 where that is not known (shards that others wrote)."""
+    """Documents that start in it; 0: nobody knows (shards that others wrote)."""
     bytes: int
     sha256: str
     dtype: str
@@ -72,17 +73,6 @@ class RowsFile(BaseModel):
     """Labels in an epoch that count in the loss."""
 
 
-class TokenizerInfo(BaseModel):
-    """The tokenizer that made the tokens."""
-
-    name: str
-    fingerprint: str
-    vocab: int
-    eot: int | None
-    files: dict[str, str]
-    """The SHA-256 of each local file that the recipe names, by path."""
-
-
 class Index(BaseModel):
     """Everything that a data directory holds."""
 
@@ -90,7 +80,9 @@ class Index(BaseModel):
     """The settings of the recipe that determine the tokens."""
     source: dict[str, Any]
     """Where the text came from, by stream."""
-    tokenizer: TokenizerInfo
+    tokenizer: Description
+    tokenizer_files: dict[str, str] = {}
+    """The SHA-256 of each local file that `data.tokenizer` names, by path."""
     streams: dict[str, list[Shard]] = {}
     splits: dict[str, Split] = {}
     """`train`, and `val` where there is one."""
@@ -109,7 +101,7 @@ class Index(BaseModel):
         place = {"file", "starts_file"}
         content = [
             FORMAT,
-            self.tokenizer.model_dump(include={"fingerprint", "vocab", "eot"}),
+            self.tokenizer.model_dump(exclude={"kind"}),
             {name: [s.model_dump(exclude=place) for s in shards] for name, shards in self.streams.items()},
             {name: split.model_dump() for name, split in self.splits.items()},
             {name: rows.fingerprint for name, rows in self.rows.items()},
@@ -157,7 +149,7 @@ def on_disk(dtype: str) -> np.dtype[Any]:
 class ShardWriter:
     """Writes a stream of documents as shards of equal size, each committed whole.
 
-    A document may go on in the next shard. `resume` says where the next shard goes on: the number of the document that the
+    A document may reach over several shards. `resume` says where the next shard starts: the number of the document that the
     last committed shard ends in, and how many of its tokens are committed.
     """
 

@@ -40,10 +40,11 @@ PROBE = (
 
 
 class Description(BaseModel):
-    """What stands beside a saved `tokenizer.json`."""
+    """What stands beside a saved `tokenizer.json`, and in the index of what it made."""
 
     kind: str
     fingerprint: str
+    vocab: int
     eot: int | None
 
 
@@ -132,7 +133,7 @@ class Tokenizer:
         """The text in parts that can be encoded one by one with the same result, so that many workers share a long text."""
         if self.kind in ("byte", "char"):
             return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
-        # Of other tokenizers it is not known what a normaliser does across a cut.
+        # What another tokenizer's normaliser does across a cut cannot be foreseen.
         return cut_at_lines(text) if self.kind == "gpt2" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -142,13 +143,13 @@ class Tokenizer:
             pieces = (table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return b"".join(pieces).decode("utf-8", "replace")
         parts: list[str] = []
-        known: list[int] = []
+        run: list[int] = []
         for i in [*map(int, ids), self.vocab]:
             if i < self.vocab:
-                known.append(i)
-            else:
-                parts += [self.inner.decode(known, skip_special_tokens=False), UNKNOWN]
-                known = []
+                run.append(i)
+            else:  # the library would leave out an id that it does not have
+                parts += [self.inner.decode(run, skip_special_tokens=False), UNKNOWN]
+                run = []
         return "".join(parts[:-1])
 
     def byte_lengths(self) -> np.ndarray:
@@ -172,7 +173,7 @@ class Tokenizer:
                 else:
                     sizes[i] = len(piece.replace("\u2581", space).encode())
             for i, token in self.inner.get_added_tokens_decoder().items():
-                sizes[i] = len(token.content.encode())  # as it stands, whatever the pieces are made of
+                sizes[i] = len(token.content.encode())  # as it stands
         sizes[list(self.special.values())] = 0
         return sizes
 
@@ -255,8 +256,11 @@ class Tokenizer:
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))
-        description = Description(kind=self.kind, fingerprint=self.fingerprint, eot=self.eot)
-        write_atomic(folder / DESCRIPTION, description.model_dump_json(indent=1) + "\n")
+        write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
+
+    def describe(self) -> Description:
+        """What tells it from other tokenizers."""
+        return Description(kind=self.kind, fingerprint=self.fingerprint, vocab=self.vocab, eot=self.eot)
 
 
 def cut_at_lines(text: str) -> Iterator[str]:

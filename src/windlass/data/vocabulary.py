@@ -45,8 +45,8 @@ END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[S
 def kind_of(setting: str) -> str:
     """The part of `data.tokenizer` before the colon; raises UserError where there is no such tokenizer."""
     kind, colon, place = setting.partition(":")
-    known = {"byte", "char", "bpe", "gpt2"} if not colon else {"gpt2", "hf"}
-    if kind not in known or (colon and not place):
+    kinds = {"byte", "char", "bpe", "gpt2"} if not colon else {"gpt2", "hf"}
+    if kind not in kinds or (colon and not place):
         raise UserError(
             f"data.tokenizer: there is no tokenizer {setting!r}; write byte, char, gpt2, gpt2:DIR (with vocab.bpe and "
             "encoder.json), hf:NAME_OR_DIR, or bpe (trained on the corpus)"
@@ -180,7 +180,7 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
             f"data.tokenizer: {directory} does not hold GPT-2's vocab.bpe and encoder.json: {first_line(error)}"
         ) from None
     if not whole or sorted(ids.values()) != list(range(len(ids))):
-        raise UserError(f"data.tokenizer: vocab.bpe and encoder.json in {directory} do not belong together")
+        raise UserError(f"data.tokenizer: vocab.bpe and encoder.json in {directory} do not match")
     inner = Inner(models.BPE(vocab=ids, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -194,7 +194,7 @@ def _download_gpt2(folder: Path) -> None:
     for name, sha256 in GPT2_FILES.items():
         try:
             (folder / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
-        except Exception as error:  # whatever the library behind the download raises
+        except Exception as error:  # of any kind, from the library behind the download
             raise UserError(
                 f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
                 f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
