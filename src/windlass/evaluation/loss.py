@@ -49,8 +49,8 @@ def evaluate_loss(
         token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
 
     Returns:
-        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
-        `bits_per_byte` where the bytes are known.
+        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`,
+        `batches` (of this rank), `first_batch_s`, and `bits_per_byte` where the bytes are known.
 
     Raises:
         UserError: Every label of the validation set is masked.
@@ -58,7 +58,8 @@ def evaluate_loss(
     started = time.perf_counter()
     count = min(limit, len(samples)) if limit else len(samples)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    tokens = text_bytes = 0
+    tokens = text_bytes = batches = 0
+    first_batch_s = 0.0
     agreement = StopAgreement(ranks, poll)
     model = unwrap(model)
     with evaluating(model), torch.no_grad():
@@ -69,6 +70,9 @@ def evaluate_loss(
                 text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
             with autocast():
                 total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
+            batches += 1
+            if batches == 1:  # of a run's first evaluation it pays for compilation and allocations: plans leave it out
+                first_batch_s = time.perf_counter() - started
             if agreement.stop():
                 return None
     agreement.finish()
@@ -84,6 +88,8 @@ def evaluate_loss(
         "samples": count,
         "runtime_s": runtime_s,
         "samples_per_s": count / runtime_s,
+        "batches": batches,
+        "first_batch_s": first_batch_s,
     }
     if all_bytes:
         result["bits_per_byte"] = loss_sum / (math.log(2) * int(all_bytes))
