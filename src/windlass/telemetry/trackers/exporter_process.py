@@ -204,6 +204,8 @@ def main(run: str, name: str, mode: str, flush_seconds: str) -> int:
     """Send until the parent pipe closes and all is delivered; 0 where the tracker has everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # meant for the training; its end reaches us through the pipe
+    if mode == "live":
+        os.nice(10)  # on a machine without a free core, a tracker's imports would halve the training's speed
     reports = os.dup(1)
     os.set_blocking(reports, False)
     os.dup2(2, 1)
