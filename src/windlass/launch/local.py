@@ -31,6 +31,8 @@ KILL_SECONDS = 2.0
 """How long a rank may take to end after SIGKILL; the kernel keeps one that waits for a disk or a device longer."""
 END_SECONDS = 10.0
 """Stated: so long after a rank ended, or was seen to be suspended, the launcher has ended at the latest."""
+STOP_SECONDS = 60.0
+"""How long the other ranks have to end after the first one stopped: rank 0 may let its trackers finish."""
 STOPPED_SECONDS = 15.0
 """A rank that has been suspended (SIGSTOP) for this long counts as lost."""
 TAIL_LINES = 30
@@ -176,10 +178,29 @@ class Group:
                     return errors.FAILED
             ended = [worker for worker in self.workers if worker.poll()]
             hung = [worker for worker in self.workers if self._suspended(worker) >= stopped_seconds]
+            if ended and (first := min(ended, key=lambda worker: worker.ended)).code == errors.STOPPED:
+                if self._rest_stopped(time.time() - first.ended):
+                    return errors.STOPPED
+                continue
             if hung or any(worker.code not in (errors.DONE, errors.STOPPED) for worker in ended):
                 return self._end(hung)
             if len(ended) == self.world:
-                return max(worker.code or 0 for worker in ended)  # 0, or 75 where any rank stopped
+                return max(worker.code or 0 for worker in ended)
+
+    def _rest_stopped(self, seconds: float) -> bool:
+        """Whether all ranks have ended, so long after the first one stopped, or have been made to end.
+
+        In training all ranks stop together. One that is signalled alone before step 1 ends at once: the others may wait for it,
+        and are signalled, too (in training a second SIGTERM changes nothing).
+        """
+        alive = [worker for worker in self.workers if worker.code is None]
+        if seconds > STOP_SECONDS:
+            self.kill()
+        elif seconds > SETTLE_SECONDS and signal.SIGTERM not in self.forwarded:
+            self.forwarded.add(signal.SIGTERM)
+            for worker in alive:
+                worker.process.send_signal(signal.SIGTERM)
+        return not alive or seconds > STOP_SECONDS
 
     def _start(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
