@@ -46,12 +46,9 @@ class Counts:
     """Bad steps since the last look: those whose loss or gradient norm was not finite, or whose update was held back."""
 
     bad: int = 0
-    in_a_row: int = 0
-    """Of the last steps; 0 where the last one was good."""
-    longest: int = 0
-    """The longest run of bad steps in progress since the last look."""
-    loss_bad: bool = False
-    """Whether this rank's loss was among what was not finite."""
+    in_a_row: int = 0  # of the last steps; 0 where the last one was good
+    longest: int = 0  # the longest run of bad steps in progress since the last look
+    loss_bad: bool = False  # whether this rank's loss was among what was not finite
 
 
 def decide_nonfinite(
@@ -106,15 +103,9 @@ def check_is_deferred(device: torch.device, optimizer: torch.optim.Optimizer, of
 
 
 class BadSteps:
-    """Finds bad steps on one rank, counts them on the device, and decides by the recipe's policies.
+    """Finds bad steps on one rank, counts them on the device, and decides by the policies of `settings`, the recipe's `train`.
 
-    Args:
-        ranks: all ranks; `ranks.device` is where the counts are.
-        settings: the recipe's `train`.
-        state: counters, among them the bad steps in a row before the first one here.
-        recorder: where skipped steps are written down.
-        scaler: with fp16.
-        deferred: the host does not look at each step; see `check_is_deferred`.
+    `deferred`: the host does not look at each step; see `check_is_deferred`.
     """
 
     def __init__(

@@ -36,23 +36,16 @@ HEARTBEAT_SECONDS = 10.0
 class ModelFacts:
     """What is known of the model and its device, for the ledger and the checkpoints."""
 
-    custom: bool
-    """A module of the user's own."""
-    parameters: int
-    """Trained parameters."""
-    precision: str
-    """Arithmetic, with `auto` resolved."""
-    dropout: bool
-    """Whether it draws random numbers in training."""
-    ties: list[list[str]]
-    """Names of weights that were tied before the model was parallelized."""
-    hf: HfSizes | None
-    """Sizes of a model of `transformers`."""
+    custom: bool  # a module of the user's own
+    parameters: int  # trained parameters
+    precision: str  # arithmetic, with `auto` resolved
+    dropout: bool  # whether it draws random numbers in training
+    ties: list[list[str]]  # names of weights that were tied before the model was parallelized
+    hf: HfSizes | None  # sizes of a model of `transformers`
     flops_per_token: float | None
     """Forward and backward, by the 6N convention plus attention; None where not known."""
     device_name: str
-    peak_flops: float | None
-    """FLOP/s of the device; None where not known."""
+    peak_flops: float | None  # FLOP/s of the device; None where not known
 
 
 @dataclass
@@ -71,10 +64,8 @@ class Recorder:
     goodput: Goodput
     sampler: DeviceSampler
     trackers: Trackers | None
-    logged: tuple[int, int, int] = (0, 0, 0)
-    """Step, samples and tokens at the last `train` line."""
-    padded_tokens: int = 0
-    """Tokens with padding since then."""
+    logged: tuple[int, int, int] = (0, 0, 0)  # step, samples and tokens at the last `train` line
+    padded_tokens: int = 0  # tokens with padding since then
     last_loss: float | None = None
     _next_beat: float = field(default=0.0, repr=False)
 

@@ -47,22 +47,13 @@ from windlass.telemetry.environment import describe, describe_rank, write_enviro
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import start_trackers
+from windlass.training import start
 from windlass.training.checks import tie_groups, uses_dropout
 from windlass.training.measure import Measurements
 from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
 from windlass.training.record import ModelFacts, Recorder
 from windlass.training.saves import Saves
-from windlass.training.start import (
-    StartPlan,
-    acquire_run_lock,
-    candidate_checkpoints,
-    decide_on_rank_0,
-    hash_without_steps,
-    resolve_start,
-    set_aside,
-    write_start,
-    write_tokenizer,
-)  # fmt: skip
+from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.trainer import OnStep, Trainer
@@ -108,7 +99,7 @@ def train(
         Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
     """
     with StopSignals() as stop, ExitStack() as stack:
-        plan = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        plan = start.resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return plan.run
         trainer = set_up(plan, model, data, on_step, stop, stack, stop_at)
@@ -126,18 +117,16 @@ def set_up(
     data = open_data(recipe) if data is None else data
     init_process_group(ranks, recipe)
     batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
-    choice = (
+    outside = (
         None if plan.resuming else choose_checkpoint(plan, ranks, horizon)
-    )  # of a branch; refused before any change
-    attempt, token = open_run_directory(plan, ranks, data, choice, stack)
+    )  # of a branch: refused before any change
+    attempt, token = open_run_directory(plan, ranks, data, outside, stack)
 
     model, facts = prepare_model(recipe, plan.run, ranks, data, custom)
     replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
     optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated)
 
-    own, notes = resume_run(plan, ranks, horizon)
-    choice = own or choice
-    notes += choice.notes if choice is not None else []
+    choice, notes = resume_run(plan, ranks, horizon, outside)
     path = choice.path if choice is not None else None
     state, more_notes = load_weights(path, recipe, ranks, data, batch, facts, model, optimizer)
     ranks.mark(state.step, "start")
@@ -150,7 +139,7 @@ def set_up(
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     meta = {
-        "recipe": recipe.config_hash, "line": hash_without_steps(recipe), "data": data.fingerprint,
+        "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
         "micro_batch": batch.micro_batch,
     }  # fmt: skip
@@ -199,16 +188,16 @@ def open_run_directory(
 
     def prepare() -> tuple[int, str]:
         if plan.fresh:
-            set_aside(run.path)
+            start.set_aside(run.path)
         Files().make_dirs(run.path)
-        if (lock := acquire_run_lock(run.path)) is not None:
+        if (lock := start.acquire_run_lock(run.path)) is not None:
             stack.enter_context(lock)
         if not plan.resuming and run.recipe_path.exists():
             raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
         run.heartbeat_path.touch()
         if not plan.resuming:
-            write_start(plan, choice)
-        write_tokenizer(run, data)
+            start.write_start(plan, choice)
+        start.write_tokenizer(run, data)
         attempt = max((int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)), default=-1) + 1
         return attempt, secrets.token_hex(4)
 
@@ -218,26 +207,27 @@ def open_run_directory(
 
 def choose_checkpoint(plan: StartPlan, ranks: Ranks, horizon: Horizon) -> Choice | None:
     """The checkpoint to start from, of which every rank hashes its share; None: step 0. Changes nothing."""
-    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidate_checkpoints(plan, horizon))))
+    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, start.candidate_checkpoints(plan, horizon))))
     return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
 
 
-def resume_run(plan: StartPlan, ranks: Ranks, horizon: Horizon) -> tuple[Choice | None, list[str]]:
-    """Rank 0 tidies up after a kill; all choose the checkpoint of an existing run; a new lineage is written down."""
+def resume_run(
+    plan: StartPlan, ranks: Ranks, horizon: Horizon, outside: Choice | None
+) -> tuple[Choice | None, list[str]]:
+    """The checkpoint to load (of a new run `outside`), and notes; rank 0 tidies up after a kill and writes a new lineage."""
     ranks.mark(0, "load")
     notes = decide_on_rank_0(ranks, "recover", lambda: checkpoints.recover(plan.run.checkpoints_dir))
-    if not plan.resuming:
-        return None, notes
-    choice = choose_checkpoint(plan, ranks, horizon)
+    choice = choose_checkpoint(plan, ranks, horizon) if plan.resuming else outside
 
     def settle() -> None:
         if choice is not None:
             checkpoints.set_aside(choice, plan.run.path)
         if plan.new_lineage:
-            write_start(plan, choice)
+            start.write_start(plan, choice)
 
-    decide_on_rank_0(ranks, "settle", settle)
-    return choice, notes
+    if plan.resuming:
+        decide_on_rank_0(ranks, "settle", settle)
+    return choice, notes + (choice.notes if choice is not None else [])
 
 
 def prepare_model(

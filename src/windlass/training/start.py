@@ -54,16 +54,11 @@ class StartPlan:
 
     recipe: Recipe
     run: Run
-    resuming: bool = False
-    """The directory holds a run of this recipe, which continues."""
-    finished: bool = False
-    """That run has done all its steps: there is nothing to do."""
-    extends_from: int = 0
-    """With `--extend-to`: the steps of the run so far; else 0."""
-    branch_from: Path | None = None
-    """With `--branch-from`: the checkpoint to start from."""
-    fresh: bool = False
-    """What is in the directory is set aside first."""
+    resuming: bool = False  # the directory holds a run of this recipe, which continues
+    finished: bool = False  # that run has done all its steps: there is nothing to do
+    extends_from: int = 0  # with `--extend-to`: the steps of the run so far; else 0
+    branch_from: Path | None = None  # with `--branch-from`: the checkpoint to start from
+    fresh: bool = False  # what is in the directory is set aside first
     restarted: bool = False
     """A scheduler or launcher restarted the job that began the run, or its present lineage."""
 

@@ -14,22 +14,15 @@ from typing import Any
 class TrainState:
     """Where a training stands after `step` completed optimizer steps."""
 
-    step: int = 0
-    """Optimizer steps completed, skipped updates included."""
-    samples: int = 0
-    """Sequences trained on."""
-    tokens: int = 0
-    """Unmasked labels trained on: padding and masked prompts are not counted."""
+    step: int = 0  # optimizer steps completed, skipped updates included
+    samples: int = 0  # sequences trained on
+    tokens: int = 0  # unmasked labels trained on: padding and masked prompts are not counted
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
-    updates_skipped: int = 0
-    """Updates that were not made because of a non-finite step or a spike, in all."""
-    skips_in_a_row: int = 0
-    """Non-finite steps since the last good one."""
-    loss_scale: float = 1.0
-    """The fp16 loss scale (1 in other precisions)."""
-    scale_good_steps: int = 0
-    """Steps without an overflow since the scale last changed."""
+    updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
+    skips_in_a_row: int = 0  # non-finite steps since the last good one
+    loss_scale: float = 1.0  # the fp16 loss scale (1 in other precisions)
+    scale_good_steps: int = 0  # steps without an overflow since the scale last changed
     spike_window: list[float] = field(default_factory=list)
     """The last losses, against which a spike is measured (kept only where `train.on_spike` asks for it)."""
 

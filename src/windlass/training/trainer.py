@@ -77,12 +77,9 @@ class StepResult:
     """This rank's share of the step's loss: summed over ranks it is the loss per unmasked label. Scalar."""
     grad_norm: Tensor
     """Global gradient norm before clipping, the same on every rank. Scalar."""
-    tokens: int
-    """Unmasked labels of the step, over all ranks."""
-    padded_tokens: int
-    """Tokens of the step with padding and masked ones, over all ranks: what was computed."""
-    lr_factor: float
-    """What the peak learning rates were multiplied by."""
+    tokens: int  # unmasked labels of the step, over all ranks
+    padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
+    lr_factor: float  # what the peak learning rates were multiplied by
     spike: float | None = None
     """The loss over all ranks, where it is a spike and the update was not made."""
 
@@ -98,27 +95,21 @@ class Trainer:
     data: Data
     batch: BatchPlan
     horizon: Horizon
-    model: nn.Module
-    """Parallelized; call it for the loss."""
+    model: nn.Module  # parallelized; call it for the loss
     facts: ModelFacts
     optimizer: Optimizer
-    parameters: list[nn.Parameter]
-    """Those that are trained."""
-    scaler: LossScaler | None
-    """With fp16."""
+    parameters: list[nn.Parameter]  # those that are trained
+    scaler: LossScaler | None  # with fp16
     state: TrainState
     bad_steps: BadSteps
     saves: Saves
     measurements: Measurements
     recorder: Recorder
-    resumed_from: str
-    """The checkpoint that this start loaded; empty: none."""
-    notes: list[str]
-    """What the set-up has to say, once there is a terminal."""
+    resumed_from: str  # the checkpoint that this start loaded; empty: none
+    notes: list[str]  # what the set-up has to say, once there is a terminal
     on_step: OnStep | None
     stop_at: int
-    rewinds: dict[int, int] = field(default_factory=dict)
-    """How often the run returned to a step."""
+    rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
 
     def run(self, profile: int = 0) -> None:
         """Train to the last step and write the summary; raises Stopped where a signal or `stop_at` ends it before."""
