@@ -184,18 +184,16 @@ def test_a_stop_does_not_wait_for_a_source_that_sleeps(tmp_path):
     assert "Traceback" not in output and "FATAL" not in output, output
 
 
-def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch):
+def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch, trainers):
     """Ranks that wait for each other cannot stop while one has no data: after the grace it ends, and says what is lost."""
-    waiting: list[int] = []
-    monkeypatch.setattr("windlass.parallel.dist.Ranks.world", property(lambda self: 2 if waiting else 1))
     poll = Loader.poll
 
     def late(self: Loader, timeout: float | None = 0.0) -> object:
         if self._next < 5:
             return poll(self, timeout)
-        if not waiting:
+        if trainers[0].ranks.world == 1:
+            trainers[0].ranks.world = 2
             os.kill(os.getpid(), signal.SIGTERM)
-        waiting.append(1)
         return None
 
     monkeypatch.setattr(Loader, "poll", late)

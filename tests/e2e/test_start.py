@@ -330,7 +330,7 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
     assert run.lines("train")[0]["loss"] == Run(tmp_path / "flat").lines("train")[6]["loss"]
     other, flat = Recipe.load("quickstart", [*branch, f"run.dir='{tmp_path / 'other'}'"]), tmp_path / "flat"
     for recipe, origin, word in (
-        (other, f"{flat}@5", "3, 6, 9, 12"),
+        (other, f"{flat}@5", "no checkpoint of step 5"),
         (other, "nowhere@3", "nowhere"),
         (other, "x", "RUN@STEP"),
         (other.with_overrides("model.width=32"), f"{flat}@6", "model.width: 16 -> 32"),
