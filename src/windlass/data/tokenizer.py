@@ -185,8 +185,9 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens from which a model generates; without a text those that a text begins after (BOS, else EOS)."""
-        empty = list(self.bos) or ([] if self.eot is None else [self.eot]) or self.encode("\n").tolist()[:1]
-        return (self.encode_with_bos(text) if text else []) or empty
+        if text and (ids := self.encode_with_bos(text)):
+            return ids
+        return list(self.bos) or ([] if self.eot is None else [self.eot]) or self.encode("\n").tolist()[:1]
 
     def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
         """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
