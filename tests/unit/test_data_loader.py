@@ -23,9 +23,7 @@ class Numbers:
     """Sample i is the row [i, i, i, i]; every third label is masked."""
 
     def __init__(self, n, shards=None):
-        self.n = n
-        self.shard_samples = shards
-        self.reads = 0
+        self.n, self.shard_samples, self.reads = n, shards, 0
 
     def __len__(self):
         return self.n
@@ -52,26 +50,21 @@ class Unequal(Numbers):
         return tokens, labels
 
 
-def samples_of(batch):
-    return {m.k: m.tokens[:, 0].tolist() for m in batch.micro}
-
-
-def run(samples, steps, *, global_batch=12, micro=0, world=1, seed=5, prefetch=2, **options):
+def run(samples, steps, *, global_batch=12, micro=0, world=1, prefetch=2, **options):
     """The samples of each step, put together from all ranks, micro-batch by micro-batch."""
     plan = plan_batch(global_batch, micro, world, 512)
     found = [dict[int, list[int]]() for _ in range(steps)]
     for rank in range(world):
-        with Loader(samples, plan, rank, seed, prefetch=prefetch, **options) as loader:
+        with Loader(samples, plan, rank, 5, prefetch=prefetch, **options) as loader:
             for at, batch in zip(range(steps), loader, strict=False):
-                assert not set(found[at]) & set(samples_of(batch))
-                found[at] |= samples_of(batch)
+                dealt = {m.k: m.tokens[:, 0].tolist() for m in batch.micro}
+                assert not set(found[at]) & set(dealt)
+                found[at] |= dealt
     return [[i for k in sorted(step) for i in step[k]] for step in found]
 
 
-def reference(n, steps, global_batch=12, seed=5, kind="shuffled", shards=None, first=0):
-    numbers = range(first * global_batch, (first + steps) * global_batch)
-    flat = [Order(kind, seed, i // n, n, shards)[i % n] for i in numbers]
-    return [flat[i : i + global_batch] for i in range(0, len(flat), global_batch)]
+def flat(lists):
+    return [item for part in lists for item in part]
 
 
 @given(
@@ -85,13 +78,14 @@ def test_the_sequence_is_global(world, micro, prefetch, n, kind):
     """Also where an epoch is shorter than a step, and across the epochs' edges."""
     shards = [n // 3, n - n // 3 - n // 4, n // 4]
     found = run(Numbers(n, shards), 5, micro=micro, world=world, prefetch=prefetch, kind=kind)
-    assert found == reference(n, 5, kind=kind, shards=shards)
+    assert flat(found) == [Order(kind, 5, i // n, n, shards)[i % n] for i in range(60)]
 
 
-def test_going_on_is_going_on():
+def test_a_resume_is_the_rest_and_skipped_samples_are_left_out():
     whole = run(Numbers(50), 12)
-    assert run(Numbers(50), 5, first_step=7) == whole[7:]
-    assert run(Numbers(50), 5, first_step=7, world=4) == whole[7:]
+    assert run(Numbers(50), 5, first_step=7) == run(Numbers(50), 5, first_step=7, world=4) == whole[7:]
+    numbers = flat(whole)
+    assert flat(run(Numbers(50), 6, skipped=[(24, 36)])) == (numbers[:24] + numbers[36:])[:72]
 
 
 def test_steps_are_counted():
@@ -102,54 +96,56 @@ def test_steps_are_counted():
         assert [m.k for m in batch.micro] == [1, 3]
         assert batch.valid_tokens == sum(int((m.labels != -100).sum()) for m in batch.micro) == 2 * 3 * 2
         assert all(m.tokens.dtype == m.labels.dtype == torch.int64 and m.tokens.shape == (3, T) for m in batch.micro)
-        assert batch.wait_ms >= 0
-        assert next(loader).step == 5
-
-
-def test_skipped_samples_are_left_out():
-    whole = [i for step in run(Numbers(50), 10) for i in step]
-    kept = whole[:24] + whole[36:]
-    found = [i for step in run(Numbers(50), 6, skipped=[(24, 36)]) for i in step]
-    assert found == kept[:72]
+        assert batch.wait_ms >= 0 and next(loader).step == 5
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(0, 3))
 def test_length_buckets_regroup_inside_one_global_batch(world, first):
-    samples = Unequal(100)
-    plain = run(samples, 3, global_batch=24, micro=3, world=world, first_step=first)
-    bucketed = run(samples, 3, global_batch=24, micro=3, world=world, first_step=first, length_buckets=True)
+    samples, options = Unequal(100), {"global_batch": 24, "micro": 3, "first_step": first}
+    plain = run(samples, 3, world=world, **options)
+    bucketed = run(samples, 3, world=world, length_buckets=True, **options)
     assert bucketed != plain
     for a, b in zip(plain, bucketed, strict=True):
         assert sorted(a) == sorted(b)
         assert [samples.length(i) for i in b] == sorted(samples.length(i) for i in b)
-    assert bucketed == run(samples, 3, global_batch=24, micro=3, world=1, first_step=first, length_buckets=True)
+    assert bucketed == run(samples, 3, world=1, length_buckets=True, **options)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def test_it_reads_ahead_while_the_step_computes():
     """With the loop held up, the thread fills its queue and then stops; nothing is read in the loop's own time."""
     samples = Numbers(100)
-    plan = plan_batch(4, 4, 1, 512)
-    with Loader(samples, plan, 0, 5, prefetch=3) as loader:
-        deadline = time.monotonic() + 30
-        while samples.reads < 4 and time.monotonic() < deadline:  # three in the queue and one in the hand
-            time.sleep(0.01)
+    with Loader(samples, plan_batch(4, 4, 1, 512), 0, 5, prefetch=3) as loader:
+        wait_until(lambda: samples.reads >= 4)  # three in the queue and one in the hand
         time.sleep(0.1)
         assert samples.reads == 4
         assert loader.poll() is not None
 
 
+class Gated(Numbers):
+    """Waits in every read until the gate is opened."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.gate, self.reading = threading.Event(), threading.Event()
+
+    def read(self, indices):
+        self.reading.set()
+        assert self.gate.wait(30)
+        return super().read(indices)
+
+
 def test_a_poll_does_not_wait():
-    gate = threading.Event()
-
-    class Slow(Numbers):
-        def read(self, indices):
-            assert gate.wait(30)
-            return super().read(indices)
-
-    with Loader(Slow(10), plan_batch(2, 2, 1, 512), 0, 5) as loader:
+    source = Gated(10)
+    with Loader(source, plan_batch(2, 2, 1, 512), 0, 5) as loader:
         assert loader.poll() is None
         assert loader.poll(0.01) is None
-        gate.set()
+        source.gate.set()
         assert next(loader).step == 1
 
 
@@ -174,41 +170,31 @@ def alive():
     return [t for t in threading.enumerate() if t.name == "windlass-loader"]
 
 
-def test_the_end_does_not_wait_for_a_slow_source_and_who_reads_on_from_it_does():
-    """A source that is in the middle of a read: it is left there, and ends after that read; no micro-batch more is read."""
-    go, reading = threading.Event(), threading.Event()
-
-    class Slow(Numbers):
-        def read(self, indices):
-            reading.set()
-            go.wait()
-            return super().read(indices)
-
-    source = Slow(16)
+def test_close_abandons_a_slow_source_and_with_patience_waits_for_it():
+    """A source that is in the middle of a read: the thread ends after that read; no micro-batch more is read."""
+    source = Gated(16)
     loader = Loader(source, plan_batch(8, 2, 1, 512), 0, 5)
-    reading.wait()
+    source.reading.wait()
     loader.close(0.01)
     assert alive()
-    threading.Timer(0.2, go.set).start()
+    threading.Timer(0.2, source.gate.set).start()
     loader.close(None)
     assert not alive() and source.reads == 1
 
 
-def test_it_ends_when_it_is_closed_forgotten_or_full():
+def test_it_ends_when_it_is_closed_or_forgotten():
     plan = plan_batch(2, 2, 1, 512)
     loader = Loader(Numbers(10), plan, 0, 5)
     next(loader)
     loader.close()
     loader.close()
     assert not alive()
-    with pytest.raises(ValueError, match="is closed"):
+    with pytest.raises(ValueError, match="closed"):
         next(loader)
     loader = Loader(Numbers(10), plan, 0, 5)
     del loader
     gc.collect()
-    deadline = time.monotonic() + 30
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not alive())
     assert not alive()
     with pytest.raises(ValueError, match="no sample"):
         Loader(Numbers(0), plan, 0, 5)
@@ -216,22 +202,17 @@ def test_it_ends_when_it_is_closed_forgotten_or_full():
 
 @given(st.integers(0, 40), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([1, 2, 5]), st.integers(0, 45))
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(n, world, micro, limit):
-    samples = Numbers(n)
-    batches = [list(eval_batches(samples, rank, world, micro, limit)) for rank in range(world)]
+    batches = [list(eval_batches(Numbers(n), rank, world, micro, limit)) for rank in range(world)]
     assert len({len(b) for b in batches}) == 1
     wanted = min(n, limit) if limit else n
-    seen = []
-    for ranked in batches:
-        for batch in ranked:
-            assert batch.tokens.shape == batch.labels.shape == (micro, T)
-            rows = (batch.labels != -100).any(dim=1)
-            seen += batch.tokens[rows][:, 0].tolist()
+    everyone = flat(batches)
+    assert all(batch.tokens.shape == batch.labels.shape == (micro, T) for batch in everyone)
+    seen = [i for b in everyone for i in b.tokens[(b.labels != -100).any(dim=1)][:, 0].tolist()]
     assert sorted(seen) == list(range(wanted))
-    numbers = sorted(b.k for ranked in batches for b in ranked)
-    assert numbers == list(range(len(numbers))) and len(numbers) < wanted / micro + world
+    assert sorted(b.k for b in everyone) == list(range(len(everyone))) and len(everyone) < wanted / micro + world
 
 
 def test_evaluation_of_rows_of_unequal_length():
-    found = [b for rank in range(2) for b in eval_batches(Unequal(9), rank, 2, 2)]
-    assert len(found) == 6
-    assert sum(int((b.labels != -100).sum()) for b in found) == sum(1 + i % 7 for i in range(9))
+    batches = [b for rank in range(2) for b in eval_batches(Unequal(9), rank, 2, 2)]
+    assert len(batches) == 6
+    assert sum(int((b.labels != -100).sum()) for b in batches) == sum(1 + i % 7 for i in range(9))
