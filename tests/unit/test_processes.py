@@ -1,0 +1,79 @@
+"""What every process of a launch does: keep its memory, end with its parent, and leave its status readable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from windlass.processes import RankStatus, read_status
+
+STEPS = """
+import resource, sys
+import numpy as np
+from windlass.processes import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+
+def step():
+    tensors = [np.ones(2**18) for _ in range(40)]  # 40 blocks of 2 MB, as activations come
+    while tensors:
+        tensors.pop()  # and go, the last first
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep its memory")
+def test_a_step_does_not_fetch_its_pages_again() -> None:
+    """80 MB are 20,480 pages of 4 kB, or 40 huge ones; kept, a step needs next to none."""
+    faults = [float(subprocess.check_output([sys.executable, "-c", STEPS, mode])) for mode in ("left", "kept")]
+    assert faults[0] > 40 > faults[1]
+
+
+PARENT = """
+import subprocess, sys, threading, time
+child = "import os, time; from windlass.processes import exit_with_parent; exit_with_parent(os.getppid()); "
+child += "print(os.getpid(), flush=True); time.sleep(60)"
+thread = threading.Thread(target=lambda: subprocess.Popen([sys.executable, "-c", child]))
+thread.start()
+thread.join()
+time.sleep(60)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(1.0)
+        assert not gone(child)
+        parent.kill()
+    until = time.monotonic() + 20
+    while not gone(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_status_is_read_whole_whatever_was_there_before(tmp_path: Path) -> None:
+    assert read_status(tmp_path, 0) == {}
+    status = RankStatus(0, str(tmp_path))
+    for step, phase in ((123456, "a long phase " * 20), (7, "backward")):
+        status.mark(step, phase)
+    assert {**read_status(tmp_path, 0), "since": 0} == {"step": 7, "phase": "backward", "since": 0}
