@@ -1,19 +1,38 @@
-"""Commands that train, started as a user starts them."""
+"""Commands that train, started as a user starts them, and what two local ranks make of the same recipe."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.run import Run
 
 TRAIN = [sys.executable, "-m", "windlass", "train", "quickstart"]
 DDP = {"parallel.strategy": "ddp"}
 
 
-def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """A command of a plain shell, to its end, with all its output in `.stdout`."""
+def launched(command: list[str]) -> str:
+    """The output of a command of a plain shell, which has to end with exit code 0."""
     outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PMI_", "OMPI_"))}
-    return subprocess.run(
+    done = subprocess.run(
         ["timeout", "-k", "5", "100", *command], env=outside | {"WINDLASS_QUIET_END": "1"}, check=False, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def assert_same(path: Path, reference: Run) -> None:
+    """Two ranks, every step, and the losses of the reference to rounding."""
+    run = Run(path)
+    assert run.state == "finished"
+    assert {event["world"] for event in run.events if event["event"] in ("started", "resumed")} == {2}
+    assert [x["step"] for x in run.lines("train")] == list(range(1, 13))
+    for kind in ("train", "eval"):
+        mine, theirs = run.lines(kind), reference.lines(kind)
+        assert [(x["step"], x["tokens"]) for x in mine] == [(x["step"], x["tokens"]) for x in theirs]
+        assert [x["loss"] for x in mine] == pytest.approx([x["loss"] for x in theirs], rel=1e-6)

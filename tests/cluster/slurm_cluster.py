@@ -103,12 +103,7 @@ class Cluster:
 
     def wait(self, job: str, seconds: float = 200) -> dict[str, str]:
         """The job's state once all of it is over, an array's tasks too."""
-        try:
-            wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds, f"job {job}")
-        except TimeoutError as error:
-            output = Path(self.state(job).get("StdOut", "/dev/null"))
-            said = output.read_text(errors="replace")[-3000:] if output.is_file() else "no output"
-            raise TimeoutError(f"{error}\n{said}\n{self.logs()}") from None
+        wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds, f"job {job}")
         return self.state(job)
 
     def logs(self) -> str:
@@ -159,29 +154,20 @@ class Cluster:
                 wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15, "scancel")
         for daemon in reversed(self.daemons):
             daemon.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
         self.clear()
 
     def clear(self) -> None:
-        """Kill what is left of the cluster and its jobs, and remove its directory."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL)
-        shutil.rmtree(self.root, ignore_errors=True)
-
-    def processes(self) -> list[psutil.Process]:
-        """All that carry this cluster in their environment (daemons, srun, the jobs' own), and the keepers of jobs."""
-        mine = []
+        """Kill what carries this cluster in its environment and the keepers of its jobs, and remove its directory."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf") and process.pid != os.getpid():
-                    mine.append(process)
-                    mine += [keeper for keeper in process.parents() if keeper.name() == "slurmstepd"]
-        return mine
+                    for one in (process, *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd")):
+                        one.send_signal(signal.SIGKILL)
+        for daemon in self.daemons:
+            daemon.wait()
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 def die_with_parent() -> None:
