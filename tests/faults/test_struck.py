@@ -18,8 +18,8 @@ import psutil
 import pytest
 from saving import tally
 
+import helpers
 from windlass.checkpoint.load import choose
-from windlass.data.dataset import open_data
 from windlass.errors import Stopped
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
@@ -42,42 +42,33 @@ SAMPLE = [
     ("raise", "forward@14", 0, "full_shard"), ("kill", "backward@14", 1, "ddp"), ("stop", "load", 1, "full_shard"),
 ]  # fmt: skip
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard")))
+LAUNCH = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], 2, stopped_seconds={SUSPENDED_SECONDS}))"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """With the corpus, and its data prepared."""
-    place = tmp_path_factory.mktemp("corpus")
+def text(tmp_path_factory) -> Path:
     draw = random.Random(2)
-    (place / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(1200)))
-    open_data(recipe(place, place / "none"))
-    return place
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(draw.choice("abcdefgh ") for _ in range(1200)))
+    return path
 
 
-def settings(folder: Path, run: Path, **more: object) -> list[str]:
-    values = {
-        "run.dir": f"'{run}'", "data.source": f"'{folder / 'text.txt'}'", "data.dir": f"'{folder / 'data'}'",
-        "data.tokenizer": "char", "model.vocab": 0, "model.layers": 1, "model.heads": 2, "model.width": 16, "model.context": 8,
-        "train.steps": 12, "train.global_batch": 4, "train.micro_batch": 1, "checkpoint.every": 3, "eval.every": 2,
-        "eval.sample_every": 0, "telemetry.every": 1, **more,
+def settings(text: Path, run: Path, **more: object) -> list[str]:
+    small = {
+        "run.dir": str(run), "data.source": str(text), "data.dir": str(text.parent / "data"), "data.tokenizer": "char",
+        "model.vocab": 0, "model.layers": 1, "model.width": 16, "model.context": 8, "train.global_batch": 4,
+        "train.micro_batch": 1, "checkpoint.every": 3, "eval.every": 2, "optim.lr": 3e-3,
     }  # fmt: skip
-    return [f"{key}={value}" for key, value in values.items()]
+    return helpers.overrides({**helpers.TINY, **small, **more})
 
 
-def recipe(folder: Path, run: Path) -> Recipe:
-    """For the same run in this process alone."""
-    return Recipe.load("quickstart", settings(folder, run))
-
-
-def strike(folder: Path, run: Path, how: str, phase: str, victim: int, strategy: str) -> tuple[int, str, float]:
+def strike(overrides: list[str], folder: Path, how: str, phase: str, victim: int) -> tuple[int, str, float]:
     """The exit code, what the launcher said, and how many seconds after the strike it had ended: at most those stated."""
-    overrides = settings(folder, run, **{"parallel.strategy": strategy})
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
-    through = f"from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], 2, stopped_seconds={SUSPENDED_SECONDS}))"
-    here, said = run.with_name("here"), run.with_name("said")
+    here, said = folder / "here", folder / "said"
     with said.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; {through}", *rank], env={**os.environ, "STRUCK_HERE": str(here)},
+            [sys.executable, "-c", LAUNCH, *rank], env={**os.environ, "STRUCK_HERE": str(here)},
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -96,38 +87,36 @@ def strike(folder: Path, run: Path, how: str, phase: str, victim: int, strategy:
     ("how", "phase", "victim", "strategy"),
     [*SAMPLE, *(pytest.param(*c, marks=pytest.mark.full) for c in MATRIX if c not in SAMPLE)],
 )
-def test_the_run_ends_and_goes_on_from_the_last_checkpoint(folder, tmp_path, how, phase, victim, strategy):
-    run = tmp_path / "run"
+def test_the_run_ends_and_resumes_from_the_last_checkpoint(text, tmp_path, how, phase, victim, strategy):
+    run = Run(tmp_path / "run")
+    recipe = Recipe.load("quickstart", settings(text, run.path))
     if phase == "load":
         with pytest.raises(Stopped):
-            train(recipe(folder, run), stop_at=3)
-    code, said, seconds = strike(folder, run, how, phase, victim, strategy)
+            train(recipe, stop_at=3)
+    overrides = settings(text, run.path, **{"parallel.strategy": strategy})
+    code, said, seconds = strike(overrides, tmp_path, how, phase, victim)
     assert code == 1, said
-    done = max(line["step"] for line in Run(run).lines("train"))
+    done = max(line["step"] for line in run.lines("train"))
     step = done + 1 if PHASES[phase] in ("forward", "backward") else done
     where = f"rank {victim} of 2 on {socket.gethostname()} {HOW[how]}"
-    told = rf"{re.escape(where)}.* at step {step}, phase {PHASES[phase]}; the run has ended"
-    assert re.search(told, said), said
+    assert re.search(rf"{re.escape(where)}.* at step {step}, phase {PHASES[phase]}; the run has ended", said), said
     if how == "raise":
         assert "ArithmeticError: struck by the test" in said
-    assert Run(run).state != "finished"
-    there = choose(run, "latest")
+    assert run.state != "finished"
+    there = choose(run.path, "latest")
     assert there is not None and 2 <= there.step < 12 and not there.notes, "every byte of the last checkpoint is good"
-    assert train(recipe(folder, run)).state == "finished"
-    assert [line["step"] for line in Run(run).lines("train")] == list(range(1, 13))
+    assert train(recipe).state == "finished"
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
     tally(f"one of two ranks, {strategy}: {how} in {PHASES[phase]}", 1, seconds=round(seconds, 2))
 
 
 @pytest.mark.parametrize("world", ["1..2", pytest.param("2", marks=pytest.mark.full)])
-def test_a_killed_rank_and_the_run_goes_on_by_itself(folder, tmp_path, world):
+def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
     """`--max-restarts 1`: from the last committed checkpoint, with as many ranks as are left where that is allowed."""
     run = Run(tmp_path / "run")
     more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
-    command = [sys.executable, "-m", "windlass", "train", "quickstart", *settings(folder, run.path, **more)]
-    process = subprocess.Popen(
-        [*command, "--world", world, "--max-restarts", "1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "WINDLASS_QUIET_END": "1"},
-    )  # fmt: skip
+    arguments = ["train", "quickstart", *settings(text, run.path, **more), "--world", world, "--max-restarts", "1"]
+    process = helpers.start(*arguments, env={"WINDLASS_QUIET_END": "1"})
     deadline = time.monotonic() + 120
     while not list(run.checkpoints_dir.glob("step-*")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
@@ -138,8 +127,7 @@ def test_a_killed_rank_and_the_run_goes_on_by_itself(folder, tmp_path, world):
     assert "rank 1 of 2" in said and "was killed by SIGKILL" in said
     ranks = 1 if world == "1..2" else 2
     assert f"restart 1 of 1, with {ranks} rank{'s' * (ranks > 1)}" in said
-    begun = [(e["attempt"], e["world"], e["step"] > 0) for e in run.events if e["event"] in ("started", "resumed")]
-    assert begun == [(0, 2, False), (1, ranks, True)]
+    starts = [(e["attempt"], e["world"], e["step"] > 0) for e in run.events if e["event"] in ("started", "resumed")]
+    assert starts == [(0, 2, False), (1, ranks, True)]
     assert run.state == "finished"
-    assert [line["step"] for line in run.lines("train")] == list(range(1, 301))
-    assert [line["samples"] for line in run.lines("train")] == [4 * step for step in range(1, 301)]
+    assert helpers.curve(run, "samples") == [(step, 4 * step) for step in range(1, 301)]
