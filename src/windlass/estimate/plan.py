@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.estimate.devices import Device, low_precision
+from windlass.estimate.devices import Device
 from windlass.estimate.layouts import CHECKPOINTING, Recommendation, Task, largest_micro_batch, recommend
 from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory, shard_size
 from windlass.estimate.milestones import MilestoneRow, kept_checkpoints, milestone_rows, milestones, save_steps
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, resolve_steps
 from windlass.estimate.speeds import find_speed
-from windlass.estimate.subject import PREPARE, Subject, start_event, subject_of
+from windlass.estimate.subject import Subject, start_event, subject_of
 from windlass.estimate.time import ASSUMED_MFU, Speed, TimeLeft, time_left
-from windlass.model.size import HfSizes, checkpoint_bytes, count, forward_flops
+from windlass.model.size import HfSizes, count
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 
@@ -59,13 +59,14 @@ class Length:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a token and of the run: by the 6 N rule, with attention, and counted product by product."""
+    """FLOPs of a token, forward and backward, and of the run."""
 
     per_token_6n: int
+    """By the rule 6 N."""
     per_token: int
-    per_token_counted: float | None
-    per_step: int
+    """With attention over the whole context; of a Hugging Face model the rule again."""
     run: int | None
+    """With padding, which is computed too."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,12 @@ class Disk:
     """Bytes on disk."""
 
     checkpoint_bytes: int
-    rank_bytes: int
-    """Of a checkpoint, written by each rank."""
     kept: int | None
     """Checkpoints at the end of the run."""
-    kept_bytes: int | None
     peak_bytes: int | None
-    """With room for one more while it is written."""
-    token_bytes: int
-    """Of a token in a shard."""
-    shard_bytes: int
+    """Of all checkpoints, with room for one more while it is written."""
     tokens_bytes: int | None
-    """Of all shards, where `data.max_tokens` says how many tokens there are."""
+    """Of the token shards, where `data.max_tokens` says how many tokens there are."""
 
 
 @dataclass(frozen=True)
@@ -182,33 +177,31 @@ def plan(
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
     """Every part of the plan that is known, and why the others are not."""
-    recipe, unknown, network = subject.recipe, {}, subject.network
+    recipe, facts, network, unknown = subject.recipe, subject.facts, subject.network, {}
     steps = subject.steps
     if steps is None:
-        f = subject.facts
         try:
-            steps = resolve_steps(recipe, subject.vocab, f.tokens_per_sample, f.samples_per_epoch, subject.parameters)
+            steps = resolve_steps(
+                recipe, subject.vocab, facts.tokens_per_sample, facts.samples_per_epoch, subject.parameters
+            )
         except UserError as error:
-            unknown["steps"] = f'{PREPARE}: train.steps = "{recipe.train.steps}"' if not f.vocab else str(error)
-    horizon = None if steps is None else Horizon(steps, subject.facts.samples_per_epoch, recipe.train.global_batch)
+            unknown["steps"] = (
+                str(error) if subject.hf_reason else f'{facts.reason}: train.steps = "{recipe.train.steps}"'
+            )
+    horizon = None if steps is None else Horizon(steps, facts.samples_per_epoch, recipe.train.global_batch)
     if network is None:
-        reason = (
-            subject.reason if recipe.model.kind == "hf" else f"{PREPARE}: the vocabulary of {recipe.data.tokenizer!r}"
-        )
-        unknown["size"] = reason
-    if not subject.facts.samples_per_epoch:
-        unknown["epochs"] = PREPARE
-    time = None
+        unknown["size"] = subject.hf_reason or f"{facts.reason}: the vocabulary of {recipe.data.tokenizer!r}"
+    if not facts.samples_per_epoch:
+        unknown["epochs"] = facts.reason
     events = milestones(recipe, horizon) if horizon else []
+    time = None
     if speed is not None:
         left = time_left(events, subject.done, subject.tokens_per_step, speed) if horizon else None
         time = Time(speed, subject.tokens_per_step / speed.tokens_per_s, left)
     else:
         peak = f"the peak of {subject.device.name} in {subject.precision} is not known"
         cause = peak if subject.flops_per_token else "the FLOPs of a token are not known"
-        unknown["time"] = (
-            f"nothing was measured, and {cause}: use --from RUN, --measure, or --device with one of the table"
-        )
+        unknown["time"] = f"nothing was measured, and {cause}: give --from RUN, --measure, or a --device of the table"
     return Plan(
         recipe=recipe.preset,
         config_hash=recipe.config_hash,
@@ -222,7 +215,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         flops=_flops(subject, steps),
         memory=memory_rows(subject, network) if network else None,
         recommendation=recommendation(subject),
-        disk=_disk(subject, network, horizon) if network else None,
+        disk=_disk(subject, horizon),
         time=time,
         milestones=milestone_rows(
             events, subject.done, time.seconds_per_step if time else None, speed.costs if speed else {}
@@ -264,17 +257,12 @@ def _length(subject: Subject, steps: int | None) -> Length:
 
 
 def _flops(subject: Subject, steps: int | None) -> Flops | None:
-    model, network, per_token = subject.recipe.model, subject.network, subject.flops_per_token
+    network, per_token = subject.network, subject.flops_per_token
     if network is None or per_token is None:
         return None
-    padded = subject.recipe.train.global_batch * model.context
-    if isinstance(network, HfSizes):
-        rule, counted = 4 * network.total + 2 * network.trained, None  # frozen weights need no gradient of their own
-    else:
-        rule = 6 * count(network, subject.vocab or 0).total
-        counted = 3 * forward_flops(network, subject.vocab or 0, 1, model.context) / model.context
-    run = None if steps is None else per_token * padded * steps
-    return Flops(rule, per_token, counted, per_token * padded, run)
+    padded = subject.recipe.train.global_batch * subject.recipe.model.context
+    rule = per_token if isinstance(network, HfSizes) else 6 * (subject.parameters or 0)
+    return Flops(rule, per_token, None if steps is None else per_token * padded * steps)
 
 
 def memory_rows(subject: Subject, network: Network) -> list[MemoryRow]:
@@ -286,7 +274,7 @@ def memory_rows(subject: Subject, network: Network) -> list[MemoryRow]:
         strategies.append("hybrid_shard")
     if base.strategy not in strategies:
         strategies.append(base.strategy)
-    ours = not isinstance(network, HfSizes)
+    ours = not isinstance(network, HfSizes)  # else states alone are known: they may be too large, never surely fit
     rows = []
     for strategy in strategies:
         for checkpointing in CHECKPOINTING if ours else ("none",):
@@ -319,26 +307,15 @@ def recommendation(subject: Subject) -> Recommendation | None:
         return Recommendation(None, "the device's memory is not known: give --memory GB", {})
     base = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
     base = replace(base, micro_batch=recipe.train.micro_batch)
-    return recommend(_task(subject, network, usable), base, low_precision(subject.device))
+    return recommend(_task(subject, network, usable), base)
 
 
-def _disk(subject: Subject, network: Network, horizon: Horizon | None) -> Disk:
-    recipe, vocab = subject.recipe, subject.vocab or 0
-    size = (
-        network.checkpoint_bytes()
-        if isinstance(network, HfSizes)
-        else checkpoint_bytes(network, vocab, recipe.optim.kind)
-    )
-    token = 2 if vocab <= 2**16 else 4  # uint16 where all ids fit
+def _disk(subject: Subject, horizon: Horizon | None) -> Disk | None:
+    recipe, size = subject.recipe, subject.checkpoint_bytes
+    if size is None:
+        return None
     saves = save_steps(recipe, horizon) if horizon else []
     kept = kept_checkpoints(recipe, horizon, saves) if horizon else None
-    return Disk(
-        checkpoint_bytes=size,
-        rank_bytes=-(-size // subject.world),
-        kept=kept,
-        kept_bytes=None if kept is None else kept * size,
-        peak_bytes=None if kept is None else min(kept + 1, len(saves)) * size,
-        token_bytes=token,
-        shard_bytes=recipe.data.shard_tokens * token,
-        tokens_bytes=recipe.data.max_tokens * token or None,
-    )
+    peak = None if kept is None else min(kept + 1, len(saves)) * size
+    token = 2 if (subject.vocab or 0) <= 2**16 else 4  # uint16 where all ids fit
+    return Disk(size, kept, peak, recipe.data.max_tokens * token or None)

@@ -13,10 +13,8 @@ from statistics import median
 
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.devices import same_device, this_device
-from windlass.estimate.optimum import vocab_of
 from windlass.estimate.subject import Subject
-from windlass.estimate.time import MEASURED, SCALED, Speed, assumed_speed, measured_speed, project
-from windlass.model.size import flops_per_token
+from windlass.estimate.time import MEASURED, Speed, assumed_speed, measured_speed, project
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.timing import peak_flops
@@ -56,10 +54,10 @@ def find_speed(
 
 
 def speeds_of(subject: Subject, runs: Sequence[Run]) -> list[Speed]:
-    """The speeds of past runs on the plan's kind of device, scaled where they trained another model.
+    """The speeds of past runs of the same model on the plan's kind of device.
 
     Raises:
-        UserError: no run has logged steps, none was made on such a device, or a speed cannot be scaled.
+        UserError: no run has logged steps, none was made on such a device, or one trains another model.
     """
     where = f"--from {', '.join(str(run.path) for run in runs)}"
     measured = [(run, speed) for run in runs if (speed := measured_speed(run))]
@@ -72,32 +70,9 @@ def speeds_of(subject: Subject, runs: Sequence[Run]) -> list[Speed]:
             f"{where}: its speed was measured on {' and '.join(there)}, and the plan is for {subject.device.name}. Leave "
             "--device out, or leave --from out and have the speed assumed from the peak"
         )
-    return [_scaled(subject, run, speed) for run, speed in same]
-
-
-def _scaled(subject: Subject, run: Run, speed: Speed) -> Speed:
-    """A speed of another model, or of samples that are padded otherwise, scaled by the FLOPs of a real token."""
-    here, there = subject.recipe.model, run.recipe.model
-    last = next((x for x in reversed(run.lines("train")) if x.get("samples") and x.get("tokens")), None)
-    filled_there = last["tokens"] / last["samples"] / there.context if last else 1.0  # share of places with real tokens
-    filled_here = subject.tokens_per_sample / here.context if subject.facts.tokens_per_sample else filled_there
-    same_hf = here.kind == there.kind == "hf" and here.name == there.name
-    if same_hf or (here == there and abs(filled_here - filled_there) < 0.01 * filled_there):
-        return speed
-    flops_here, flops_there = subject.flops_per_token, None
-    if there.kind == "gpt":
-        parameters = next((x["parameters"] for x in run.events if isinstance(x.get("parameters"), int)), None)
-        vocab = vocab_of(run.recipe, parameters)
-        flops_there = flops_per_token(there, vocab) if vocab else None
-    if flops_here is None or flops_there is None:
-        raise UserError(
-            f"--from {run.path}: it trains another model, and the FLOPs of a token are not known of both, so that its speed "
-            "cannot be scaled; name a run of the same model"
-        )
-    ratio = flops_there / filled_there / (flops_here / filled_here)
-    what = "another model" if here != there else "samples padded otherwise"
-    detail = f"{speed.detail}; {what}, scaled by the FLOPs of a token ({ratio:.3g} x)"
-    return replace(speed, tokens_per_s=speed.tokens_per_s * ratio, detail=detail, basis=SCALED)
+    if other := next((run for run, _ in same if run.recipe.model != subject.recipe.model), None):
+        raise UserError(f"--from {other.path}: it trains another model; name a run of the same one, or use --measure")
+    return [speed for _, speed in same]
 
 
 def assumed(subject: Subject, mfu: float) -> Speed | None:

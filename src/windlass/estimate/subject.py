@@ -10,7 +10,7 @@ from windlass.errors import UserError
 from windlass.estimate.devices import Device, find_device, low_precision, this_device
 from windlass.estimate.memory import Network
 from windlass.estimate.optimum import known_vocab, vocab_of
-from windlass.model.size import HfSizes, count, flops_per_token
+from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -26,6 +26,8 @@ class Facts:
     samples_per_epoch: int = 0
     tokens_per_sample: float | None = None
     """Real tokens in a sample on average."""
+    reason: str = PREPARE
+    """Why they are not known."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Subject:
     """Of a run that has begun."""
     hf: HfSizes | None = None
     """The sizes of a Hugging Face model, where its configuration could be read."""
-    reason: str = ""
-    """Why it could not, or why the data is not known."""
+    hf_reason: str = ""
+    """Why it could not."""
 
     @property
     def vocab(self) -> int | None:
@@ -74,6 +76,13 @@ class Subject:
         if isinstance(self.network, HfSizes):
             return self.network.flops_per_token()
         return flops_per_token(self.network, self.vocab or 0) if self.network else None
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Of one checkpoint."""
+        if isinstance(self.network, HfSizes):
+            return self.network.checkpoint_bytes()
+        return checkpoint_bytes(self.network, self.vocab or 0, self.recipe.optim.kind) if self.network else None
 
     @property
     def tokens_per_sample(self) -> float:
@@ -121,8 +130,7 @@ def subject_of(
     if recipe.model.kind == "hf":
         subject = _with_hf_sizes(subject)
     if run is None:
-        facts, reason = _prepared_facts(recipe)
-        return replace(subject, facts=facts, reason=subject.reason or reason)
+        return replace(subject, facts=_prepared_facts(recipe))
     train = run.lines("train")
     last = train[-1] if train else {}
     per_sample = last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None
@@ -147,14 +155,13 @@ def _with_hf_sizes(subject: Subject) -> Subject:
 
         return replace(subject, hf=read_sizes(subject.recipe))
     except ImportError as error:
-        return replace(
-            subject, reason=f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]"
-        )
+        reason = f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]"
     except UserError as error:
-        return replace(subject, reason=str(error))
+        reason = str(error)
+    return replace(subject, hf_reason=reason)
 
 
-def _prepared_facts(recipe: Recipe) -> tuple[Facts, str]:
+def _prepared_facts(recipe: Recipe) -> Facts:
     """What the prepared data says; or nothing, and the reason."""
     from windlass.data.dataset import open_samples
     from windlass.data.prepare import find_prepared
@@ -162,8 +169,8 @@ def _prepared_facts(recipe: Recipe) -> tuple[Facts, str]:
     try:
         prepared = find_prepared(recipe)
         if prepared is None:
-            return Facts(), PREPARE
+            return Facts()
         samples: Any = open_samples(recipe, prepared)[0]
     except UserError as error:
-        return Facts(), str(error)
-    return Facts(prepared.vocab, len(samples), samples.sample_tokens()), ""
+        return Facts(reason=str(error))
+    return Facts(prepared.vocab, len(samples), samples.sample_tokens())

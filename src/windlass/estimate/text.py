@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from windlass.estimate.plan import Plan
 
 BASIS = {"projected": "projected, with the measured efficiency", "at best": "at best: no efficiency was measured"}
-BASIS |= {"scaled": "scaled from another model"}
 
 Fact = tuple[str, str]
 
@@ -62,9 +61,8 @@ def _facts(plan: Plan) -> list[Fact]:
         facts.append(("optimal", optimal + (f"; this run has {ratio:.3g} tokens a parameter" if ratio else "")))
     facts.append(("epochs", f"{length.epochs:.3g}" if length.epochs else plan.unknown.get("epochs", "unknown")))
     if flops:
-        counted = f", {_flop(flops.per_token_counted)} counted" if flops.per_token_counted else ""
         run = "" if flops.run is None else f"; {flops.run:.2e} in all"
-        ways = f"{_flop(flops.per_token_6n)} a token by 6 N, {_flop(flops.per_token)} with attention{counted}{run}"
+        ways = f"{_flop(flops.per_token_6n)} a token by 6 N, {_flop(flops.per_token)} with attention{run}"
         facts.append(("FLOPs", ways))
     return facts
 
@@ -141,13 +139,11 @@ def _milestones(plan: Plan, console: Console) -> None:
 def _disk(plan: Plan) -> list[Fact]:
     disk = plan.disk
     assert disk is not None
-    facts = [("checkpoint", f"{_bytes(disk.checkpoint_bytes)}, {_bytes(disk.rank_bytes)} from each rank")]
-    if disk.kept is not None and disk.kept_bytes is not None and disk.peak_bytes is not None:
-        more = ", and room for one more while it is written" if disk.peak_bytes > disk.kept_bytes else ""
-        facts.append(("kept", f"{disk.kept:,} checkpoint{'s' * (disk.kept != 1)}, {_bytes(disk.kept_bytes)}{more}"))
-    facts.append(("shards", f"{disk.token_bytes} bytes a token, {_bytes(disk.shard_bytes)} a full shard"))
+    facts = [("a checkpoint", _bytes(disk.checkpoint_bytes))]
+    if disk.kept is not None and disk.peak_bytes is not None:
+        facts.append(("at most", f"{_bytes(disk.peak_bytes)}: {disk.kept:,} kept, and one more while it is written"))
     if disk.tokens_bytes:
-        facts.append(("tokens", f"about {_bytes(disk.tokens_bytes)} in all (data.max_tokens)"))
+        facts.append(("tokens", f"about {_bytes(disk.tokens_bytes)} (data.max_tokens)"))
     return facts
 
 

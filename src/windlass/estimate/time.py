@@ -33,7 +33,7 @@ ASSUMED_MFU = 0.4
 """Share of the peak that is assumed where nothing was measured. Published GPU and TPU trainings report 0.3 to 0.55 (0.46
 for PaLM, arXiv 2204.02311); a small model or a slow network gives less."""
 
-MEASURED, SCALED, PROJECTED, ASSUMED, BOUND = "measured", "scaled", "projected", "assumed", "at best"
+MEASURED, PROJECTED, ASSUMED, BOUND = "measured", "projected", "assumed", "at best"
 
 PREDICTED_AT = 0.05
 """Share of a run's steps after which its time to finish is predicted, to be compared with the actual one."""
@@ -47,8 +47,8 @@ class Speed:
     """Real tokens, padding not counted."""
     world: int
     basis: str
-    """`measured`; `scaled` from another model by the FLOPs of a token; `projected` with measured efficiency; `assumed` from
-    a peak; `at best`: scaled to more ranks as if nothing were lost."""
+    """`measured`; `projected` with measured efficiency; `assumed` from a peak; `at best`: scaled to more ranks as if nothing
+    were lost."""
     detail: str
     """The same in words: which run, which peak, which efficiency."""
     costs: dict[str, float] = field(default_factory=dict)
@@ -162,23 +162,19 @@ def project(speeds: Sequence[Speed], world: int) -> Speed:
     near = b if world > high else a
     tokens_per_s = near.tokens_per_s * (world / near.world) ** exponent
     efficiency = tokens_per_s / (by_world[worlds[0]].tokens_per_s * world / worlds[0])
-    detail = (
-        f"{'scaled from another model' if SCALED in (a.basis, b.basis) else 'measured'} at {', '.join(map(str, worlds))} "
-        f"ranks, continued as world^{exponent:.2f}: efficiency {100 * efficiency:.0f} % of {worlds[0]} rank(s)"
-    )
+    detail = f"measured at {', '.join(map(str, worlds))} ranks, continued as world^{exponent:.2f}: efficiency {100 * efficiency:.0f} % of {worlds[0]} rank(s)"
     return Speed(tokens_per_s, world, PROJECTED, detail, near.costs, near.device)
 
 
 def _median_speed(speeds: Sequence[Speed]) -> Speed:
-    """Of several speeds on one world the median; those of the same model go before those scaled from another."""
-    own = [s for s in speeds if s.basis == MEASURED] or list(speeds)
-    if len(own) == 1:
-        return own[0]
-    middle = median(s.tokens_per_s for s in own)
-    nearest = min(own, key=lambda s: abs(s.tokens_per_s - middle))
-    low, high = min(s.tokens_per_s for s in own), max(s.tokens_per_s for s in own)
-    costs = {kind: median(s.costs[kind] for s in own if kind in s.costs) for s in own for kind in s.costs}
-    detail = f"the median of {len(own)} runs ({low:,.0f} to {high:,.0f} tokens/s); the nearest is {nearest.detail}"
+    """Of several speeds on one world the median."""
+    if len(speeds) == 1:
+        return speeds[0]
+    middle = median(s.tokens_per_s for s in speeds)
+    nearest = min(speeds, key=lambda s: abs(s.tokens_per_s - middle))
+    low, high = min(s.tokens_per_s for s in speeds), max(s.tokens_per_s for s in speeds)
+    costs = {kind: median(s.costs[kind] for s in speeds if kind in s.costs) for s in speeds for kind in s.costs}
+    detail = f"the median of {len(speeds)} runs ({low:,.0f} to {high:,.0f} tokens/s); the nearest is {nearest.detail}"
     return replace(nearest, tokens_per_s=middle, detail=detail, costs=costs)
 
 
