@@ -21,7 +21,6 @@ from windlass.estimate.milestones import (
 from windlass.estimate.speeds import assumed, find_speed, measuring_recipe, speed_of_measurement, speeds_of
 from windlass.estimate.subject import Facts, Subject
 from windlass.estimate.time import Speed, measured_speed, predicted_and_actual, project, time_left
-from windlass.model.size import flops_per_token
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines
 
@@ -157,7 +156,7 @@ def test_projection_uses_the_measured_efficiency():
 
 def test_of_several_runs_at_one_world_the_median_counts():
     speeds = [Speed(v, 2, "measured", f"run {v}", {"evaluation": e}) for v, e in ((90.0, 1), (300.0, 2), (100.0, 9))]
-    got = project([*speeds, Speed(1000.0, 2, "scaled", "another model")], 2)
+    got = project(speeds, 2)
     assert got.tokens_per_s == 100 and got.costs == {"evaluation": 2}
 
 
@@ -195,16 +194,12 @@ def test_a_speed_is_of_its_own_device(tmp_path, monkeypatch):
     assert "--measure" in str(error.value)
 
 
-def test_another_model_is_scaled_by_the_flops_of_a_token(tmp_path):
+def test_the_speed_of_another_model_is_refused(tmp_path):
     run = write_run(tmp_path / "run")
-    speed = measured_speed(run)
-    assert speeds_of(subject(), [run]) == [speed]
-    deep = subject(**{"model.layers": 8})
-    (got,) = speeds_of(deep, [run])
-    ratio = flops_per_token(run.recipe.model, 257) / flops_per_token(deep.recipe.model, 257)
-    assert got.basis == "scaled" and got.tokens_per_s == pytest.approx(speed.tokens_per_s * ratio)
-    (half,) = speeds_of(subject(facts=Facts(257, 100, 64.0)), [run])  # every other place is padding
-    assert half.tokens_per_s == pytest.approx(speed.tokens_per_s / 2)
+    assert speeds_of(subject(), [run]) == [measured_speed(run)]
+    with pytest.raises(UserError) as error:
+        speeds_of(subject(**{"model.layers": 8}), [run])
+    assert "--from" in str(error.value) and "--measure" in str(error.value)
 
 
 def test_assumed_speed():
