@@ -15,22 +15,28 @@ N, D, V = 37, 12, 101
 
 def problem(dtype: torch.dtype = torch.float64, masked: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    shapes = [(N, D), (V, D), (V,)]
+    x, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes
+    )
     labels = torch.randint(V, (N,), generator=generator)
     labels[torch.randperm(N, generator=generator)[:masked]] = -100
     return x, weight, bias, labels
 
 
-def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float) -> Tensor:
-    logits = x @ weight.T
-    if bias is not None:
-        logits = logits + bias
+def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float = 0.0) -> Tensor:
+    logits = x @ weight.T if bias is None else x @ weight.T + bias
     if cap:
         logits = cap * (logits / cap).tanh()
-    counted = labels >= 0
-    return -logits[counted].log_softmax(-1)[torch.arange(int(counted.sum())), labels[counted]].sum()
+    unmasked = labels >= 0
+    return -logits[unmasked].log_softmax(-1)[torch.arange(int(unmasked.sum())), labels[unmasked]].sum()
+
+
+def compare_gradients(
+    one: Tensor, other: Tensor, inputs: list[Tensor], rtol: float = 1e-11, atol: float = 1e-13
+) -> None:
+    for a, b in zip(torch.autograd.grad(one, inputs), torch.autograd.grad(other, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("cap", [0.0, 5.0])
@@ -38,39 +44,34 @@ def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap:
 @pytest.mark.parametrize("chunk", [0, 1, 5, 37, 1000])
 def test_value_and_gradients_in_float64(chunk: int, biased: bool, cap: float) -> None:
     x, weight, bias, labels = problem()
-    inputs = [x, weight, *([bias] if biased else [])]
     expected = by_hand(x, weight, bias if biased else None, labels, cap)
-    given = cross_entropy_sum(x, weight, labels, bias if biased else None, cap=cap, chunk=chunk)
-    assert given.dtype == torch.float64
-    torch.testing.assert_close(given, expected, rtol=1e-13, atol=0)
-    expected_grads = torch.autograd.grad(expected / 7, inputs)
-    for a, b in zip(torch.autograd.grad(given / 7, inputs), expected_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    loss = cross_entropy_sum(x, weight, labels, bias if biased else None, cap=cap, chunk=chunk)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    compare_gradients(loss / 7, expected / 7, [x, weight, *([bias] if biased else [])])
 
 
 def test_in_float32_chunks_and_autograd_agree() -> None:
     x, weight, bias, labels = problem(torch.float32)
-    one = cross_entropy_sum(x, weight, labels, bias, chunk=0)
-    other = cross_entropy_sum(x, weight, labels, bias, chunk=8)
+    one, other = (cross_entropy_sum(x, weight, labels, bias, chunk=chunk) for chunk in (0, 8))
     assert one.dtype == other.dtype == torch.float32
     torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
-    for a, b in zip(*(torch.autograd.grad(t, [x, weight, bias]) for t in (one, other)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    compare_gradients(one, other, [x, weight, bias], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [0, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_sum_is_float32_and_the_gradients_have_their_tensors_dtype(
+def test_under_autocast_the_sum_is_float32_and_gradients_have_their_tensors_dtype(
     chunk: int, dtype: torch.dtype
 ) -> None:
     x, weight, bias, labels = problem(torch.float32)
-    expected = by_hand(x, weight, bias, labels, 0.0)
+    expected = by_hand(x, weight, bias, labels)
     with torch.autocast("cpu", dtype):
         assert head_logits(x, weight, bias).dtype == dtype
-        given = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
-    assert given.dtype == torch.float32
-    torch.testing.assert_close(given, expected, rtol=3e-2, atol=0)
-    grads = torch.autograd.grad(given, [x, weight, bias])
+        loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=3e-2, atol=0)
+    grads = torch.autograd.grad(loss, [x, weight, bias])
     for a, b in zip(grads, torch.autograd.grad(expected, [x, weight, bias]), strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().max()))
@@ -81,22 +82,17 @@ def test_half_precision_parameters(chunk: int) -> None:
     """As under FSDP2's mixed precision, where the stream may still be float32."""
     x, weight, _, labels = problem(torch.float32)
     half = weight.detach().to(torch.bfloat16).requires_grad_()
-    given = cross_entropy_sum(x, half, labels, chunk=chunk)
-    assert given.dtype == torch.float32
-    torch.testing.assert_close(given, by_hand(x, weight, None, labels, 0.0), rtol=3e-2, atol=0)
-    dx, dw = torch.autograd.grad(given, [x, half])
-    assert (dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16)
+    loss = cross_entropy_sum(x, half, labels, chunk=chunk)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, by_hand(x, weight, None, labels), rtol=3e-2, atol=0)
+    assert [g.dtype for g in torch.autograd.grad(loss, [x, half])] == [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_nothing_counted_gives_zero_and_no_gradient(chunk: int) -> None:
-    x, weight, bias, labels = problem(masked=N)
-    given = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
-    assert given.item() == 0.0
-    assert all(not bool(g.any()) for g in torch.autograd.grad(given, [x, weight, bias]))
-
-
-def test_a_masked_row_cannot_spoil_the_sum() -> None:
+def test_masked_rows_count_nothing_whatever_is_in_them() -> None:
+    for chunk in (0, 8):
+        x, weight, bias, labels = problem(masked=N)
+        loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk)
+        assert loss.item() == 0.0 and all(not bool(g.any()) for g in torch.autograd.grad(loss, [x, weight, bias]))
     x, weight, _, labels = problem()
     spoiled = x.detach().clone()
     spoiled[labels == -100] = 1e300
@@ -106,54 +102,41 @@ def test_a_masked_row_cannot_spoil_the_sum() -> None:
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
     x, weight, bias, labels = problem()
-    frozen = weight.detach()
-    (dx,) = torch.autograd.grad(cross_entropy_sum(x, frozen, labels, chunk=8), [x])
-    (expected,) = torch.autograd.grad(by_hand(x, frozen, None, labels, 0.0), [x])
-    torch.testing.assert_close(dx, expected, rtol=1e-11, atol=1e-13)
-    (db,) = torch.autograd.grad(cross_entropy_sum(x.detach(), frozen, labels, bias, chunk=8), [bias])
-    (expected,) = torch.autograd.grad(by_hand(x.detach(), frozen, bias, labels, 0.0), [bias])
-    torch.testing.assert_close(db, expected, rtol=1e-11, atol=1e-13)
+    fixed, frozen = x.detach(), weight.detach()
+    compare_gradients(cross_entropy_sum(x, frozen, labels, chunk=8), by_hand(x, frozen, None, labels), [x])
+    compare_gradients(
+        cross_entropy_sum(fixed, frozen, labels, bias, chunk=8), by_hand(fixed, frozen, bias, labels), [bias]
+    )
     with torch.no_grad():
         assert not cross_entropy_sum(x, weight, labels, chunk=8).requires_grad
 
 
-def test_leading_dimensions_are_free() -> None:
+def test_leading_dimensions_are_free_and_accumulated_gradients_add_up() -> None:
     x, weight, _, labels = problem()
     flat = cross_entropy_sum(x[:36], weight, labels[:36], chunk=5)
     shaped = cross_entropy_sum(x[:36].view(4, 9, D), weight, labels[:36].view(4, 9), chunk=5)
     assert flat.item() == shaped.item()
-
-
-def test_accumulated_gradients_add_up() -> None:
-    x, weight, _, labels = problem()
     for part in (slice(0, 10), slice(10, N)):
         cross_entropy_sum(x[part], weight, labels[part], chunk=4).backward()
-    expected = torch.autograd.grad(by_hand(x, weight, None, labels, 0.0), [x, weight])
+    expected = torch.autograd.grad(by_hand(x, weight, None, labels), [x, weight])
     for a, b in zip((x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
-def test_the_size_of_a_chunk() -> None:
-    assert module._chunk(768, 65, "cpu") == 0  # small vocabulary: all at once
-    chunk = module._chunk(4096, 50257, "cpu")
-    assert 0 < chunk * 50257 * 4 <= module.CHUNK_BYTES["cpu"]
-    assert chunk * -(-4096 // chunk) - 4096 < -(-4096 // chunk)  # the chunks are even
-    assert module._chunk(5, 2**40, "cpu") == 1
-    assert module._chunk(0, 50257, "cpu") == 0
-
-
-def test_the_logits_are_never_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
+def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
     real = F.linear
 
     def watched(*args: Tensor | None) -> Tensor:
         out = real(*args)  # type: ignore[arg-type]
-        held.append(out.numel())
+        sizes.append(out.numel())
         return out
 
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 10)
     monkeypatch.setattr(module.F, "linear", watched)
     x, weight, _, labels = problem()
     cross_entropy_sum(x, weight, labels).backward()
-    assert len(held) == 4
-    assert max(held) <= 10 * V
+    assert len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V  # even chunks
+    sizes.clear()
+    cross_entropy_sum(x[:9], weight, labels[:9]).backward()
+    assert sizes == [9 * V]  # few tokens: all at once

@@ -1,0 +1,356 @@
+"""Our GPT: every combination of its choices, causality, cache, dropout, initial weights, sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_fixtures
+from windlass.errors import UserError
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, Rotation, generator, initialise
+from windlass.model.hf import read_sizes
+from windlass.model.size import (
+    HfSizes,
+    Parameters,
+    block_matrices,
+    block_parameters,
+    checkpoint_bytes,
+    count,
+    flops_per_token,
+    forward_flops,
+)  # fmt: skip
+from windlass.recipe import Recipe
+from windlass.recipe.load import presets
+from windlass.recipe.settings import ModelSettings
+
+SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
+VOCAB = 19
+CHOICES: dict[str, list[Any]] = {
+    "norm": ["layernorm", "rmsnorm"],
+    "position": ["learned", "rope", "none"],
+    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
+    "kv_heads": [0, 2, 1],
+    "qk_norm": [False, True],
+    "tie_head": [True, False],
+}
+BIASES = [
+    {"attn_bias": True, "ff_bias": True, "norm_bias": True, "head_bias": True, "final_norm": True},
+    {"attn_bias": False, "ff_bias": True, "norm_bias": False, "head_bias": False, "final_norm": False},
+    {"attn_bias": False, "ff_bias": False, "norm_bias": True, "head_bias": True, "final_norm": True, "logit_cap": 4.0},
+]
+
+
+def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:
+    model = GPT(ModelSettings(**{**SMALL, **settings}), VOCAB).to(dtype)
+    initialise(model, seed)
+    return model
+
+
+def some_tokens(rows: int = 3, length: int = 24, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def combinations(stride: int) -> list[dict[str, Any]]:
+    every = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+    return [{**choice, **BIASES[i % len(BIASES)]} for i, choice in enumerate(every[::stride])]
+
+
+def test_a_few_combinations_have_each_pair_of_choices() -> None:
+    seen = {p for choice in combinations(7) for p in itertools.combinations(list(choice.items())[: len(CHOICES)], 2)}
+    for (a, these), (b, those) in itertools.combinations(CHOICES.items(), 2):
+        assert all(((a, x), (b, y)) in seen for x in these for y in those), (a, b)
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
+def test_combinations_are_built_counted_and_trained(stride: int) -> None:
+    tokens = some_tokens(2, 8)
+    labels = tokens.roll(-1, 1)
+    labels[0, -3:] = -100
+    for choice in combinations(stride):
+        model = gpt(dtype=torch.float32, **choice, context=8)
+        logits = model(tokens)
+        assert logits.shape == (2, 8, VOCAB), choice
+        loss = model(tokens, labels)
+        loss.backward()
+        missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+        assert not missing, (choice, missing)
+        expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        torch.testing.assert_close(loss, expected, msg=str(choice))
+        assert bool((logits.abs() <= choice["logit_cap"]).all()) if "logit_cap" in choice else True
+        check_count(model)
+
+
+def check_count(model: GPT) -> None:
+    """The arithmetic of sizes against the modules."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+
+    def part(*words: str) -> int:
+        return sum(n for name, n in sizes.items() if any(word in name for word in words))
+
+    expected = Parameters(
+        embedding=part("embedding."), positions=part("positions."), attention=part(".attn."), feed_forward=part(".ff."),
+        norms=part("norm."), head=part("head."), tied=model.settings.tie_head,
+    )  # fmt: skip
+    assert count(model.settings, VOCAB) == expected and expected.total == sum(sizes.values())
+    assert expected.non_embedding == expected.attention + expected.feed_forward + expected.norms
+    assert block_parameters(model.settings) == part("blocks.0.")
+    assert block_matrices(model.settings) == sum(p.numel() for p in model.blocks[0].parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope", "none"])
+def test_a_token_sees_nothing_of_what_follows(position: str) -> None:
+    model = gpt(position=position, kv_heads=2).eval()
+    tokens, place = some_tokens(), 11
+    changed = tokens.clone()
+    changed[:, place:] = (changed[:, place:] + 1) % VOCAB
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :place], after[:, :place], rtol=0, atol=1e-12)
+    assert bool((before[:, place:] != after[:, place:]).any(-1).all())
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_places_matter_and_without_positions_only_the_order_of_the_past_does_not(position: str) -> None:
+    tokens = some_tokens(1, 6)
+    swapped = tokens[:, [2, 1, 0, 3, 4, 5]]
+    assert not torch.allclose(*[gpt(position=position)(t)[:, -1] for t in (tokens, swapped)])
+    last = [gpt(position="none", layers=1)(t)[:, -1] for t in (tokens, swapped)]
+    torch.testing.assert_close(*last, rtol=0, atol=1e-12)
+
+
+def test_rotation_turns_pairs_by_their_place() -> None:
+    x = torch.randn(1, 5, 2, 6, dtype=torch.float64)
+    turned = Rotation(100.0, 6, 3, 5, like=x)(x)
+    for t, h, i in itertools.product(range(5), range(2), range(3)):
+        angle = torch.tensor((t + 3) * 100.0 ** (-2 * i / 6), dtype=torch.float64)
+        pair = torch.complex(x[0, t, h, i], x[0, t, h, i + 3]) * torch.polar(torch.ones_like(angle), angle)
+        torch.testing.assert_close(turned[0, t, h, i], pair.real)
+        torch.testing.assert_close(turned[0, t, h, i + 3], pair.imag)
+    low = x.bfloat16()
+    rotation = Rotation(10_000.0, 6, 0, 5, like=low)
+    assert (rotation.cos.dtype, rotation(low).dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("settings", [
+    {"position": "learned"},
+    {"position": "rope", "qk_norm": True, "kv_heads": 2, "norm": "rmsnorm"},
+    {"position": "none", "kv_heads": 1, "tie_head": False, "head_bias": True, "logit_cap": 3.0},
+])  # fmt: skip
+@pytest.mark.parametrize("cuts", [[1] * 24, [10, *[1] * 14], [5, 7, 1, 11], [24]])
+def test_a_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], cuts: list[int]) -> None:
+    model = gpt(**settings, dropout=0.5).eval()
+    tokens = some_tokens()
+    whole, cache = model(tokens), model.new_cache(3, 24)
+    for stop, cut in zip(itertools.accumulate(cuts), cuts, strict=True):
+        logits = model(tokens[:, stop - cut : stop], cache=cache)
+        assert logits.shape == (3, 1, VOCAB)
+        torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], rtol=0, atol=1e-12)
+    assert cache.length == 24
+
+
+def test_a_cache_has_a_capacity_and_the_dtype_of_the_pass() -> None:
+    model = gpt(dtype=torch.float32).eval()
+    cache = model.new_cache(3, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(some_tokens(3, 4), cache=cache)
+    assert cache.layers[0].keys is not None and cache.layers[0].keys.dtype == torch.bfloat16
+    with pytest.raises(AssertionError, match="capacity"):
+        model(some_tokens(3, 1), cache=cache)
+    with pytest.raises(AssertionError, match="context of 24"):
+        model(some_tokens(1, 25))
+
+
+def test_dropout_is_off_in_evaluation_and_fixed_by_the_seed() -> None:
+    tokens, plain, dropping = some_tokens(), gpt(), gpt(dropout=0.3)
+    assert torch.equal(plain.eval()(tokens), dropping.eval()(tokens))
+    assert torch.equal(plain.train()(tokens), plain.eval()(tokens))
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(dropping.train()(tokens))
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def test_activation_checkpointing_repeats_dropout() -> None:
+    model, tokens = gpt(dropout=0.3, position="rope"), some_tokens()
+    torch.manual_seed(5)
+    model(tokens, tokens).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    for block in model.blocks():
+        inner = block.forward
+        block.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)
+    torch.manual_seed(5)
+    model(tokens, tokens).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+
+
+def test_names_are_stable() -> None:
+    """Checkpoints and initial weights depend on them."""
+    model = gpt(layers=1, norm="rmsnorm", activation="swiglu", attn_bias=False, ff_bias=False, tie_head=False)
+    inside = ["attn_norm", "attn.qkv", "attn.out", "ff_norm", "ff.gate", "ff.up", "ff.down"]
+    modules = ["embedding", "positions", *(f"blocks.0.{name}" for name in inside), "norm", "head"]
+    assert [name for name, _ in model.named_parameters()] == [f"{module}.weight" for module in modules]
+    assert not list(model.buffers()) and model.get_submodule("blocks.0") is model.blocks()[0]
+    assert "head.weight" not in gpt().state_dict()
+
+
+def test_build_reads_vocabulary_dtype_and_device() -> None:
+    with pytest.raises(UserError) as refused:
+        build_model(Recipe.load("shakespeare-char", ["model.vocab=60"]), vocab=65)
+    assert "model.vocab = 60" in str(refused.value) and "65" in str(refused.value)
+    assert build_model(Recipe.load("shakespeare-char", ["model.vocab=70"]), vocab=65).vocab == 70
+    recipe = Recipe.load("quickstart")
+    assert {p.dtype for p in build_model(recipe, 257, dtype=torch.float64).parameters()} == {torch.float64}
+    assert {p.device.type for p in build_model(recipe, 257).parameters()} == {"meta"}
+    assert {p.device.type for p in build_model(recipe, 257, "cpu").parameters()} == {"cpu"}
+
+
+def test_autocast_gives_a_float32_loss_near_the_true_one() -> None:
+    model, tokens = gpt(dtype=torch.float32, position="rope", qk_norm=True, norm="rmsnorm"), some_tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(tokens, tokens)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, model(tokens, tokens), rtol=2e-2, atol=0)
+
+
+# Initial weights
+
+
+def weights(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Tensor]:
+    shape = {"layers": 3, "width": 64, "context": 32, "head_bias": True, "tie_head": False}
+    return dict(gpt(seed, dtype, **shape, **settings).state_dict())
+
+
+def test_initial_weights_are_a_function_of_seed_and_name() -> None:
+    torch.manual_seed(0)
+    one, same, other, double = weights(1), weights(1), weights(2), weights(1, torch.float64)
+    model, before = gpt(), torch.get_rng_state()
+    initialise(model, 1)
+    assert torch.equal(before, torch.get_rng_state())  # the default generator is neither read nor moved
+    assert all(torch.equal(one[name], same[name]) and torch.equal(one[name].double(), double[name]) for name in one)
+    normal = [name for name in one if one[name].ndim == 2]
+    assert normal and all(not torch.equal(one[name], other[name]) for name in normal)
+    assert len({tuple(one[name].flatten()[:8].tolist()) for name in normal}) == len(normal)  # no two tensors alike
+    drawn = torch.empty(64).normal_(generator=generator(1337, "embedding.weight"))
+    assert drawn[:3].tolist() == pytest.approx([0.46295, -0.64973, -0.90812], abs=1e-5)  # fixed for ever
+
+
+def test_initial_weights_do_not_depend_on_the_device_nor_on_other_layers() -> None:
+    recipe = Recipe.load("quickstart")
+    direct = GPT(recipe.model, 257)
+    initialise(direct, 7)
+    for late in (build_model(recipe, 257).to_empty(device="cpu"), build_model(recipe, 257, "cpu")):
+        initialise(late, 7)
+        assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True))
+    with pytest.raises(AssertionError, match="meta"):
+        initialise(build_model(recipe, 257), 0)
+    wide, deep = weights(1), dict(gpt(1, torch.float32, layers=5, width=64, tie_head=False).state_dict())
+    same = [n for n in wide if n.startswith("blocks.0") and "out" not in n and "down" not in n]
+    assert all(torch.equal(deep[name], wide[name]) for name in same)
+
+
+def test_spreads_are_those_of_gpt2() -> None:
+    for name, value in dict(gpt(3, torch.float32, layers=3, width=256, init_std=0.05).state_dict()).items():
+        if name.endswith("bias"):
+            assert not bool(value.any()), name
+        elif "norm" in name:
+            assert bool((value == 1).all()), name
+        else:
+            std = 0.05 / math.sqrt(6) if name.endswith(("out.weight", "down.weight")) else 0.05
+            spread = std / math.sqrt(value.numel())
+            assert abs(float(value.mean())) < 4 * spread and abs(float(value.std()) - std) < 4 * spread, name
+    model, x = gpt(dtype=torch.float32, zero_init_output=True), torch.randn(2, 5, 32)
+    assert all(torch.equal(block(x), x) for block in model.blocks())
+    assert bool(model.state_dict()["blocks.0.ff.up.weight"].any())
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("preset", "vocab", "total", "nanogpt"), [
+    ("c4-29m", 50257, 28_952_064, 28_886_528),
+    ("c4-30m", 50257, 29_995_520, 29_929_984),
+    ("shakespeare-char", 65, 10_745_088, 10_646_784),
+    ("shakespeare-char-cpu", 65, 804_096, 795_904),
+    ("gpt2-124m", 50257, 124_439_808, 123_653_376),
+    ("gpt2-124m", 50304, 124_475_904, 123_689_472),
+])  # fmt: skip
+def test_parameters_of_the_presets_are_the_published_ones(preset: str, vocab: int, total: int, nanogpt: int) -> None:
+    recipe = Recipe.load(preset, [f"model.vocab={vocab}"])
+    parameters = count(recipe.model, vocab)
+    assert (parameters.total, parameters.total - parameters.positions) == (total, nanogpt)
+    assert sum(p.numel() for p in build_model(recipe, vocab=vocab).parameters()) == total
+
+
+def test_every_preset_is_built_and_counted() -> None:
+    for preset in presets():
+        recipe = Recipe.load(preset)
+        if recipe.model.kind == "gpt":
+            vocab = recipe.model.vocab or 65
+            assert sum(p.numel() for p in build_model(recipe, 65).parameters()) == count(recipe.model, vocab).total
+
+
+def test_flops_and_bytes_of_known_models() -> None:
+    gpt2, c4 = Recipe.load("gpt2-124m").model, Recipe.load("c4-30m").model
+    assert flops_per_token(gpt2, 50304) == 6 * 123_689_472 + 12 * 12 * 768 * 1024
+    assert round(flops_per_token(gpt2, 50304) / 1e6) == 855
+    assert flops_per_token(gpt2, 50304, 512) == 6 * 123_689_472 + 12 * 12 * 768 * 512
+    # An embedding that is not the head is only looked up.
+    assert count(c4, 50257).multiplied == 29_995_520 - 50257 * 256 - 256 * 256
+    assert checkpoint_bytes(c4, 50257) == 12 * 29_995_520
+    assert checkpoint_bytes(c4, 50257, "muon") == 12 * 29_995_520 - 4 * 4 * 1_048_576
+
+
+@pytest.mark.parametrize("settings", [
+    {"tie_head": False, "activation": "swiglu", "kv_heads": 2},
+    {"position": "rope", "norm": "rmsnorm"},
+    {"attn_bias": True, "ff_bias": True, "head_bias": True},
+])  # fmt: skip
+def test_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:
+    model, tokens = gpt(dtype=torch.float32, **settings), some_tokens()
+    with sdpa_kernel(SDPBackend.MATH):  # torch does not count the CPU's flash kernel
+        with FlopCounterMode(display=False) as forward:
+            loss = model(tokens, tokens)
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    expected = forward_flops(model.settings, VOCAB, batch=3, length=24)
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (expected, 2 * expected)
+    # The usual convention counts norms and biases as if they were matrices.
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert 3 * expected == 3 * 24 * (flops_per_token(model.settings, VOCAB) - 6 * vectors)
+
+
+def test_sizes_need_no_torch() -> None:
+    code = "import sys, windlass.model.size, windlass.optim.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2", "llama", "jamba"])
+def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf_fixtures.config(kind).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
+    total = AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).num_parameters()
+    whole = read_sizes(Recipe.model_validate({"model": tree}))
+    assert whole == HfSizes(total, total, hf_fixtures.VOCAB)
+    assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
+    if kind == "llama":
+        targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
+        lora, adapters = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})), 3 * 4 * (64 + 48)
+        assert lora == HfSizes(total + adapters, adapters, hf_fixtures.VOCAB)
+        assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters  # a frozen matrix has no gradient
+        assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters
