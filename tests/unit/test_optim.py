@@ -1,11 +1,17 @@
+"""Optimizer and schedule: groups, AdamW and Muon against numpy and torch, the learning rate by hand."""
+
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from windlass.model.gpt import GPT
 from windlass.optim.build import adamw_groups, build_optimizer, muon_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
-from windlass.recipe import OptimSettings
+from windlass.optim.schedule import factor, phases
+from windlass.recipe import Horizon, ModelSettings, OptimSettings, ScheduleSettings
 
 
 class Block(nn.Module):
@@ -56,45 +62,30 @@ def names(m, groups):
 
 def test_adamw_groups_by_dimension_and_ties_once():
     m = model()
-    got = names(m, adamw_groups(m, OptimSettings(weight_decay=0.1)))
     blocks = [f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("up", "down")]
-    assert got["decay"] == ["embedding.weight", *blocks]
-    vectors = ["norm.weight", "norm.bias", "up.bias"]
-    assert got["no_decay"] == [f"layers.{i}.{part}" for i in (0, 1) for part in vectors]
-
-
-def test_decay_on_all_is_one_group():
-    m = model()
+    vectors = [f"layers.{i}.{part}" for i in (0, 1) for part in ("norm.weight", "norm.bias", "up.bias")]
+    assert names(m, adamw_groups(m, OptimSettings())) == {"decay": ["embedding.weight", *blocks], "no_decay": vectors}
     (group,) = adamw_groups(m, OptimSettings(decay_on="all", weight_decay=0.3))
     assert group["weight_decay"] == 0.3 and len(group["params"]) == len(list(m.parameters()))
-
-
-def test_frozen_parameters_are_left_out():
-    m = model()
     m.embedding.weight.requires_grad_(False)
-    got = names(m, adamw_groups(m, OptimSettings()))
-    assert "embedding.weight" not in got["decay"] and len(got["decay"]) == 4
+    assert names(m, adamw_groups(m, OptimSettings()))["decay"] == blocks
 
 
 def test_muon_takes_the_blocks_matrices_only():
     m = model()
     groups = muon_groups(m, OptimSettings(kind="muon", lr=0.01, muon_lr=0.02))
-    got = names(m, groups)
-    assert got["muon.decay"] == [f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("up", "down")]
-    assert got["adamw.decay"] == ["embedding.weight"]
-    assert len(got["adamw.no_decay"]) == 6
+    blocks = [f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("up", "down")]
+    found = names(m, groups)
+    assert (found["muon.decay"], found["adamw.decay"], len(found["adamw.no_decay"])) == (
+        blocks,
+        ["embedding.weight"],
+        6,
+    )
     assert {g["name"]: g["base_lr"] for g in groups} == {
-        "muon.decay": 0.02,
-        "adamw.decay": 0.01,
-        "adamw.no_decay": 0.01,
-    }
-
-
-def test_groups_under_compile_wrapper():
-    m = model()
-    inner = muon_groups(m, OptimSettings(kind="muon"))
-    outer = muon_groups(torch.compile(m, backend="eager"), OptimSettings(kind="muon"))
-    assert [[id(p) for p in g["params"]] for g in inner] == [[id(p) for p in g["params"]] for g in outer]
+        "muon.decay": 0.02, "adamw.decay": 0.01, "adamw.no_decay": 0.01,
+    }  # fmt: skip
+    gpt = GPT(ModelSettings(layers=1, heads=4, kv_heads=2, width=8, context=4), 11)
+    assert muon_groups(gpt, OptimSettings(kind="muon"))[0]["parts"] == [(8, 4, 4), (8,), (32,), (8,)]
 
 
 def adamw_by_hand(weights, grads, lr, decay):
@@ -172,14 +163,11 @@ def test_orthogonalise_maps_singular_values_by_the_quintic(shape):
 
 
 def test_orthogonalise_zero_and_float32():
+    assert update_scale((4, 16)) == 1 and update_scale((16, 4)) == 2
     assert torch.equal(orthogonalise(torch.zeros(3, 5), torch.float32), torch.zeros(3, 5))
     x = torch.randn(16, 24, generator=torch.Generator().manual_seed(1))
     exact = orthogonalise(x.double(), torch.float64)
     torch.testing.assert_close(orthogonalise(x, torch.float32).double(), exact, atol=1e-4, rtol=0)
-
-
-def test_update_scale():
-    assert update_scale((4, 16)) == 1 and update_scale((16, 4)) == 2
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -255,11 +243,93 @@ def test_matrices_that_lie_in_one_are_taken_apart():
     torch.testing.assert_close(one.detach()[:3], first, atol=1e-5, rtol=0)
 
 
-def test_the_gpt_says_what_its_matrices_are_made_of():
-    from windlass.model.gpt import GPT
-    from windlass.recipe import ModelSettings
+# The learning rate
 
-    gpt = GPT(ModelSettings(layers=1, heads=4, kv_heads=2, width=8, context=4), 11)
-    (muon, *_) = muon_groups(gpt, OptimSettings(kind="muon"))
-    assert muon["parts"] == [(8, 4, 4), (8,), (32,), (8,)]
-    assert all(sum(parts) == p.shape[0] for p, parts in zip(muon["params"], muon["parts"], strict=True))
+
+def horizon(steps, samples_per_epoch=1000, samples_per_step=10):
+    return Horizon(steps, samples_per_epoch, samples_per_step)
+
+
+def curve(steps, **settings):
+    return [factor(ScheduleSettings(**settings), horizon(steps), i) for i in range(steps)]
+
+
+@pytest.mark.parametrize(("steps", "settings", "expected"), [
+    (10, {"kind": "wsd", "warmup": 2, "decay": 4}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    (8, {"kind": "wsd", "warmup": 4, "decay": 2, "start": 0.2, "final": 0.5}, [0.4, 0.6, 0.8, 1, 1, 1, 1, 0.75]),
+    # A warm-up and a decay that overlap shorten the decay.
+    (10, {"kind": "wsd", "warmup": 8, "decay": 6}, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1, 0.5]),
+    (6, {"kind": "linear", "warmup": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    (4, {"kind": "linear", "warmup": 0, "final": 0.2}, [1, 0.8, 0.6, 0.4]),
+    (6, {"kind": "cosine", "warmup": 2, "final": 0.1}, [0.5, 1, 1, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1 + 0.45 * (1 - 0.5**0.5)]),
+    (5, {"kind": "constant", "warmup": 2}, [0.5, 1, 1, 1, 1]),
+])  # fmt: skip
+def test_schedules_by_hand(steps, settings, expected):
+    assert curve(steps, **settings) == pytest.approx(expected)
+
+
+def test_after_the_end_the_value_stays():
+    for kind, end in (("linear", 0.25), ("cosine", 0.25), ("wsd", 0.25), ("constant", 1)):
+        s = ScheduleSettings(kind=kind, warmup=0, final=0.25)
+        assert factor(s, horizon(7), 7) == factor(s, horizon(7), 70) == pytest.approx(end)
+    s = ScheduleSettings(kind="wsd", warmup="0.1 epochs", decay="1 epoch")
+    assert phases(s, horizon(300)) == phases(ScheduleSettings(kind="wsd", warmup=10, decay=100), horizon(300))
+
+
+def test_gpt2_124m():
+    """The schedule of the GPT-2 reproductions: 715 steps of warm-up, cosine from 6e-4 to 6e-5 over 19,073 steps."""
+    s, h, lr = ScheduleSettings(kind="cosine", warmup=715, final=0.1), horizon(19073), 6e-4
+
+    def build_nanogpt(it):
+        if it < 715:
+            return lr * (it + 1) / 715
+        ratio = (it - 715) / (19073 - 715)
+        return 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
+
+    for it in [0, 1, 100, 713, 714, 715, 716, 5000, 9894, 19071, 19072]:
+        assert lr * factor(s, h, it) == pytest.approx(build_nanogpt(it), rel=1e-12), it
+    assert lr * factor(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
+
+
+def test_c4_30m():
+    s, h = ScheduleSettings(kind="wsd", warmup=0.01, decay=0.1), horizon(4576)
+    at = phases(s, h)
+    assert (at.warmup, at.fall, at.steps) == (46, 4576 - 458, 4576)
+    assert factor(s, h, 0) == pytest.approx(1 / 46)
+    assert factor(s, h, 45) == factor(s, h, 46) == factor(s, h, 4118) == 1
+    assert factor(s, h, 4575) == pytest.approx(1 / 458)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 2, 3, 50])
+def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
+    warmup = min(warmup, steps) if isinstance(warmup, int) else warmup
+    got = curve(steps, kind=kind, warmup=warmup, decay=0.4)
+    assert all(0 < f <= 1 for f in got)
+    top = got.index(max(got))
+    assert got[:top] == sorted(got[:top]) and got[top:] == sorted(got[top:], reverse=True)
+    assert max(got) == 1
+
+
+def torch_values(make, steps):
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = make(optimizer)
+    values = []
+    for _ in range(steps):
+        values.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def test_against_torch_schedulers():
+    sched = torch.optim.lr_scheduler
+    cosine = torch_values(lambda o: sched.CosineAnnealingLR(o, T_max=40, eta_min=0.1), 40)
+    assert curve(40, kind="cosine", warmup=0, final=0.1) == pytest.approx(cosine, rel=1e-12)
+    linear = torch_values(lambda o: sched.LinearLR(o, start_factor=1.0, end_factor=0.3, total_iters=40), 40)
+    assert curve(40, kind="linear", warmup=0, final=0.3) == pytest.approx(linear, rel=1e-9)
+    # torch's warm-up is one update behind: its update 0 is at start_factor itself, ours one update up the line
+    rise = torch_values(lambda o: sched.LinearLR(o, start_factor=0.2, end_factor=1.0, total_iters=8), 9)
+    assert curve(20, kind="constant", warmup=8, start=0.2)[:8] == pytest.approx(rise[1:], rel=1e-9)
