@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,30 @@ from windlass.run import Run
 pytestmark = pytest.mark.dist
 
 
+PLACES = ["Orly", "Brest", "Cork", "Vigo", "Bari", "Kiel"]
+PEOPLE = ["Ann Hale", "Otto Roth", "Ines Vidal", "Paul Crane", "Mia Lund", "Jan Bakker"]
+
+
 @pytest.fixture(scope="module")
-def lesson(tmp_path_factory: pytest.TempPathFactory, data_files: Path) -> Iterator[Path]:
-    """Two questions each on SQuAD's shortest paragraphs, as a file; a BLOOM of two blocks and a tokenizer trained on them."""
+def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two questions each on six paragraphs, as a file; a BLOOM of two blocks and a tokenizer trained on them."""
     folder = tmp_path_factory.mktemp("lesson")
-    tree = json.loads((data_files / "squad" / "train-v1.1.first-44-articles.json").read_text(encoding="utf-8"))
-    parts = [part for article in tree["data"] for part in article["paragraphs"] if len(part["qas"]) >= 2]
-    short = sorted(parts, key=lambda part: len(part["context"]))[:6]
-    paragraphs = [{"context": part["context"], "qas": part["qas"][:2]} for part in short]
-    (folder / "few.json").write_text(
-        json.dumps({"version": "1.1", "data": [{"title": "few", "paragraphs": paragraphs}]})
-    )
+    paragraphs = []
+    for i, (place, person) in enumerate(zip(PLACES, PEOPLE, strict=True)):
+        year = str(1801 + 17 * i)
+        context = f"The harbour of {place}{' on the northern coast' * (i % 2)} was built in {year} by {person}."
+        asked = [(f"Who built the harbour of {place}?", person), (f"When was the harbour of {place} built?", year)]
+        answers = [[{"text": answer, "answer_start": context.index(answer)}] for _, answer in asked]
+        qas = [
+            {"id": f"{place}-{n}", "question": q, "answers": a}
+            for n, ((q, _), a) in enumerate(zip(asked, answers, strict=True))
+        ]
+        paragraphs.append({"context": context, "qas": qas})
+    (folder / "few.json").write_text(json.dumps({"data": [{"title": "few", "paragraphs": paragraphs}]}))
     hf_fixtures.save("bloom", folder / "bloom", hidden_size=64, n_layer=2)
-    texts = [part["context"] for part in short] + [q["question"] for part in short for q in part["qas"]]
+    texts = [text for part in paragraphs for text in (part["context"], *(q["question"] for q in part["qas"]))]
     hf_fixtures.save_tokenizer(texts, folder / "bloom")
-    yield folder
+    return folder
 
 
 def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
@@ -190,7 +198,7 @@ def test_the_answers_of_each_evaluation_are_kept(lesson: Path) -> None:
     (halves.run_dir / "eval").touch()  # no folder can be made here
     trained(halves, 2)
     assert Run(halves.run_dir).state == "finished"
-    assert "step-00000004.json were not written" in Run(halves.run_dir).log_path.read_text()
+    assert "predictions" in Run(halves.run_dir).log_path.read_text()
     assert (halves.run_dir / "aside.json").read_bytes() == (run.path / "eval" / names[1]).read_bytes()
 
 

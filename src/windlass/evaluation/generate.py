@@ -152,8 +152,8 @@ def generate_divided(
     texts = generate(model, prompts, sampling, ranks, indices=mine, vocab=tokenizer.vocab, **how)
     if texts is None:
         return None
-    own = {n: text_after(tokenizer, prompt, ids) for n, prompt, ids in zip(mine, prompts, texts, strict=True)}
-    return {n: text for part in ranks.all_gather_object("texts", own) for n, text in part.items()}
+    own = [(n, text_after(tokenizer, prompt, ids)) for n, prompt, ids in zip(mine, prompts, texts, strict=True)]
+    return {n: text for part in ranks.all_gather_object("texts", own) for n, text in part}
 
 
 def generate_events(
