@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import windlass
 from windlass.cli.recipe import _first_sentence
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
@@ -61,16 +61,19 @@ def test_all_problems_are_reported_together_with_the_nearest_key():
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "words"),
     [
-        ("optim.learning_rate=1", "there is no such setting; optim has kind, lr, betas"),
-        ("zzz=1", "the sections are run, model, data"),
-        ("train.steps=abc", 'steps (4576), epochs ("1 epoch") or "compute-optimal"'),
+        ("optim.learning_rate=1", ("optim.learning_rate", "kind, lr, betas")),
+        ("zzz=1", ("zzz", "run, model, data")),
+        ("train.steps=abc", ("train.steps", "4576", "1 epoch", "compute-optimal")),
+        ('eval.suites=["loss", "trivia"]', ("eval.suites", "hellaswag", "trivia")),
+        ("optim.betas=[0.9, 1.0]", ("optim.betas", "less than 1")),
     ],
 )
-def test_a_problem_says_what_there_is(override, says):
-    with pytest.raises(RecipeError, match=re.escape(says)):
+def test_a_problem_names_what_there_is(override, words):
+    with pytest.raises(RecipeError) as caught:
         Recipe.load("quickstart", [override])
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
@@ -103,23 +106,27 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
     assert recipe.model.width == Recipe.load("quickstart").model.width
 
 
-def test_what_cannot_be_read_is_one_message(tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "words"),
+    [
+        ("loop.toml", [], ("loop.toml", "extends")),
+        ("bad.toml", [], ("bad.toml", "TOML")),
+        ("no.toml", [], ("no.toml", "recipe --list")),
+        ("quickstrat", [], ("did you mean quickstart?",)),
+        ("quickstart", ["optim.lr"], ("optim.lr", "KEY=VALUE")),
+        ("quickstart", ["optim.lr=2", "optim.lr.x=1"], ("optim.lr.x", "not a section")),
+    ],
+)
+def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overrides, words):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.toml").write_text('extends = "loop.toml"\n')
     (tmp_path / "bad.toml").write_text("[train\n")
-    for path, says in [("loop.toml", "extends itself"), ("bad.toml", "not valid TOML"), ("no.toml", "no recipe file")]:
-        with pytest.raises(UserError, match=says):
-            Recipe.load(tmp_path / path)
-    with pytest.raises(UserError, match=r"did you mean quickstart\?"):
-        Recipe.load("quickstrat")
-    with pytest.raises(UserError, match="KEY=VALUE"):
-        Recipe.load("quickstart", ["optim.lr"])
-    with pytest.raises(UserError, match="is a setting, not a section"):
-        Recipe.load("quickstart", ["optim.lr.x=1", "optim.lr=2"]) and Recipe.load(
-            "quickstart", ["optim.lr=2", "optim.lr.x=1"]
-        )
+    with pytest.raises(UserError) as caught:
+        Recipe.load(recipe, overrides)
+    assert all(word in str(caught.value) for word in words)
 
 
-def test_the_digest_is_of_what_matters():
+def test_the_config_hash_is_of_the_semantic_settings():
     base = Recipe.load("quickstart")
     same = ["run.dir=x", "run.notes=y", "checkpoint.every=3", "telemetry.every=1", "parallel.strategy=full_shard",
             "train.micro_batch=2", "data.workers=3"]  # fmt: skip
@@ -140,7 +147,7 @@ def test_batch_arithmetic(world, micro, expected):
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
-def test_micro_batches_are_dealt_round_robin_and_none_is_lost(world, micro, accumulation):
+def test_micro_batches_are_divided_round_robin_and_none_is_lost(world, micro, accumulation):
     plan = plan_batch(world * micro * accumulation, micro, world, context=8)
     dealt = [list(plan.micro_batches(rank)) for rank in range(world)]
     assert all(len(d) == plan.accumulation for d in dealt)
@@ -149,8 +156,9 @@ def test_micro_batches_are_dealt_round_robin_and_none_is_lost(world, micro, accu
 
 
 def test_an_uneven_batch_names_the_sizes_that_work():
-    with pytest.raises(UserError, match="write 63 or 66"):
+    with pytest.raises(UserError) as caught:
         Recipe.load("quickstart", ["train.global_batch=64"]).batch(3)
+    assert "train.global_batch" in str(caught.value) and "63 or 66" in str(caught.value)
 
 
 @given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))
@@ -189,39 +197,27 @@ def test_help_and_recipe_import_no_torch():
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["recipe", "nope"],
-        ["recipe", "quickstart", "optim.lr=-1"],
-        ["recipe"],
-        ["nope"],
-        ["recipe", "--nope"],
-        ["recipe", "quickstart", "x"],
-    ],
-)
+@pytest.mark.parametrize("arguments", ["recipe nope", "recipe quickstart optim.lr=-1", "recipe", "nope", "recipe --nope",
+                                       "recipe quickstart x", "recipe --explain optim.lrr"])  # fmt: skip
 def test_bad_input_is_one_message_and_exit_2(arguments):
-    done = subprocess.run([sys.executable, "-m", "windlass", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.strip()
-    assert "Traceback" not in done.stderr
+    done = windlass(*arguments.split(), code=2)
+    assert done.stderr.strip() and "Traceback" not in done.stderr
 
 
-def test_the_version_is_said():
-    done = subprocess.run([sys.executable, "-m", "windlass", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()[0]) == (0, "windlass")
+def test_the_version_and_what_a_setting_means():
+    assert windlass("--version").stdout.split()[0] == "windlass"
+    assert windlass("recipe", "--explain", "optim.lr").stdout.startswith("optim.lr = 0.001\nPeak learning rate")
 
 
 def test_the_best_is_by_a_measure_that_is_measured():
-    assert Recipe.load("quickstart").checkpoint.best == "loss"
     suites = 'eval.suites=["loss","squad"]'
+    assert Recipe.load("quickstart").checkpoint.best == "loss"
     assert Recipe.load("quickstart", [suites, "checkpoint.best=squad.f1"]).checkpoint.best == "squad.f1"
-    with pytest.raises(
-        UserError, match=r'does not measure squad: write eval\.suites=\["loss","squad"\], or checkpoint\.best="loss"'
-    ):
-        Recipe.load("quickstart", ["checkpoint.best=squad.f1"])
-    with pytest.raises(
-        UserError, match=r"checkpoint\.best.*'loss', 'squad\.f1', 'squad\.exact_match', 'hellaswag\.acc'"
-    ):
-        Recipe.load("quickstart", [suites, "checkpoint.best=f1"])
     assert Recipe.load("quickstart", ['eval.suites=["squad"]']).checkpoint.best == "loss"  # then none is the best
+    for overrides, word in (
+        (["checkpoint.best=squad.f1"], suites),
+        ([suites, "checkpoint.best=f1"], "squad.exact_match"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            Recipe.load("quickstart", overrides)
+        assert word in dict(caught.value.problems)["checkpoint.best"]

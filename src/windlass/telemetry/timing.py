@@ -70,22 +70,17 @@ class StepTimer:
         with self._timed("outside"):
             yield
 
-    def read(self, steps: int | None = None) -> dict[str, float]:
-        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this call resets. Waits for the device.
-
-        Args:
-            steps: Steps done since then; None: as many as there were `optimizer` phases.
-        """
+    def read(self) -> dict[str, float]:
+        """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets. Waits for the device."""
         end = self._mark()
         self._collect(wait=True)
         if self._new_event:
             end.synchronize()
-        steps = self._steps if steps is None else steps
         whole = _elapsed_ms(self._begin, end) - self._ms.pop("outside", 0.0)
         means = {}
-        if steps:
-            means["step_ms"] = max(whole, 0.0) / steps
-            means |= {f"{name}_ms": self._ms[name] / steps for name in STEP_PHASES if name in self._ms}
+        if self._steps:
+            means["step_ms"] = max(whole, 0.0) / self._steps
+            means |= {f"{name}_ms": self._ms[name] / self._steps for name in STEP_PHASES if name in self._ms}
         self._free(self._begin)
         self._ms, self._steps, self._begin = {}, 0, end
         return means
