@@ -76,7 +76,7 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     """A save is killed at its renames and removals, and then the recovery at each of its own operations."""
     there, step = SCENES["again"]
     log = operations(scratch, "again")
-    interesting = [k for k, (operation, _) in enumerate(log) if operation in ("rename", "rmdir")]
+    interesting = [k for k, (operation, _) in enumerate(log) if operation in ("rename", "unlink", "rmdir", "fsync_dir")]
     tried = 0
     for k in interesting:
         for j in range(40):
