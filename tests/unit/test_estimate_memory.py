@@ -13,10 +13,10 @@ from windlass.estimate.activations import (
     CHUNK_BYTES,
     Pass,
     block_bytes,
-    kept_by_block,
     logits_bytes,
     recomputed,
     root_bytes,
+    saved_by_block,
     weight_copies,
 )
 from windlass.estimate.layouts import Task, largest_micro_batch, micro_batches, options, recommend, sized
@@ -56,7 +56,7 @@ def saved_bytes(settings: ModelSettings, low_precision: bool, dtype=torch.float3
 def predicted_bytes(settings: ModelSettings, compute: int, master: int = 4) -> int:
     p = Pass(settings, VOCAB, BATCH, compute, master)
     blocks = settings.layers * (block_bytes(p) + weight_copies(p))
-    return blocks + root_bytes(p) - 16 * p.tokens + logits_bytes(p).kept
+    return blocks + root_bytes(p) - 16 * p.tokens + logits_bytes(p).saved
 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
@@ -101,10 +101,10 @@ def test_checkpointed_blocks_keep_less(how, over):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = model(tokens, tokens)
     left = sum(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
-    want = settings.layers * kept_by_block(p, how) + root_bytes(p) - 16 * p.tokens + logits_bytes(p).kept
+    want = settings.layers * saved_by_block(p, how) + root_bytes(p) - 16 * p.tokens + logits_bytes(p).saved
     assert result.requires_grad
     assert want == pytest.approx(left, rel=0.01)
-    assert kept_by_block(p, how) + recomputed(p, how) == block_bytes(p)
+    assert saved_by_block(p, how) + recomputed(p, how) == block_bytes(p)
 
 
 def test_the_chunk_is_that_of_the_loss():

@@ -157,7 +157,7 @@ def test_what_is_not_known_is_none_and_has_a_reason():
     assert made.length.steps == 100 and made.milestones[-1].first == 100
     assert {"size", "time", "epochs"} <= set(made.unknown) and "steps" not in made.unknown
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
-    assert epochs.model.parameters == 820_480 and epochs.memory and epochs.disk.kept is None
+    assert epochs.model.parameters == 820_480 and epochs.memory and epochs.disk.checkpoints is None
     assert epochs.length.steps is epochs.milestones is epochs.time.left is None and epochs.time.seconds_per_step > 0
     assert "steps" in epochs.unknown
 

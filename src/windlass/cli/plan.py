@@ -40,14 +40,14 @@ def plan(
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.text import print_plan
 
-    made = make_plan(
+    result = make_plan(
         recipe, overrides or [], world=world, device=device, memory_bytes=int(memory * 1e9) or None,
         past=[runs_in(place) for place in from_], measure=measure, mfu=mfu, notify=lambda text: typer.echo(text, err=True),
     )  # fmt: skip
     if json_:
-        typer.echo(json.dumps(made.as_dict(), indent=1))
+        typer.echo(json.dumps(result.as_dict(), indent=1))
     else:
-        print_plan(made, Console(highlight=False))
+        print_plan(result, Console(highlight=False))
 
 
 def runs_in(place: str) -> list[Run]:

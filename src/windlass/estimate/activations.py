@@ -71,23 +71,23 @@ def dropout_bytes(p: Pass, numbers: int, width: int) -> int:
 def attention_bytes(p: Pass) -> int:
     """From the input of the projections to the input of the output projection."""
     model, n, c, d, k = p.model, p.tokens, p.compute_bytes, p.model.width, p.kv_width
-    kept = n * d * c  # the input
+    saved = n * d * c  # the input
     upcast = model.qk_norm and p.device == "cpu" and c < 4  # queries and keys are cast to fp32 to be normalised
     if model.qk_norm:
-        kept += n * (model.heads + model.kv_heads_) * p.master_bytes + (n * (d + k) * 4 if upcast else 0)
-    # No kernel takes dropout on a CPU, or grouped queries in fp32 on CUDA: whole T x T matrices are kept then.
+        saved += n * (model.heads + model.kv_heads_) * p.master_bytes + (n * (d + k) * 4 if upcast else 0)
+    # No kernel takes dropout on a CPU, or grouped queries in fp32 on CUDA: whole T x T matrices are saved then.
     plain = model.dropout > 0 if p.device == "cpu" else c >= 4 and model.kv_heads_ != model.heads
     if not plain or (model.qk_norm and not upcast):
-        kept += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
+        saved += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
     if plain:
         wide = max(4, c)  # the plain path computes in fp32
         squares = (
             p.batch * model.heads * model.context**2 * (3 if model.dropout else 1)
         )  # with its mask and the product
-        return kept + squares * wide + 3 * n * d * wide + n * d * c
+        return saved + squares * wide + 3 * n * d * wide + n * d * c
     if model.qk_norm or model.position == "rope":
-        kept += n * (d + k) * c  # queries and keys again, after what was done to them
-    return kept + n * d * c + n * model.heads * max(4, c)  # the result, and a log-sum-exp for each head
+        saved += n * (d + k) * c  # queries and keys again, after what was done to them
+    return saved + n * d * c + n * model.heads * max(4, c)  # the result, and a log-sum-exp for each head
 
 
 def feed_forward_bytes(p: Pass) -> int:
@@ -108,26 +108,26 @@ def weight_copies(p: Pass) -> int:
     return block_matrices(p.model) * p.compute_bytes if p.compute_bytes < p.master_bytes else 0
 
 
-def kept_by_block(p: Pass, checkpointing: str) -> int:
+def saved_by_block(p: Pass, checkpointing: str) -> int:
     """What a block keeps until the backward pass reaches it."""
     if checkpointing == "none":
         return block_bytes(p)
-    kept = p.stream + RNG_BYTES[p.device]
+    saved = p.stream + RNG_BYTES[p.device]
     if checkpointing == "full":
-        return kept
+        return saved
     model, n, c, d = p.model, p.tokens, p.compute_bytes, p.model.width
     matrices = n * (d + 2 * p.kv_width) * c + 2 * n * d * c + (2 if model.activation == "swiglu" else 1) * p.hidden
     attention = 0 if model.dropout else n * d * c + n * model.heads * max(4, c)
-    return kept + matrices + attention
+    return saved + matrices + attention
 
 
 def recomputed(p: Pass, checkpointing: str) -> int:
     """What the backward pass of a block computes again before it begins."""
-    return 0 if checkpointing == "none" else max(0, block_bytes(p) - kept_by_block(p, checkpointing))
+    return 0 if checkpointing == "none" else max(0, block_bytes(p) - saved_by_block(p, checkpointing))
 
 
 def backward_bytes(p: Pass) -> int:
-    """Gradients of activations beside what a block kept: of the stream, and of the inside of the feed-forward layer."""
+    """Gradients of activations beside what a block saved: of the stream, and of the inside of the feed-forward layer."""
     copies = {"swiglu": 2, "relu2": 3}.get(p.model.activation, 1)  # the derivative of a square takes two copies more
     return p.stream + copies * p.hidden
 
@@ -135,12 +135,12 @@ def backward_bytes(p: Pass) -> int:
 def root_bytes(p: Pass) -> int:
     """Outside the blocks and the loss: tokens and labels, dropout of the embedding, final norm, the head's input."""
     n, d = p.tokens, p.model.width
-    kept = 16 * n + dropout_bytes(p, n * d, p.master_bytes)
+    saved = 16 * n + dropout_bytes(p, n * d, p.master_bytes)
     if p.model.position == "rope":
-        kept += 2 * p.model.context * (d // p.model.heads) * p.master_bytes  # the tables that all blocks share
+        saved += 2 * p.model.context * (d // p.model.heads) * p.master_bytes  # the tables that all blocks share
     if p.model.final_norm:
-        kept += norm_bytes(p)
-    return kept + n * d * min(p.compute_bytes, p.master_bytes)
+        saved += norm_bytes(p)
+    return saved + n * d * min(p.compute_bytes, p.master_bytes)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Logits:
 
     forward: int
     """At most while the loss is computed."""
-    kept: int
+    saved: int
     """From there to the backward pass."""
     backward: int
     """At most while the backward pass goes through them."""

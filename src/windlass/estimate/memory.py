@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from windlass.estimate.activations import (
     Pass,
     backward_bytes,
-    kept_by_block,
+    saved_by_block,
     logits_bytes,
     recomputed,
     root_bytes,
@@ -70,7 +70,7 @@ class Memory:
     optimizer: int = 0
     """Optimizer state; this rank's part where it is sharded."""
     activations: int = 0
-    """What the forward pass kept, and gradients of activations."""
+    """What the forward pass saved, and gradients of activations."""
     logits: int = 0
     """Head and loss."""
     buffers: int = 0
@@ -176,22 +176,22 @@ class _Step:
         model = self.p.model
         return max(model.ff_width_, model.width + 2 * self.p.kv_width) * model.width * self.p.master_bytes
 
-    def kept(self, blocks: int) -> int:
-        """Activations that the first so many blocks kept."""
-        return blocks * kept_by_block(self.p, self.layout.checkpointing)
+    def saved(self, blocks: int) -> int:
+        """Activations that the first so many blocks saved."""
+        return blocks * saved_by_block(self.p, self.layout.checkpointing)
 
     @property
     def inside(self) -> int:
-        """What the backward pass of a block adds at its fullest to what the block kept."""
+        """What the backward pass of a block adds at its fullest to what the block saved."""
         return recomputed(self.p, self.layout.checkpointing) + backward_bytes(self.p)
 
     def loss(self) -> Iterator[Memory]:
         """From the last block's end to the first gradient of an activation."""
         p, logits = self.p, logits_bytes(self.p)
-        kept = self.kept(p.model.layers) + root_bytes(p) - 16 * p.tokens
+        saved = self.saved(p.model.layers) + root_bytes(p) - 16 * p.tokens
         cast = p.stream if p.compute_bytes < p.master_bytes else 0
-        yield Memory(activations=kept + cast, logits=logits.forward, at="loss")
-        yield Memory(activations=kept, logits=logits.backward, at="backward of the loss")
+        yield Memory(activations=saved + cast, logits=logits.forward, at="loss")
+        yield Memory(activations=saved, logits=logits.backward, at="backward of the loss")
 
     def embedding(self, lasting: bool) -> int:
         """Beside all gradients, when the embedding's is computed: a tied head's is added to it in a third tensor."""
@@ -219,7 +219,7 @@ def _plain_events(step: _Step) -> Iterator[Memory]:
         new = pending + (0 if lasting else (layers - left) * step.block)
         yield Memory(
             gradients=lasting + new + step.largest,
-            activations=step.kept(left) + step.inside,
+            activations=step.saved(left) + step.inside,
             buffers=copies * (left if keeps_copies else 1),
             at=f"backward of block {left}",
         )
@@ -245,11 +245,11 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
     first = 0 if keeps else before  # `shard_grad_op` gathers in the first micro-batch alone, before any gradient
 
     yield Memory(
-        gradients=first, activations=step.kept(layers - 1), buffers=root + (layers + 2 if keeps else 3) * block,
+        gradients=first, activations=step.saved(layers - 1), buffers=root + (layers + 2 if keeps else 3) * block,
         at=f"gathering of block {layers}",
     )  # fmt: skip
     yield Memory(
-        gradients=first, activations=step.kept(layers) + p.stream, buffers=root + (layers + 1 if keeps else 2) * block,
+        gradients=first, activations=step.saved(layers) + p.stream, buffers=root + (layers + 1 if keeps else 2) * block,
         at=f"forward of block {layers}",
     )  # fmt: skip
     for event in step.loss():
@@ -263,10 +263,10 @@ def _fsdp_events(step: _Step) -> Iterator[Memory]:
         buffers = root + (left if keeps else min(left, 2)) * block + (step.block if done else 0)
         at, begin, end = f"backward of block {left}", step.largest, 0 if several else block
         yield Memory(
-            gradients=unreduced + sharded + begin, activations=step.kept(left) + step.inside, buffers=buffers, at=at
+            gradients=unreduced + sharded + begin, activations=step.saved(left) + step.inside, buffers=buffers, at=at
         )
         yield Memory(
-            gradients=unreduced + sharded + end, activations=step.kept(left - 1) + p.stream, buffers=buffers, at=at
+            gradients=unreduced + sharded + end, activations=step.saved(left - 1) + p.stream, buffers=buffers, at=at
         )
     yield Memory(
         gradients=root + on_device * layers * step.block // shard + step.embedding(several), activations=p.stream,

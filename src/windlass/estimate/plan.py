@@ -87,8 +87,8 @@ class Disk:
     """Bytes on disk."""
 
     checkpoint_bytes: int
-    kept: int | None
-    """Checkpoints at the end of the run."""
+    checkpoints: int | None
+    """At the end of the run."""
     peak_bytes: int | None
     """Of all checkpoints, with room for one more while it is written."""
     tokens_bytes: int | None
@@ -315,7 +315,7 @@ def _disk(subject: Subject, horizon: Horizon | None) -> Disk | None:
     if size is None:
         return None
     saves = save_steps(recipe, horizon) if horizon else []
-    kept = kept_checkpoints(recipe, horizon, saves) if horizon else None
-    peak = None if kept is None else min(kept + 1, len(saves)) * size
+    checkpoints = kept_checkpoints(recipe, horizon, saves) if horizon else None
+    peak = None if checkpoints is None else min(checkpoints + 1, len(saves)) * size
     token = 2 if (subject.vocab or 0) <= 2**16 else 4  # uint16 where all ids fit
-    return Disk(size, kept, peak, recipe.data.max_tokens * token or None)
+    return Disk(size, checkpoints, peak, recipe.data.max_tokens * token or None)

@@ -140,8 +140,13 @@ def _disk(plan: Plan) -> list[Fact]:
     disk = plan.disk
     assert disk is not None
     facts = [("a checkpoint", _bytes(disk.checkpoint_bytes))]
-    if disk.kept is not None and disk.peak_bytes is not None:
-        facts.append(("at most", f"{_bytes(disk.peak_bytes)}: {disk.kept:,} kept, and one more while it is written"))
+    if disk.checkpoints is not None and disk.peak_bytes is not None:
+        facts.append(
+            (
+                "at most",
+                f"{_bytes(disk.peak_bytes)}: {disk.checkpoints:,} checkpoints, and one more while it is written",
+            )
+        )
     if disk.tokens_bytes:
         facts.append(("tokens", f"about {_bytes(disk.tokens_bytes)} (data.max_tokens)"))
     return facts

@@ -249,11 +249,11 @@ class Study:
         events, lines = self._ledger(run)
         status = (self._statuses() if statuses is None else statuses).get(cell.key)
         state, reason = cell_state(run.state_by(events), lines, status)
-        found = CellResult(cell, run, self.measure, state, reason, **summarize(lines, self.measure))
-        if found.steps is None:
+        values = summarize(lines, self.measure)
+        if values["steps"] is None:
             with suppress(UserError):  # where the number follows from data that is not prepared yet
-                found = CellResult(**(vars(found) | {"steps": resolve_steps(cell.recipe)}))
-        return found
+                values["steps"] = resolve_steps(cell.recipe)
+        return CellResult(cell, run, self.measure, state, reason, **values)
 
     def status(self, cell: Cell) -> str:
         """What was decided about a cell: `diverged`, `pruned`, `failed` or `interrupted`; empty: nothing."""
