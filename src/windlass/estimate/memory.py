@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from windlass.estimate.activations import (
     Pass,
     backward_bytes,
-    saved_by_block,
     logits_bytes,
     recomputed,
     root_bytes,
+    saved_by_block,
     weight_copies,
 )
 from windlass.model.size import HfSizes, block_matrices, block_parameters, count
