@@ -160,10 +160,6 @@ class Run:
         last = next((event for event in reversed(events) if event in (*ENDINGS, *STARTS)), "started")
         return last if last in ENDINGS else "running" if self.alive else "failed"
 
-    def checkpoint_index(self) -> dict[str, Any]:
-        """`checkpoints/index.json`: latest, best, and why each is kept; empty where there is none."""
-        return read_json(self.checkpoints_dir / "index.json")
-
 
 def lock_held(path: Path) -> bool | None:
     """Whether a process holds a run's lock; None where this host cannot know (no lock file, no locks, another host's)."""

@@ -53,7 +53,7 @@ def main(task: dict[str, Any]) -> int:
         nonlocal steps_done
         steps_done += 1
         if step == task.get("kill_after"):
-            while not (recipe.run_dir / "checkpoints" / "index.json").exists():
+            while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -304,16 +304,10 @@ class Group:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End what is left of the ranks and of their children."""
+        """End what is left of the ranks and of their children; one that the kernel keeps, for a dead disk, is left behind."""
         for worker in self.workers:
             worker.send(signal.SIGKILL)
         self._settle(KILL_SECONDS)
-        for worker in self.workers:
-            if worker.code is None:
-                self.log(
-                    f"windlass: rank {worker.rank} (process {worker.process.pid}) does not end even by SIGKILL: the kernel "
-                    "keeps it, for a disk or a device that does not answer; it is left behind"
-                )
 
     def _stopped(self, alive: Sequence[Worker]) -> bool:
         """Whether the ranks ended by a signal that was passed on.

@@ -253,7 +253,7 @@ def prepare_model(
     device_name, peak = "CPU", measure_cpu_peak() if recipe.telemetry.cpu_peak and not cuda else None
     if cuda:
         device_name = torch.cuda.get_device_name(ranks.device)
-        peak = peak_flops(device_name, precision)
+        peak = peak_flops(device_name, precision, tf32=recipe.train.tf32)
     facts = ModelFacts(
         custom is not None, sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model),
         tie_groups(model), hf, flops, device_name, peak,
