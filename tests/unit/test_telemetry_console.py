@@ -101,13 +101,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path, monkeypatch, l
     monkeypatch.setenv("TERM", "xterm")
     show(Console(200, log_path=tmp_path / "log.txt", stream=Gone()))
     assert "step 100/200 | saved checkpoints/step-00000100 in 0.50 s" in plain(tmp_path / "log.txt")
-
-
-def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path):
-    (tmp_path / "in-the-way").write_text("")
-    out = io.StringIO()
-    show(Console(200, log_path=tmp_path / "in-the-way" / "log.txt", stream=out))
-    assert "eval 100/200" in out.getvalue()
+    show(Console(200, log_path=tmp_path / "log.txt" / "no-directory", stream=Gone()))
 
 
 def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_before_the_first_step(monkeypatch):
@@ -124,32 +118,10 @@ def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_befor
     assert left == ["1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s"]  # 950 steps of 0.1 s, and 4 s in each 40
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1000, "1.00k"),
-        (15_234, "15.2k"),
-        (999_700, "1.00M"),
-        (3_412_000, "3.41M"),
-        (1e10, "10.0B"),
-    ],
-)
-def test_short_numbers(number, text):
-    assert short(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "-"), (41.6, "42s"), (185, "3m 05s"), (3599, "59m 59s"), (7800, "2h 10m"), (356400, "4d 03h")],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_control_characters_are_shown_not_obeyed():
-    assert (
-        printable("a\tb\n\x07\x1b]0;title\x07")
-        == "a\tb\n" + "\N{REPLACEMENT CHARACTER}" * 2 + "]0;title\N{REPLACEMENT CHARACTER}"
-    )
+def test_numbers_times_and_text_for_people():
+    numbers = {0: "0", 999: "999", 1000: "1.00k", 15_234: "15.2k", 999_700: "1.00M", 3_412_000: "3.41M", 1e10: "10.0B"}
+    assert {number: short(number) for number in numbers} == numbers
+    times = {None: "-", 41.6: "42s", 185: "3m 05s", 3599: "59m 59s", 7800: "2h 10m", 356400: "4d 03h"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+    bad = "\N{REPLACEMENT CHARACTER}"
+    assert printable("a\tb\n\x07\x1b]0;title\x07") == f"a\tb\n{bad}{bad}]0;title{bad}"

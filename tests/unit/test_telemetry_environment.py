@@ -72,7 +72,7 @@ def git(directory, *arguments):
     subprocess.run(["git", "-C", directory, *identity, *arguments], check=True, capture_output=True)
 
 
-def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
+def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path, monkeypatch):
     assert environment.commit(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "package").mkdir()
@@ -86,11 +86,8 @@ def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "code.py").write_text("1")
     assert environment.commit(tmp_path / "site-packages") is None, "installed inside of some other checkout"
-
-
-def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment.commit(tmp_path) is None
+    assert environment.commit(tmp_path / "package") is None, "there is no git"
 
 
 def test_the_file_is_written_whole(tmp_path):

@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,7 @@ class Console:
     ):
         self.steps, self.enabled, self.rank = steps, enabled, rank
         self._stream: TextIO | None = stream or sys.stdout
-        self._time_left = TimeLeft(steps)
+        self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = 0.0
         self._live: Progress | None = None
         self._terminal: Terminal | None = None
@@ -130,10 +129,19 @@ class Console:
 
     def step(self, line: Line) -> None:
         """A logged step: a `train` line of the ledger, with `mem_mb` where it is known."""
-        text, eta = describe_step(line), duration(self._time_left(line))
+        text, eta = describe_step(line), duration(self._seconds_left(line))
         if self._live is not None:
             self._draw(completed=line["step"], text=text, eta=eta)
         self._print(f"step {line['step']}/{self.steps} | {text} | eta {eta}", only_log=self._live is not None)
+
+    def _seconds_left(self, line: Line) -> float | None:
+        """By the time from the first logged step on, evaluations and saves in it: what came before it (imports,
+        compiling, the evaluation at step 0) does not come again."""
+        self._first = self._first or (time.monotonic(), line["step"])
+        done = line["step"] - self._first[1]
+        if not done:
+            return (self.steps - line["step"]) * line["step_ms"] / 1e3 if "step_ms" in line else None
+        return (self.steps - line["step"]) * (time.monotonic() - self._first[0]) / done
 
     def eval(self, line: Line) -> None:
         """An evaluation: an `eval` line of the ledger."""
@@ -201,36 +209,6 @@ class Console:
             yield
         except (OSError, ValueError):
             self._terminal = self._live = self._stream = None
-
-
-class TimeLeft:
-    """Seconds to the end: steps at their speed of late, and evaluations and saves at their share of the run so far.
-
-    What happened before the first logged step (imports, compiling, the evaluation at step 0) is not in it, for it
-    does not come again.
-    """
-
-    def __init__(self, steps: int):
-        self._steps = steps
-        self._recent: deque[float] = deque(maxlen=20)  # seconds of a step
-        self._first: tuple[float, int] | None = None  # time and step of the first line
-        self._training = 0.0  # seconds of steps since then
-        self._last_step = 0
-
-    def __call__(self, line: Line) -> float | None:
-        """At a `train` line; None where the line has no times."""
-        if "step_ms" not in line:
-            return None
-        step, seconds = line["step"], line["step_ms"] / 1e3
-        self._recent.append(seconds)
-        if self._first is None:
-            self._first = time.monotonic(), step
-        else:
-            self._training += seconds * (step - self._last_step)
-        self._last_step = step
-        done = step - self._first[1]
-        beside = max(time.monotonic() - self._first[0] - self._training, 0.0) / done if done > 0 else 0.0
-        return (self._steps - step) * (sum(self._recent) / len(self._recent) + beside)
 
 
 def _bar(terminal: Terminal) -> Progress:

@@ -58,6 +58,7 @@ class Exporter:
 
     def poll(self) -> list[Note]:
         """What there is to show since the last call. Never waits."""
+        code = self.process.poll()  # asked before reading: what an ended process reported is in the pipe
         with contextlib.suppress(OSError):  # nothing more to read
             while chunk := os.read(self.reports.fileno(), 65536):
                 self._unread += chunk
@@ -72,7 +73,6 @@ class Exporter:
                 notes.append(Note(f"{self.name}: {report['text']}"))
             else:
                 self.complete = True
-        code = self.process.poll()
         if code is not None and not self.complete:
             notes += self.warn(f"its exporter ended early (exit code {code})")
         elif not self.connected and time.monotonic() - self._since > CONNECT_SECONDS:
@@ -85,7 +85,7 @@ class Exporter:
         self.warned = True
         return notes
 
-    def let_go(self) -> None:
+    def close_pipe(self) -> None:
         """Close the pipe: the process sends the rest and ends by itself within its `flush_seconds`."""
         with contextlib.suppress(OSError):
             self._parent_pipe.close()
@@ -95,7 +95,7 @@ class Exporter:
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.let_go()
+        self.close_pipe()
         self.reports.close()
 
 
@@ -114,7 +114,7 @@ class Trackers:
         """Give the trackers `timeout` seconds in all to take the rest of the ledger, then end their processes."""
         deadline = time.monotonic() + timeout
         for exporter in self.exporters:
-            exporter.let_go()
+            exporter.close_pipe()
         for exporter in self.exporters:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 exporter.process.wait(max(deadline - time.monotonic(), 0.0))
@@ -129,7 +129,7 @@ class Trackers:
     def close(self) -> None:
         """Let go of the trackers without waiting, as where the run failed; nothing to do after `finish`."""
         for exporter in self.exporters:
-            exporter.let_go()
+            exporter.close_pipe()
             exporter.reports.close()
             exporter.process.returncode = 0  # nobody waits for it: no ResourceWarning where this process lives on
         self.exporters = []
