@@ -43,9 +43,7 @@ def kill_when(words, condition):
 @pytest.mark.dist
 def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path):
     path = tmp_path / "study"
-    kill_when(
-        sweep(AXES), lambda: Study.is_study(path) and any(r.state == "finished" for r in Study.open(path).runs())
-    )
+    kill_when(sweep(AXES), lambda: Study.is_study(path) and any(r.state == "finished" for r in Study.open(path).runs()))
     study = Study.open(path)
     done = {run.path: run.metrics_path.read_bytes() for run in study.runs() if run.state == "finished"}
     assert done

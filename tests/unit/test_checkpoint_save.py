@@ -296,19 +296,6 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: py
     assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
 
 
-def test_failures_in_a_row_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
-    saver, state = Saver(tmp_path / "checkpoints"), gather_state(trained()[0])
-    for step in (1, 2):
-        saver.save(step, state, {})
-        assert saver.wait()[0].error
-    assert saver.failures == 2
-    (tmp_path / "checkpoints").unlink()
-    saver.save(3, state, {})
-    assert not saver.wait()[0].error and saver.failures == 0
-    saver.close()
-
-
 def test_a_programming_error_in_the_writer_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Saver(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:

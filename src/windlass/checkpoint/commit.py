@@ -245,7 +245,7 @@ class Commit:
                 files.remove_tree(self.temporary)
         else:
             with contextlib.suppress(OSError):
-                files.make_dir(self.temporary)  # so that there is something to rename, whatever it was that failed
+                files.make_dir(self.temporary)  # there must be something to rename, also where this failed before
             with contextlib.suppress(OSError):
                 files.write_bytes(self.temporary / REASON, explain(error).encode())
             with contextlib.suppress(OSError):

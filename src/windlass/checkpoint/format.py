@@ -101,7 +101,7 @@ class Manifest(BaseModel):
     time: str
     world: Count
     meta: dict[str, Any]
-    """Whatever the trainer has to say of it: `reason` (see retention), `loss`, digests of recipe and data, ..."""
+    """What the trainer gave with the save: `reason` (see retention), hashes of recipe and data, ..."""
     tensors: dict[str, TensorInfo]
     aliases: dict[str, str]
     """Names of tied weights, and the name under which each is written."""

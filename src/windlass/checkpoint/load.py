@@ -47,7 +47,7 @@ class Checkpoint:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the trainer said of it when it was saved: reason, loss, digests of recipe and data."""
+        """What the trainer gave with the save: reason, hashes of recipe and data, samples, ..."""
         return self.manifest.meta
 
     @cached_property
@@ -142,7 +142,7 @@ def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from or to read, and what is to be said about it."""
+    """The checkpoint to resume from or to read, and what to tell the user about it."""
 
     path: Path
     step: int
@@ -205,7 +205,7 @@ def list_run(run: Path) -> list[Entry]:
 def _latest(run: Path, entries: list[Entry], lineage: Lineage | None, up_to: int | None) -> list[Path]:
     origin = lineage.origin(run) if lineage is not None else None
     since = lineage.serial if lineage is not None else 0
-    # Damaged ones, whose serial is not known, may belong to the lineage: they are tried, and said to be damaged.
+    # Damaged ones, whose serial is not known, may belong to the lineage: they are tried, and reported.
     paths = [
         e.path
         for e in entries

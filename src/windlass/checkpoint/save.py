@@ -175,8 +175,6 @@ class Saver:
         self.deadline, self.background, self.piece_bytes = deadline, background, piece_bytes
         self.last_seconds: float | None = None
         """How long the last committed save took, copy included: what a grace budget is held against."""
-        self.failures = 0
-        """Saves that failed in a row, up to the last one that ended; read it when no save is being written."""
         self._number, self._began = 0, 0.0
         self._buffer = HostBuffer()
         self._known: dict[str, Saved] = {}
@@ -289,13 +287,12 @@ class Saver:
 
     def _finish(self, outcome: Outcome) -> None:
         with self._changed:
-            self.failures = self.failures + 1 if outcome.error else 0
             self._outcomes.append(outcome)
             self._job = None
             self._changed.notify_all()
 
     def _write(self, job: _Job) -> Outcome:
-        """Write and commit; whatever goes wrong is an outcome, and training goes on."""
+        """Write and commit; any error becomes the outcome, and training continues."""
         began, request = time.perf_counter(), job.request
         error, removed = "", tuple[str, ...]()
         warning, self._buffer.warning = self._buffer.warning, ""
@@ -315,7 +312,7 @@ class Saver:
                 self._known[commit.target.name] = Saved(serial, request.step, str(request.meta["reason"]))
                 try:
                     removed = self._clean_up(job)
-                except Exception as problem:  # whatever it is, the checkpoint is there
+                except Exception as problem:  # the checkpoint is committed all the same
                     warning = f"the checkpoint is committed, but old ones could not be removed: {explain(problem)}"
             self.last_seconds = time.perf_counter() - began + job.staged_s
         return Outcome(
@@ -326,7 +323,7 @@ class Saver:
     def _next_serial(self) -> int:
         """One more than any commit of the run has had; those that were deleted by hand count by the lineage."""
         names = [n for n in format_.names_in(self.directory) if format_.STEP_DIR.match(n)]
-        self._known = {n: known for n, known in self._known.items() if n in names}
+        self._known = {n: saved for n, saved in self._known.items() if n in names}
         for name in names:
             if name not in self._known and format_.is_whole(self.directory / name):
                 entry = format_.read_entry(self.directory / name)

@@ -31,35 +31,35 @@ def checkpoints(
     from windlass.checkpoint.listing import list_checkpoints
     from windlass.errors import FAILED
 
-    found = list_checkpoints(run, verify)
+    listing = list_checkpoints(run, verify)
     if json_:
         import json
         from dataclasses import asdict
 
-        typer.echo(json.dumps(asdict(found), indent=1, default=str))
+        typer.echo(json.dumps(asdict(listing), indent=1, default=str))
     else:
-        _print(found)
-    if any(row.problem for row in found.checkpoints):
+        _print(listing)
+    if any(row.problem for row in listing.checkpoints):
         raise typer.Exit(FAILED)
 
 
-def _print(found: CheckpointList) -> None:
+def _print(listing: CheckpointList) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from windlass.checkpoint.commit import format_bytes
 
-    if not found.checkpoints:
-        typer.echo(f"{found.run} has no checkpoint yet")
+    if not listing.checkpoints:
+        typer.echo(f"{listing.run} has no checkpoint yet")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    measures = list(dict.fromkeys(("loss", found.measure)))
+    measures = list(dict.fromkeys(("loss", listing.measure)))
     for name in ("step", "saved (UTC)", "size", *measures):
         table.add_column(name, justify="left" if name.startswith("saved") else "right", no_wrap=True)
     table.add_column("kept because", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    good = "every byte good" if found.verified else "whole"
-    for row in found.checkpoints:
+    good = "every byte good" if listing.verified else "whole"
+    for row in listing.checkpoints:
         table.add_row(
             f"{row.step:,}",
             row.time[:19].replace("T", " ") if row.time else "",
@@ -69,13 +69,13 @@ def _print(found: CheckpointList) -> None:
             "BAD" if row.problem else good,
         )
     Console(width=max(WIDTH, Console().width), soft_wrap=False).print(table)
-    for row in found.checkpoints:
+    for row in listing.checkpoints:
         if row.problem:
             typer.echo(f"step {row.step} is bad: {row.problem}")
-    total = format_bytes(sum(row.bytes or 0 for row in found.checkpoints))
-    hint = "" if found.verified else "; --verify reads every byte"
-    typer.echo(f"{len(found.checkpoints)} checkpoints, {total}{hint}")
-    for name in found.temporary:
+    total = format_bytes(sum(row.bytes or 0 for row in listing.checkpoints))
+    hint = "" if listing.verified else "; --verify reads every byte"
+    typer.echo(f"{len(listing.checkpoints)} checkpoints, {total}{hint}")
+    for name in listing.temporary:
         typer.echo(f"{name} is being written or removed, or was left by a kill: the next start of the run removes it")
-    for name in found.set_aside:
+    for name in listing.set_aside:
         typer.echo(f"{name} was damaged and set aside; nothing reads it, delete it when you like")

@@ -22,7 +22,7 @@ def export(
     """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
 
     Our GPT becomes GPT-2 (learned positions, LayerNorm) or Llama (RoPE, RMSNorm, SwiGLU), with equal logits; where it is
-    neither, what differs is said. A model of transformers stays what it is, its adapters merged.
+    neither, the message names what differs. A model of transformers stays what it is, its adapters merged.
     """
     from windlass.interop.export import export as export_run
 

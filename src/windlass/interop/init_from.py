@@ -86,8 +86,8 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         config: Any = AutoConfig.from_pretrained(directory)
     from windlass.model.hf_files import WeightFiles
 
-    theirs = convert.settings_of(config)
-    convert.check_fit(model.settings, model.vocab, theirs, str(directory))
+    there = convert.settings_of(config)
+    convert.check_fit(model.settings, model.vocab, there, str(directory))
     files = WeightFiles(directory)
     prefix = "transformer" if config.model_type == "gpt2" else "model"
 
@@ -98,7 +98,7 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         tensor: Tensor = files.slice(key)[:]
         return tensor.float()
 
-    for name in convert.dropped(model.settings, theirs):
+    for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
             raise UserError(
                 f"model.init_from: {directory} has a bias that is not zero for {name}, and the model has none there"
