@@ -1,129 +1,197 @@
-"""Which charts a report has, told once for the page and for the plots on paper; and how long curves are thinned. Pure."""
+"""Which charts a report has: one description of each, drawn by matplotlib (`plots.py`) and by the page (`page.js`).
+
+A chart is a list of series. A series has its own points: it is thinned at its own extremes, so a spike of the gradient
+norm survives whatever the loss does there. Both drawers smooth the same points by the same formula (`smoothed`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.reports.devices import RankTrack, grid, on_grid
 from windlass.reports.measures import SPEED
-from windlass.reports.view import RunView, Seam, Track, interpolate, tokens_at
+from windlass.reports.view import Numbers, RankTrack, Restart, RunView, Track
 from windlass.study.study import diverged
 
-Numbers = NDArray[np.float64]
-
-POINTS = 4000
-"""Points of a curve on the page, over all runs at least 600 each: more than a screen has pixels."""
-GRID = 400
-"""Points of a rank's curve."""
+POINTS = 3000
+"""Points of a series over all runs, of one run at least 400: more than a screen has pixels."""
+RANK_POINTS = 400
 FEW_RANKS = 8
-"""Up to so many ranks have a line each; more are drawn as mean and range, with the extreme ranks by name."""
+"""Up to this many ranks have a line each; more are drawn as mean and range, with the two extreme ranks by name."""
+
+Look = tuple[float | None, int]
+"""A run's place on the colour ramp (0 to 1; None: a colour of its own) and its kind of dash."""
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One line of a chart: the column it shows, what it is called, and whether it is the chart's second voice."""
+class Series:
+    """One line of a chart."""
 
-    column: str
+    run: int
+    """Index of the run, for its colour and for hiding it; -1: of no run."""
     name: str
+    """In the legend; empty: it has no entry of its own."""
+    step: Numbers
+    tokens: Numbers
+    hours: Numbers
+    y: Numbers
+    colour: int | None = None
+    """Index into the palette; None: the run's own colour."""
+    dash: int = 0
+    """0 solid, 1 dashed, 2 dotted."""
     minor: bool = False
+    """A thin line: part of a whole."""
+    points: str = ""
+    """`line`: points joined by a line; `only`: points without one; empty: a line without points."""
+    smooth: bool = False
+    low: Numbers | None = None
+    """Lower edge of a band around the line; `high` its upper edge."""
+    high: Numbers | None = None
+    bad: Numbers = field(default_factory=lambda: np.zeros(0))
+    """Steps of a training loss that was not finite."""
+    diverged: bool = False
+    """Whether it is left out of the choice of the vertical axis."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A restart on a chart."""
+
+    run: int
+    restart: Restart
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity (or of parts of it) over the run."""
+    """A chart of one quantity (or its parts)."""
 
     id: str
     title: str
     unit: str
-    curves: tuple[Curve, ...]
-    source: str = "train"
-    """`train`, `ranks`, or `eval:<suite>`."""
-    smooth: bool = False
-    """Whether smoothing makes sense."""
+    series: list[Series]
+    marks: list[Mark] = field(default_factory=list)
     zero: bool = False
-    """Whether the axis begins at zero."""
-    scale: float = 1.0
+    """Whether the vertical axis begins at zero."""
     note: str = ""
+    x_label: str = ""
+    """Of a study's chart, whose horizontal axis (`step` of the series) is a swept setting and not the run."""
+    x_values: list[float] = field(default_factory=list)
+    x_names: list[str] = field(default_factory=list)
+    x_log: bool = False
 
-    def first_only(self) -> Chart:
-        """The chart with its first curve alone, for several runs in one picture."""
-        return Chart(
-            self.id, self.title, self.unit, self.curves[:1], self.source, self.smooth, self.zero, self.scale, self.note
-        )
+    def ceiling(self, first_step: float = 0) -> float | None:
+        """The highest value of the series that did not diverge; None where none diverged above it."""
+        tops = {True: -math.inf, False: -math.inf}
+        for one in self.series:
+            values = one.y[(one.step >= first_step) & np.isfinite(one.y)]
+            tops[one.diverged] = max(tops[one.diverged], values.max(initial=-math.inf))
+        return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
 
 
-LOSS = Chart("loss", "Loss", "nats per token", (Curve("loss", "training"),), smooth=True)
-TRAIN_CHARTS = (
-    Chart("lr", "Learning rate", "", (Curve("lr", "learning rate"),), zero=True),
-    Chart("grad_norm", "Gradient norm", "before clipping", (Curve("grad_norm", "gradient norm"),), smooth=True, zero=True),
-    Chart("throughput", "Throughput", "tokens/s, all ranks", (Curve("tokens_per_s", "tokens/s"),), smooth=True, zero=True),
-    Chart("samples_per_s", "Throughput in samples", "samples/s, all ranks", (Curve("samples_per_s", "samples/s"),),
-          smooth=True, zero=True),
-    Chart("step_time", "Time of a step", "ms", (
-        Curve("step_ms", "whole step"), Curve("forward_ms", "forward", True), Curve("backward_ms", "backward", True),
-        Curve("optimizer_ms", "optimizer", True), Curve("data_ms", "waiting for data", True),
-    ), smooth=True, zero=True),
-    Chart("mfu", "Model FLOPs utilisation", "% of the device's peak", (Curve("mfu", "MFU"),), smooth=True, zero=True, scale=100),
+# --- the charts of runs ----------------------------------------------------------------------------------------------------
+
+TRAIN: tuple[tuple[str, str, str, dict[str, str], bool, float], ...] = (
+    ("lr", "Learning rate", "", {"lr": "learning rate"}, False, 1),
+    ("grad_norm", "Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True, 1),
+    ("throughput", "Throughput", "tokens/s, all ranks", {"tokens_per_s": "tokens/s"}, True, 1),
+    ("samples_per_s", "Throughput in samples", "samples/s, all ranks", {"samples_per_s": "samples/s"}, True, 1),
+    ("step_time", "Time of a step", "ms", {
+        "step_ms": "whole step", "forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer",
+        "data_ms": "waiting for data",
+    }, True, 1),
+    ("mfu", "Model FLOPs utilisation", "% of the device's peak", {"mfu": "MFU"}, True, 100),
 )  # fmt: skip
-RANK_CHARTS = (
-    Chart("memory", "Device memory of each rank", "MB",
-          (Curve("mem_alloc_mb", "allocated"), Curve("mem_reserved_mb", "reserved", True)), "ranks", zero=True),
-    Chart("resident", "Memory of each rank's process", "MB resident", (Curve("rss_mb", "resident"),), "ranks", zero=True),
-    Chart("utilisation", "Utilisation of each rank", "%", (Curve("util_pct", "utilisation"),), "ranks", zero=True,
-          note="while training; evaluations and saves are left out"),
-    Chart("power", "Power of each device", "W", (Curve("power_w", "power"),), "ranks", zero=True),
-)  # fmt: skip
-TRAINING_ONLY = ("util_pct",)
+"""Charts of the `train` lines: id, title, unit, columns and their names, whether to smooth, factor."""
+
+RANKS = (
+    ("memory", "Device memory of each rank", "MB", {"mem_alloc_mb": "allocated", "mem_reserved_mb": "reserved"}),
+    ("resident", "Memory of each rank's process", "MB resident", {"rss_mb": "resident"}),
+    ("utilisation", "Utilisation of each rank", "%, in training steps only", {"util_pct": "utilisation"}),
+    ("power", "Power of each device", "W", {"power_w": "power"}),
+)
 
 
-PART_COLOURS = {"train": 0, "eval": 1, "save": 2, "compile": 3, "startup": 4, "data": 5, "lost": 6, "sample": 7}
-PART_NAMES = {
-    "train": "training steps", "eval": "evaluation", "save": "saving", "sample": "generating samples", "compile": "compiling", "startup": "start-up",
-    "data": "waiting for data", "data_wait": "waiting for data", "lost": "steps done again after a failure",
-}  # fmt: skip
-"""What wall time is spent on: the number of its colour in the palette, and its name for people."""
+def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
+    """The charts for which a run has numbers, the loss first. Of several runs each chart has the first column alone."""
+    several = len(views) > 1
+    limit = max(400, POINTS // max(1, len(views)))
+    marks = [Mark(i, restart) for i, seen in enumerate(views) for restart in seen.restarts]
+    found = []
+    loss = [series for i, seen in enumerate(views) for series in _loss(seen, i, several, limit)]
+    if loss:
+        note = "lines: training, circles: validation" if several else ""
+        chart = Chart("loss", "Loss", "nats per token", loss, marks, note=note)
+        cut = "what diverged is cut off above" if chart.ceiling() is not None else ""
+        found.append(replace(chart, note="; ".join(x for x in (note, cut) if x)))
+    for suite in dict.fromkeys(suite for seen in views for suite in seen.evals if suite != "loss"):
+        tracks = [seen.evals.get(suite) for seen in views]
+        columns = dict.fromkeys(n for t in tracks if t is not None for n in t.measures() if n not in SPEED)
+        named = {name: name.replace("_", " ") for name in columns}
+        series = _columns(views, tracks, named, several, limit, points="line")
+        slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in suite)
+        title = {"hellaswag": "HellaSwag", "squad": "SQuAD"}.get(suite, suite)
+        found += [Chart(f"suite-{slug}", title, "", series, marks)] if series else []
+    trains = [seen.train for seen in views]
+    for key, title, unit, columns, smooth, factor in TRAIN:
+        series = _columns(views, trains, columns, several, limit, smooth=smooth, factor=factor)
+        if series and (key != "samples_per_s" or any(map(_samples_differ, trains))):
+            found.append(Chart(key, title, unit, series, marks, zero=True))
+    for key, title, unit, columns in RANKS:
+        series = [one for i, seen in enumerate(views) for one in _ranks(seen, i, columns, several)]
+        found += [Chart(key, title, unit, series, marks, zero=True)] if series else []
+    return [replace(chart, series=[_looked(one, looks) for one in chart.series]) for chart in found]
 
 
-def charts(views: Sequence[RunView]) -> list[Chart]:
-    """The charts for which at least one run has numbers, the loss first."""
-    found = [LOSS] if any(v.train.has("loss") or "loss" in v.evals for v in views) else []
-    for suite in dict.fromkeys(s for v in views for s in v.evals if s != "loss"):
-        names = dict.fromkeys(n for v in views if suite in v.evals for n in v.evals[suite].measures() if n not in SPEED)
-        if names:
-            curves = tuple(Curve(n, n.replace("_", " ")) for n in names)
-            found.append(Chart(f"suite-{_slug(suite)}", _suite_title(suite), "", curves, f"eval:{suite}"))
-    found += [chart for chart in TRAIN_CHARTS if any(v.train.has(c.column) for v in views for c in chart.curves)]
-    if not any(_samples_tell_more(v.train) for v in views):
-        found = [chart for chart in found if chart.id != "samples_per_s"]
-    found += [chart for chart in RANK_CHARTS if any(t.has(chart.curves[0].column) for v in views for t in v.ranks)]
-    return found
+def _looked(series: Series, looks: Sequence[Look]) -> Series:
+    """Of several runs the dash is the run's; of one run a series keeps its own."""
+    return replace(series, dash=looks[series.run][1] % 3) if looks and series.colour is None else series
 
 
-def wild(view: RunView) -> bool:
-    """Whether the run's training loss diverged: beside others it does not stretch the axis of the loss."""
-    losses = view.train["loss"]
-    return bool(view.nonfinite_steps) or bool(len(losses) and diverged(float(losses[0]), float(losses[-1])))
+def _loss(seen: RunView, run: int, several: bool, limit: int) -> list[Series]:
+    series = []
+    losses = seen.train["loss"]
+    wild = bool(seen.nonfinite.any()) or (len(losses) > 0 and diverged(float(losses[0]), float(losses[-1])))
+    colour = None if several else 0
+    if seen.train.has("loss") or seen.nonfinite.any():
+        name = seen.label if several else "training"
+        bad = seen.train["step"][seen.nonfinite]
+        one = _series(seen.train, "loss", limit, run=run, name=name, colour=colour, smooth=True, diverged=wild)
+        series.append(replace(one, bad=bad[:200]))
+    if (track := seen.evals.get("loss")) is not None and track.has("loss"):
+        name, points = ("", "only") if several else ("validation", "line")
+        colour = None if several else 1
+        series.append(_series(track, "loss", limit, run=run, name=name, colour=colour, points=points, diverged=wild))
+    return series
 
 
-def ceiling(views: Sequence[RunView], first_step: int = 0) -> float | None:
-    """The highest loss from a step on of the runs that did not diverge; None where no run diverged above it."""
-    tops: dict[bool, list[float]] = {True: [], False: []}
-    for view in views:
-        for track in (view.train, view.evals.get("loss")):
-            if track is not None:
-                values = track["loss"][track["step"] >= first_step]
-                tops[wild(view)] += values[np.isfinite(values)].tolist()
-    high = max(tops[False], default=math.inf)
-    return high if high < max(tops[True], default=-math.inf) else None
+def _columns(
+    views: Sequence[RunView], tracks: Sequence[Track | None], columns: dict[str, str], several: bool, limit: int, *,
+    smooth: bool = False, points: str = "", factor: float = 1,
+) -> list[Series]:  # fmt: skip
+    series = []
+    for run, (seen, track) in enumerate(zip(views, tracks, strict=True)):
+        if track is None:
+            continue
+        present = [name for name in columns if track.has(name)][: 1 if several else None]
+        for index, name in enumerate(present):
+            one = _series(track, name, limit, factor=factor, run=run, points=points, smooth=smooth, minor=index > 0)
+            series.append(replace(one, name=seen.label if several else columns[name], colour=None if several else index))
+    return series
 
 
-def _samples_tell_more(train: Track) -> bool:
+def _series(track: Track, column: str, limit: int, factor: float = 1, **rest: Any) -> Series:
+    keep = thin(track["step"], track[column], limit)
+    step, tokens, hours = (track[axis][keep] for axis in ("step", "tokens", "hours"))
+    return Series(step=step, tokens=tokens, hours=hours, y=track[column][keep] * factor, **{"name": "", **rest})
+
+
+def _samples_differ(train: Track) -> bool:
     """Whether samples/s is no mere multiple of tokens/s, as it is where all samples are equally long."""
     tokens, samples = train["tokens_per_s"], train["samples_per_s"]
     good = np.isfinite(samples) & (samples > 0)
@@ -132,16 +200,56 @@ def _samples_tell_more(train: Track) -> bool:
     return bool(good.any() and (not len(length) or np.ptp(length) > 0.02 * np.mean(length)))
 
 
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)
+def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> list[Series]:
+    """The ranks' lines on one grid of time; of many ranks (and of several runs) their mean and range."""
+    series = []
+    for place, (column, what) in enumerate(list(columns.items())[: 1 if several else None]):
+        tracks = [track for track in seen.ranks if track.has(column)]
+        if column == "util_pct" and any((track["training"] > 0).any() for track in tracks):
+            tracks = [track for track in map(RankTrack.training_only, tracks) if track.has(column)]
+        if not tracks:
+            continue
+        hours, table = on_grid(tracks, column)
+        steps = seen.steps_at(hours)
+        axes = {"run": run, "step": steps, "tokens": seen.tokens_at(steps), "hours": hours}
+        suffix = f", {what}" if len(columns) > 1 and not several else ""
+        many, chosen = len(tracks) > FEW_RANKS, list(range(len(tracks)))
+        if several or many:
+            name = seen.label if several else f"mean of {len(tracks)} ranks{suffix}"
+            mean, low, high = np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0)
+            colour = None if several else 0
+            series.append(Series(**axes, name=name, y=mean, low=low, high=high, colour=colour, dash=place))
+            means = np.nanmean(table, axis=1)
+            chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
+        for i in chosen:
+            colour = (i + many) % 8
+            name = f"rank {tracks[i].rank}{suffix}"
+            series.append(Series(**axes, name=name, y=table[i], colour=colour, dash=place, minor=True))
+    return series
 
 
-def _suite_title(suite: str) -> str:
-    return {"hellaswag": "HellaSwag", "squad": "SQuAD"}.get(suite, suite)
+def on_grid(ranks: Sequence[RankTrack], column: str) -> tuple[Numbers, Numbers]:
+    """The mean of a field in equal spans of time: hours [spans] and values [ranks, spans], NaN without a sample there."""
+    everything = np.concatenate([track["hours"] for track in ranks])
+    spans = min(RANK_POINTS, max(len(track["hours"]) for track in ranks))
+    low, high = float(everything.min()), float(everything.max())
+    edges = np.linspace(low, high if high > low else low + 1e-6, spans + 1)
+    table = np.full((len(ranks), spans), math.nan)
+    for row, track in enumerate(ranks):
+        good = np.isfinite(track[column])
+        place = np.clip(np.searchsorted(edges, track["hours"][good], side="right") - 1, 0, spans - 1)
+        total = np.bincount(place, weights=track[column][good], minlength=spans)
+        count = np.bincount(place, minlength=spans)
+        table[row] = np.divide(total, count, out=np.full(spans, math.nan), where=count > 0)
+    known = np.isfinite(table).any(axis=0)
+    return ((edges[1:] + edges[:-1]) / 2)[known], table[:, known]
+
+
+# --- thinning and smoothing ------------------------------------------------------------------------------------------------
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
-    """The places of at most about `limit` points that look like the whole: of each span the first, lowest and highest.
+    """Indices of at most about `limit` points that look like the whole: of each span the first, lowest and highest.
 
     Args:
         x: [n] rising.
@@ -149,17 +257,15 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
         limit: points to keep.
 
     Returns:
-        Rising places into `x`; all of them where there are no more than `limit`.
+        Rising indices into `x`; all of them where there are no more than `limit`.
     """
     n = len(x)
     if n <= limit:
         return np.arange(n)
     keep = {0, n - 1}
-    edges = np.linspace(0, n, max(2, limit // 3) + 1).astype(np.int64)
-    for start, stop in itertools.pairwise(edges):
+    for start, stop in itertools.pairwise(np.linspace(0, n, max(2, limit // 3) + 1).astype(np.int64)):
         span = y[start:stop]
-        bad = np.flatnonzero(~np.isfinite(span))
-        good = np.flatnonzero(np.isfinite(span))
+        bad, good = np.flatnonzero(~np.isfinite(span)), np.flatnonzero(np.isfinite(span))
         keep.add(int(start))
         if len(bad):
             keep.add(int(start + bad[0]))
@@ -169,14 +275,14 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
 
 
 def smoothing_for(points: int) -> float:
-    """The weight that evens out a curve of so many points without taking its shape: a reach of about 1/80 of it."""
+    """The weight that evens out a curve of this many points and keeps its shape: a reach of about 1/80 of it."""
     return min(0.98, round(1 - 1 / max(1.0, points / 80), 2))
 
 
 def smoothed(y: Numbers, weight: float) -> Numbers:
-    """Each value as the mean of all, the one n places away weighted by weight^n: smooth, and without a lag.
+    """Each value as the mean of all, the one n points away weighted by weight^n: smooth, and without a lag.
 
-    What is not finite is passed over and left out; at the ends the mean is over what there is.
+    Values that are not finite are left out and stay NaN. `smooth` in page.js is the same formula; a test compares them.
     """
     ahead, ahead_norm = _decayed(y, weight)
     back, back_norm = (part[::-1] for part in _decayed(y[::-1], weight))
@@ -187,7 +293,7 @@ def smoothed(y: Numbers, weight: float) -> Numbers:
 
 
 def _decayed(y: Numbers, weight: float) -> tuple[Numbers, Numbers]:
-    """Sum over what came before, the one n places back weighted by weight^n, and the sum of the weights."""
+    """Sum over the values so far, the one n points back weighted by weight^n, and the sum of the weights."""
     sums, norms = np.zeros(len(y)), np.zeros(len(y))
     total = norm = 0.0
     for i, value in enumerate(y):
@@ -196,68 +302,3 @@ def _decayed(y: Numbers, weight: float) -> tuple[Numbers, Numbers]:
             total, norm = total + value, norm + 1
         sums[i], norms[i] = total, norm
     return sums, norms
-
-
-@dataclass(frozen=True)
-class RankCurves:
-    """A field of all ranks on one grid of time."""
-
-    steps: Numbers
-    tokens: Numbers
-    hours: Numbers
-    lines: dict[str, Numbers]
-    """By name (`rank 3`); of many ranks only those with the lowest and the highest mean."""
-    mean: Numbers
-    low: Numbers
-    high: Numbers
-    many: bool
-
-
-def rank_curves(view: RunView, column: str, buckets: int = GRID) -> RankCurves | None:
-    """A field of each rank over the run; None where no rank has it. Utilisation counts only while training."""
-    ranks = [t for t in view.ranks if t.has(column)]
-    if not ranks:
-        return None
-    if column in TRAINING_ONLY and any((t["training"] > 0).any() for t in ranks):
-        ranks = [_training_only(t) for t in ranks]
-        ranks = [t for t in ranks if t.has(column)]
-    longest = max(len(t["hours"]) for t in ranks)
-    buckets = max(1, min(buckets, longest))
-    table = on_grid(ranks, column, buckets)
-    hours = grid(ranks, buckets)
-    known = np.isfinite(table).any(axis=0)
-    table, hours = table[:, known], hours[known]
-    steps = steps_at(hours, view)
-    count = np.isfinite(table).sum(axis=0)
-    mean = np.nansum(table, axis=0) / count
-    many = len(ranks) > FEW_RANKS
-    chosen: Sequence[int] = range(len(ranks))
-    if many:
-        means = np.array([np.nanmean(row) if np.isfinite(row).any() else math.nan for row in table])
-        chosen = sorted({int(np.nanargmin(means)), int(np.nanargmax(means))})
-    lines = {f"rank {ranks[i].rank}": table[i] for i in chosen}
-    low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
-    return RankCurves(steps, tokens_at(steps, view.train), hours, lines, mean, low, high, many)
-
-
-def _training_only(track: RankTrack) -> RankTrack:
-    keep = track["training"] > 0
-    return RankTrack(track.rank, {name: values[keep] for name, values in track.columns.items()})
-
-
-def steps_at(hours: Numbers, view: RunView) -> Numbers:
-    """Steps done at hours of training, by the lines around them."""
-    known = sorted(
-        {
-            (0.0, 0.0),
-            *zip(view.train["hours"], view.train["step"], strict=True),
-            *((s.hours, s.step) for s in view.seams),
-        }
-    )
-    known = [(h, s) for h, s in known if math.isfinite(h)]
-    return interpolate(hours, np.array([h for h, _ in known]), np.array([s for _, s in known]))
-
-
-def seam_at(seam: Seam, axis: str) -> float:
-    """Where a seam lies on an axis."""
-    return {"step": seam.step, "tokens": seam.tokens, "hours": seam.hours}[axis]

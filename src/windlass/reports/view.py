@@ -1,44 +1,50 @@
-"""What a report needs of a run, read once: columns of numbers on one time line, seams, devices, samples.
+"""What a report knows of a run, read once: columns of numbers along the run, restarts, devices, samples. No torch.
 
-Nothing here draws or formats. A run that was killed and resumed is one line: the ledger is the effective one, and hours
-are hours since training began, without the pauses between the attempts, their start-up, and the steps done twice.
+A run that was killed and resumed is one curve: the ledger is the effective one, and `hours` are hours of training, without
+the pauses between attempts, their start-up, and the steps that were done twice.
 """
 
 from __future__ import annotations
 
-import bisect
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.errors import UserError
-from windlass.reports.devices import RankTrack, read_ranks
 from windlass.run import Line, Run, effective, read_lines
-from windlass.telemetry.timing import device_hours, wall_time
+from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
 
 Numbers = NDArray[np.float64]
 
 BOOKKEEPING = frozenset(
-    (
-        "kind", "step", "time", "attempt", "epoch", "samples", "samples_trained", "tokens", "suite", "event", "index",
-        "runtime_s", "hours",
-    )
-)  # fmt: skip
-"""Fields that say where a line belongs, and measure nothing."""
+    "kind step time attempt epoch samples samples_trained tokens suite event index runtime_s hours".split()
+)
+"""Fields that say where a line belongs and measure nothing."""
 
 STARTS = {"started": "started again", "resumed": "resumed", "branched": "branched", "rewound": "rewound"}
-"""Events that begin an attempt, and what the seam before it is called."""
+"""Events that begin an attempt, and what a chart calls the restart."""
 COUNTING = (*STARTS, "checkpoint", "finished")
-"""Events that mark time well spent; the others may stem from steps that were done again."""
+"""Events at which time was spent on steps that count; other events may come from steps that were done again."""
+
+DEVICE_FIELDS = (
+    "util_pct", "machine_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
+    "power_w", "temperature_c",
+)  # fmt: skip
+MAX_DEVICE_BYTES = 8_000_000
+"""The sample files of all ranks are read whole up to this size together; of larger ones evenly spaced blocks."""
+BLOCK = 16_384
 
 
 def number(value: Any) -> float:
-    """A field of the ledger as a float; NaN where it is missing or no number (JSON has no NaN: it may come as text)."""
+    """A field of the ledger as a float; NaN where it is missing or no number (JSON has no NaN: it is written as text)."""
     if isinstance(value, bool) or value is None:
         return math.nan
     try:
@@ -47,30 +53,30 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def seconds_of(stamp: Any) -> float:
+def timestamp(text: Any) -> float:
     """An ISO 8601 time as seconds since 1970; NaN for anything else."""
     try:
-        return datetime.fromisoformat(stamp).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):
         return math.nan
 
 
 @dataclass(frozen=True)
 class Track:
-    """Columns of equal length along the run: `step`, `tokens` and `hours`, and what was measured there."""
+    """Columns of equal length along the run: `step`, `tokens`, `hours`, and what was measured there."""
 
     columns: Mapping[str, Numbers]
 
     def __getitem__(self, name: str) -> Numbers:
         """The column, all NaN where nothing of that name was written."""
-        found = self.columns.get(name)
-        return np.full(len(self), math.nan) if found is None else found
+        column = self.columns.get(name)
+        return np.full(len(self), math.nan) if column is None else column
 
     def __len__(self) -> int:
         return len(self.columns["step"])
 
     def has(self, name: str) -> bool:
-        """Whether the column holds a number."""
+        """Whether the column holds a finite number."""
         return bool(np.isfinite(self[name]).any())
 
     def measures(self) -> list[str]:
@@ -78,28 +84,43 @@ class Track:
         return [name for name in self.columns if name not in BOOKKEEPING and self.has(name)]
 
     def last(self, name: str) -> float | None:
-        """The last finite value; None where there is none."""
+        """The last finite value."""
         finite = self[name][np.isfinite(self[name])]
         return float(finite[-1]) if len(finite) else None
 
-    def mean(self, name: str) -> float | None:
-        """The mean of the finite values; None where there is none."""
-        finite = self[name][np.isfinite(self[name])]
-        return float(finite.mean()) if len(finite) else None
+
+@dataclass(frozen=True)
+class RankTrack:
+    """One rank's device samples in order: `hours`, `training` (1 in the phase `train`) and DEVICE_FIELDS."""
+
+    rank: int
+    columns: Mapping[str, Numbers]
+
+    def __getitem__(self, name: str) -> Numbers:
+        column = self.columns.get(name)
+        return np.full(len(self.columns["hours"]), math.nan) if column is None else column
+
+    def has(self, name: str) -> bool:
+        """Whether the column holds a finite number."""
+        return bool(np.isfinite(self[name]).any())
+
+    def training_only(self) -> RankTrack:
+        """The samples taken in training steps: an evaluation or a save is no idle device."""
+        keep = self["training"] > 0
+        return RankTrack(self.rank, {name: values[keep] for name, values in self.columns.items()})
 
 
 @dataclass(frozen=True)
-class Seam:
-    """Where an attempt after the first took up the run."""
+class Restart:
+    """Where an attempt after the first one starts."""
 
-    attempt: int
     what: str
-    """`resumed`, `started again`, `rewound`."""
+    """`resumed`, `started again`, `rewound` or `branched`."""
     step: float
     tokens: float
     hours: float
-    stamp: str
-    """Time of day of the new start, as the ledger has it."""
+    time: str
+    """Time of day of the new start, as in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -113,69 +134,25 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One start of the run: its clock in seconds since 1970, and the seconds of training before it."""
-
-    number: int
-    start: float
-    end: float
-    before: float
-
-
-class Clock:
-    """Turns times of day into hours of training."""
-
-    def __init__(self, ledger: Iterable[Line]):
-        spans: dict[int, list[float]] = {}
-        starts: dict[int, float] = {}
-        for line in ledger:
-            attempt, at = int(line.get("attempt", 0)), seconds_of(line.get("time"))
-            if math.isnan(at):
-                continue
-            if line["kind"] == "event" and line.get("event") in STARTS:
-                starts.setdefault(attempt, at)
-            if line["kind"] != "event" or line.get("event") in COUNTING:
-                spans.setdefault(attempt, []).append(at)
-        self.attempts: list[Attempt] = []
-        before = 0.0
-        for attempt in sorted(spans):
-            start = starts.get(attempt, min(spans[attempt]))
-            end = max(start, *spans[attempt])
-            self.attempts.append(Attempt(attempt, start, end, before))
-            before += end - start
-
-    def hours(self, at: float, attempt: int | None = None) -> float:
-        """Hours of training at a time of day; NaN in a pause or in work that was done again."""
-        if attempt is None:
-            place = bisect.bisect_right([a.start for a in self.attempts], at) - 1
-            found = self.attempts[place] if place >= 0 else None
-            if found is not None and at > found.end and place < len(self.attempts) - 1:
-                return math.nan
-        else:
-            found = next((a for a in self.attempts if a.number == attempt), None)
-        if found is None or math.isnan(at):
-            return math.nan
-        return (found.before + max(0.0, at - found.start)) / 3600
-
-
-@dataclass(frozen=True)
 class RunView:
     """A run as a report sees it."""
 
+    run: Run
     label: str
     state: str
     settings: Mapping[str, Any]
     train: Track
     evals: Mapping[str, Track]
     ranks: Sequence[RankTrack]
-    seams: Sequence[Seam]
+    restarts: Sequence[Restart]
     samples: Sequence[Sample]
     events: Sequence[Line]
     summary: Line
     environment: Mapping[str, Any]
-    wall: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase over all starts, and their `total`; empty where the ledger does not say."""
-    device_hours: float | None = None
+    speed: Throughput | None
+    wall: Mapping[str, float]
+    """Seconds by phase over all starts, and their `total`; empty where the ledger has no times."""
+    device_hours: float | None
 
     @property
     def step(self) -> int:
@@ -189,123 +166,191 @@ class RunView:
         return max((float(h) for t in (self.train, *self.evals.values()) for h in t["hours"][-1:]), default=0.0)
 
     @property
-    def nonfinite_steps(self) -> list[int]:
-        """Steps whose loss was written as something other than a finite number."""
+    def nonfinite(self) -> NDArray[np.bool_]:
+        """Which `train` lines have a loss that is not finite."""
         if "loss" not in self.train.columns:
-            return []
-        return [int(s) for s in self.train["step"][~np.isfinite(self.train["loss"])]]
+            return np.zeros(len(self.train), dtype=bool)
+        return ~np.isfinite(self.train["loss"])
+
+    def tokens_at(self, steps: Numbers) -> Numbers:
+        """Tokens trained on after so many steps, interpolated between the `train` lines; 0 at step 0."""
+        return tokens_at(steps, self.train)
+
+    def steps_at(self, hours: Numbers) -> Numbers:
+        """Steps done after so many hours of training, interpolated between lines and restarts."""
+        known = {(0.0, 0.0), *zip(self.train["hours"], self.train["step"], strict=True)}
+        known |= {(restart.hours, restart.step) for restart in self.restarts}
+        pairs = np.array(sorted(pair for pair in known if math.isfinite(pair[0])))
+        return interpolate(hours, pairs[:, 0], pairs[:, 1])
 
 
-def _columns(lines: Sequence[Line], clock: Clock, keys: Sequence[str]) -> dict[str, Numbers]:
-    columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
-    columns["step"] = np.array([float(line["step"]) for line in lines], dtype=np.float64)
-    hours = [clock.hours(seconds_of(line.get("time")), int(line.get("attempt", 0))) for line in lines]
-    columns["hours"] = np.array(hours, dtype=np.float64)
-    return columns
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run: its clock in seconds since 1970, and the seconds of training before it."""
+
+    number: int
+    start: float
+    end: float
+    before: float
 
 
-def _keys(lines: Sequence[Line]) -> list[str]:
-    """Every field that holds a number somewhere, in the order of first writing."""
-    found: dict[str, None] = {}
-    for line in lines:
-        for key, value in line.items():
-            if key not in found and not isinstance(value, (dict, list)) and not math.isnan(number(value)):
-                found[key] = None
-    return [key for key in found if key not in ("step", "hours")]
+class Clock:
+    """Converts times of day into hours of training."""
+
+    def __init__(self, ledger: Sequence[Line]):
+        spans: dict[int, list[float]] = {}
+        starts: dict[int, float] = {}
+        for line in ledger:
+            attempt, at = int(line.get("attempt", 0)), timestamp(line.get("time"))
+            if math.isnan(at):
+                continue
+            event = line.get("event")
+            if event in STARTS:
+                starts.setdefault(attempt, at)
+            if line["kind"] != "event" or event in COUNTING:
+                spans.setdefault(attempt, []).append(at)
+        self.attempts: list[Attempt] = []
+        before = 0.0
+        for attempt in sorted(spans):
+            start = starts.get(attempt, min(spans[attempt]))
+            end = max(start, *spans[attempt])
+            self.attempts.append(Attempt(attempt, start, end, before))
+            before += end - start
+
+    def hours(self, at: float, attempt: int | None = None) -> float:
+        """Hours of training at a time of day; NaN in a pause or in work that was done again.
+
+        Without `attempt` (device samples do not have one) it is the attempt that ran at that time.
+        """
+        if attempt is None:
+            begun = [a for a in self.attempts if a.start <= at]
+            current = begun[-1] if begun else None
+            if current is not None and at > current.end and len(begun) < len(self.attempts):
+                return math.nan
+        else:
+            current = next((a for a in self.attempts if a.number == attempt), None)
+        if current is None or math.isnan(at):
+            return math.nan
+        return (current.before + max(0.0, at - current.start)) / 3600
 
 
 def interpolate(x: Numbers, known_x: Numbers, known_y: Numbers) -> Numbers:
-    """Linear interpolation that leaves NaN where nothing is known, and holds the ends."""
+    """Linear interpolation that is NaN where nothing is known, and constant beyond the ends."""
     good = np.isfinite(known_x) & np.isfinite(known_y)
     if not good.any():
         return np.full(len(x), math.nan)
-    filled = np.interp(x, known_x[good], known_y[good])
-    return np.where(np.isfinite(x), filled, math.nan)
-
-
-def _train_track(lines: Sequence[Line], clock: Clock) -> Track:
-    keys = _keys(lines)
-    if lines and "loss" not in keys and any("loss" in line for line in lines):
-        keys.append("loss")
-    columns = _columns(lines, clock, keys)
-    columns.setdefault("tokens", np.full(len(lines), math.nan))
-    return Track(columns)
-
-
-def _eval_track(lines: Sequence[Line], clock: Clock, train: Track) -> Track:
-    """Here `tokens` are those trained on so far; the ledger's own are those that were evaluated on."""
-    columns = _columns(lines, clock, _keys(lines))
-    return Track(columns | {"tokens": tokens_at(columns["step"], train)})
+    return np.where(np.isfinite(x), np.interp(x, known_x[good], known_y[good]), math.nan)
 
 
 def tokens_at(steps: Numbers, train: Track) -> Numbers:
-    """Tokens trained on after so many steps, by the train lines around them (0 at step 0)."""
-    return interpolate(steps, np.concatenate([[0.0], train["step"]]), np.concatenate([[0.0], train["tokens"]]))
-
-
-def _seams(ledger: Sequence[Line], clock: Clock, train: Track) -> list[Seam]:
-    starts: dict[int, Line] = {}
-    for line in ledger:
-        if line["kind"] == "event" and line.get("event") in STARTS:
-            starts.setdefault(int(line.get("attempt", 0)), line)
-    seams = []
-    for attempt in clock.attempts[1:]:
-        start = starts.get(attempt.number)
-        if start is not None:
-            step = float(start["step"])
-            tokens = float(tokens_at(np.array([step]), train)[0])
-            what = STARTS[str(start["event"])]
-            seams.append(Seam(attempt.number, what, step, tokens, attempt.before / 3600, str(start.get("time", ""))))
-    return seams
-
-
-def _samples(ledger: Sequence[Line]) -> list[Sample]:
-    found = []
-    for line in ledger:
-        if line["kind"] == "sample" and line.get("text") is not None:
-            index = line.get("index")
-            prompt = str(line.get("prompt") or "")
-            found.append(Sample(int(line["step"]), index if isinstance(index, int) else 0, prompt, str(line["text"])))
-    return found
+    """See `RunView.tokens_at`."""
+    return interpolate(steps, np.append(0.0, train["step"]), np.append(0.0, train["tokens"]))
 
 
 def view(run: Run, label: str | None = None) -> RunView:
-    """Read a run. Raises UserError where its recipe cannot be read; a run without any step is a view without lines."""
+    """Read a run; a run without any step is a view without lines. Raises UserError where its recipe cannot be read."""
     raw = list(read_lines(run.metrics_path))
     ledger = effective(raw)
     clock = Clock(ledger)
-    train = _train_track([line for line in ledger if line["kind"] == "train"], clock)
+    train = _track([line for line in ledger if line["kind"] == "train"], clock)
+    wall = wall_time(raw)
     suites: dict[str, list[Line]] = {}
     for line in ledger:
         if line["kind"] == "eval":
             suites.setdefault(str(line.get("suite") or "loss"), []).append(line)
-    summaries = [line for line in ledger if line["kind"] == "summary"]
-    wall = wall_time(raw)
+    # `tokens` of an `eval` line are those evaluated on; a chart's axis needs those trained on
+    evals = {suite: _track(lines, clock) for suite, lines in suites.items()}
+    evals = {suite: Track({**t.columns, "tokens": tokens_at(t["step"], train)}) for suite, t in evals.items()}
+    events = [line for line in ledger if line["kind"] == "event"]
+    starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
+    restarts = []
+    for attempt in clock.attempts[1:]:
+        if (start := starts.get(attempt.number)) is not None:
+            tokens = float(tokens_at(np.array([float(start["step"])]), train)[0])
+            what = STARTS[str(start["event"])]
+            hours = attempt.before / 3600
+            restarts.append(Restart(what, float(start["step"]), tokens, hours, str(start.get("time", ""))))
     return RunView(
+        run=run,
         label=label or run.name,
         state=run.state_by(raw),
         settings=run.recipe.flat(),
         train=train,
-        evals={suite: _eval_track(lines, clock, train) for suite, lines in suites.items()},
-        ranks=read_ranks(run.devices_dir, lambda at: clock.hours(seconds_of(at))),
-        seams=_seams(ledger, clock, train),
-        samples=_samples(ledger),
-        events=[line for line in ledger if line["kind"] == "event"],
-        summary=summaries[-1] if summaries else {},
+        evals=evals,
+        ranks=_read_ranks(run.devices_dir, clock),
+        restarts=restarts,
+        samples=[
+            Sample(line["step"], int(line.get("index") or 0), str(line.get("prompt") or ""), str(line["text"]))
+            for line in ledger
+            if line["kind"] == "sample" and line.get("text") is not None
+        ],
+        events=events,
+        summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
         environment=run.environment,
+        speed=throughput(ledger),
         wall=wall if wall["total"] else {},
         device_hours=device_hours(raw) if wall["total"] else None,
     )
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run, told apart by their parent directories where names repeat."""
+def views(runs: Sequence[Run]) -> list[RunView]:
+    """Read several runs, each under a label of its own: the name, with its parent where names repeat."""
     names = [run.name for run in runs]
     parents = [f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
-    chosen = [parents[i] if names.count(name) > 1 else name for i, name in enumerate(names)]
-    return [f"{name} ({i + 1})" if chosen.count(name) > 1 else name for i, name in enumerate(chosen)]
+    labels = [parents[i] if names.count(name) > 1 else name for i, name in enumerate(names)]
+    labels = [f"{name} ({i + 1})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]
+    return [view(run, label) for run, label in zip(runs, labels, strict=True)]
 
 
-def views(runs: Sequence[Run]) -> list[RunView]:
-    """Read several runs, each under a name of its own."""
-    return [view(run, label) for run, label in zip(runs, labels(runs), strict=True)]
+def _track(lines: Sequence[Line], clock: Clock) -> Track:
+    """Every field that is a number somewhere, and `loss` also where it never is: a run of NaN has a loss to show."""
+    keys = dict.fromkeys(
+        key
+        for line in lines
+        for key, value in line.items()
+        if not isinstance(value, (dict, list)) and (key == "loss" or not math.isnan(number(value)))
+    )
+    columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
+    hours = [clock.hours(timestamp(line.get("time")), int(line.get("attempt", 0))) for line in lines]
+    columns |= {"step": np.array([line["step"] for line in lines], dtype=np.float64), "hours": np.array(hours, dtype=np.float64)}
+    columns.setdefault("tokens", np.full(len(lines), math.nan))
+    return Track(columns)
+
+
+def _read_ranks(folder: Path, clock: Clock) -> list[RankTrack]:
+    """Every rank's samples, without those in a pause or in work that was done again."""
+    files = {int(m[1]): path for path in folder.glob("rank-*.jsonl") if (m := re.search(r"rank-(\d+)", path.name))}
+    tracks = []
+    for rank in sorted(files):
+        samples = _read_samples(files[rank], MAX_DEVICE_BYTES // len(files))
+        rows = [(hours, line) for line in samples if not math.isnan(hours := clock.hours(timestamp(line.get("time"))))]
+        rows.sort(key=lambda row: row[0])
+        columns = {
+            name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64)
+            for name in DEVICE_FIELDS
+            if any(name in line for _, line in rows)
+        }
+        columns["hours"] = np.array([hours for hours, _ in rows], dtype=np.float64)
+        columns["training"] = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=np.float64)
+        if rows:
+            tracks.append(RankTrack(rank, columns))
+    return tracks
+
+
+def _read_samples(path: Path, limit: int) -> Iterator[dict[str, Any]]:
+    """The samples in a file; of a file over `limit` bytes those in evenly spaced blocks, the same ones each time."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= limit:
+            raw = file.read().split(b"\n")
+        else:
+            blocks = max(2, limit // BLOCK)
+            raw = []
+            for block in range(blocks):
+                file.seek(block * (size - BLOCK) // (blocks - 1))
+                raw += file.read(BLOCK).split(b"\n")[1:-1]  # a block starts and ends in the middle of a line
+    for text in raw:
+        with suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and line.get("kind", "sample") == "sample":
+                yield line
