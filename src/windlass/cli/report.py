@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from windlass.run import Run
 
 
 def register(app: typer.Typer) -> None:
@@ -29,75 +22,22 @@ def report(
 ) -> None:
     """Write a report: index.html, report.md, CSV tables and PNG plots; print the page's path.
 
-    One run is told in full, several are laid over each other with the settings that differ first, and a study shows the
-    loss against what was swept, and its winner. The page opens from disk in any browser and needs no network. The same
+    One run is shown in full, several are compared, with the settings that differ first, and a study shows its measure
+    against the swept settings, and its winner. The page opens from disk in any browser and needs no network. The same
     runs give the same bytes. A recipe's name stands for the run directory it would train in.
     """
-    from pathlib import Path
-
-    from windlass.reports.study import is_study, read_study
-    from windlass.reports.write import write_report, write_study_report
-
-    chosen = None if skip < 0 else skip
-    if len(paths) == 1 and is_study(paths[0]):
-        where = Path(out) if out else Path(paths[0]) / "report"
-        written = write_study_report(read_study(paths[0]), where, plots=plots, skip=chosen)
-    else:
-        runs = [run for path in paths for run in _runs(path)]
-        if text or demo:
-            _show(runs, results=text, sample=demo)
-        where = Path(out) if out else _place(runs)
-        written = write_report(runs, where, plots=plots, skip=chosen)
-    typer.echo(f"report: {written.page}")
-
-
-def _runs(path: str) -> list[Run]:
-    """The run at a path, the runs of a study, or the run of a recipe by name."""
-    from pathlib import Path
-
-    from windlass.errors import UserError
-    from windlass.recipe import Recipe, presets
-    from windlass.reports.study import is_study
-    from windlass.run import Run
-
-    if is_study(path):
-        found = sorted((Path(path) / "runs").glob("*/recipe.toml"))
-        return [Run(recipe.parent) for recipe in found]
-    if not Path(path).exists() and path in presets():
-        run = Run(Recipe.load(path).run_dir)
-        if not run.recipe_path.is_file():
-            raise UserError(
-                f"{path} has not been trained here: there is no {run.path}; `windlass train {path}` does it"
-            )
-        return [run]
-    return [Run.open(path)]
-
-
-def _place(runs: list[Run]) -> Path:
-    from pathlib import Path
-
-    return runs[0].report_dir if len(runs) == 1 else Path("report")
-
-
-def _show(runs: list[Run], *, results: bool, sample: bool) -> None:
-    """Curve, table and sample in the terminal, for who has no browser at hand."""
-    from windlass.reports.tables import results_shown
-    from windlass.reports.terminal import curve
-    from windlass.reports.text import printable
+    from windlass.reports.terminal import curve, last_sample, results_text
     from windlass.reports.view import views
+    from windlass.reports.write import open_runs
+    from windlass.reports.write import report as write_report
 
-    seen = views(runs)
-    for view in seen:
-        if len(seen) > 1:
-            typer.echo(view.label)
-        typer.echo(f"{curve(view)}\n")
-        if sample and view.samples:
-            last = view.samples[-1]
-            lines = "\n".join(f"  | {line}" for line in printable(last.text).splitlines())
-            typer.echo(f"sample at step {last.step:,}:\n{lines}\n")
-    if results:
-        rows = results_shown(seen).rows
-        width = max(len(row[0]) for row in rows)
-        for row in rows:
-            typer.echo(f"{row[0]:<{width}}  {'  '.join(f'{cell:>14}' for cell in row[1:])}".rstrip())
-        typer.echo("")
+    if text or demo:
+        seen = views(open_runs(paths))
+        for view in seen:
+            typer.echo("\n".join([*([view.label] if len(seen) > 1 else []), curve(view), ""]))
+            if demo and view.samples:
+                typer.echo(f"{last_sample(view)}\n")
+        if text:
+            typer.echo(f"{results_text(seen)}\n")
+    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
+    typer.echo(f"report: {written.page}")

@@ -1,4 +1,4 @@
-// One line chart in SVG: axes, curves, bands, seams, a cross-hair that follows the pointer, zoom by dragging.
+// One line chart in SVG: axes, curves, bands, restarts, a cross-hair that follows the pointer, zoom by dragging.
 // It knows nothing of runs; page.js says what is drawn. Text reaches the page through textContent only.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -20,47 +20,28 @@ function html(name, className, text, parent) {
 
 // ---------------------------------------------------------------- numbers
 
-const UNITS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
+const compact = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 4 });
+const signed = (text) => text.replaceAll("-", "\u2212");
 
-function trimmed(text) {
-  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
-}
-
-function signed(text) {
-  return text.replace("-", "\u2212");
-}
-
-function exponential(value, digits) {
-  const [mantissa, power] = value.toExponential(digits).split("e");
-  return signed(`${trimmed(mantissa)}e${Number(power)}`);
-}
-
-/** The labels of an axis' ticks, all alike; `step` is the distance between them (0: each says what it needs). */
-function tickTexts(values, step) {
-  const largest = Math.max(...values.map(Math.abs), 0);
-  const unit = largest >= 1e4 ? UNITS.find(([scale]) => largest >= scale) : [1, ""];
-  return values.map((value) => {
-    if (value === 0) return "0";
-    if (largest < 1e-2 || Math.abs(value) < 1e-4) return exponential(value, 2);
-    if (step) return signed((value / unit[0]).toFixed(Math.max(0, Math.min(6, Math.ceil(-Math.log10(step / unit[0]) - 1e-9))))) + unit[1];
-    const own = Math.abs(value) >= 1e4 ? UNITS.find(([scale]) => Math.abs(value) >= scale) : [1, ""];
-    return signed(String(Number((value / own[0]).toPrecision(3)))) + own[1];
-  });
-}
-
+/** An axis' ticks with their labels, all alike; `step` is the distance between them (0: each has the digits that it needs). */
 function withTexts(values, step) {
-  const texts = tickTexts(values, step);
-  return values.map((value, i) => ({ value, text: texts[i] }));
+  const largest = Math.max(...values.map(Math.abs), 0);
+  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step || 1) - 1e-9)));
+  const text = (value) => {
+    if (value === 0) return "0";
+    if (largest < 1e-2 || Math.abs(value) < 1e-4) return Number(value.toPrecision(3)).toExponential();
+    if (largest >= 1e4) return compact.format(value);
+    return step ? value.toFixed(digits) : String(Number(value.toPrecision(3)));
+  };
+  return values.map((value) => ({ value, text: signed(text(value)) }));
 }
 
 /** A value for the read-out. */
 function valueText(value) {
   if (value === null || !Number.isFinite(value)) return "\u2013";
   const size = Math.abs(value);
-  if (size === 0) return "0";
   if (size >= 1e4) return signed(Math.round(value).toLocaleString("en-US"));
-  if (size < 1e-3) return exponential(value, 3);
-  return signed(String(Number(value.toPrecision(5))));
+  return signed(size && size < 1e-3 ? Number(value.toPrecision(4)).toExponential() : String(Number(value.toPrecision(5))));
 }
 
 function linearTicks(low, high, count) {
@@ -99,8 +80,7 @@ function scaleOf(log, low, high, from, to) {
 
 /** The place of the first x that is not below `value`, in a rising array. */
 function lowerBound(xs, value) {
-  let low = 0;
-  let high = xs.length;
+  let [low, high] = [0, xs.length];
   while (low < high) {
     const middle = (low + high) >> 1;
     if (xs[middle] < value) low = middle + 1;
@@ -127,48 +107,28 @@ class Chart {
     this.hooks = hooks;
     this.id = `clip-${charts++}`;
     this.svg = make("svg", { class: "drawing", "aria-hidden": "true" }, host);
-    this.model = null;
     this.drag = null;
     this.listen();
   }
 
-  /** What to draw: `series`, `seams`, `x` {log, label, ticks?, domain?, text}, `y` {log, zero}, `height`. */
-  set(model) {
-    this.model = model;
-    this.draw();
-  }
-
   domains() {
     const { series, x, y } = this.model;
-    let low = Infinity;
-    let high = -Infinity;
-    for (const one of series) {
-      for (const value of [one.x[x.log ? one.x.findIndex((v) => v > 0) : 0], one.x[one.x.length - 1]]) {
-        if (value === undefined || !Number.isFinite(value)) continue;
-        low = Math.min(low, value);
-        high = Math.max(high, value);
-      }
-    }
-    if (x.extent) [low, high] = x.extent;
-    if (x.pad && low < high) [low, high] = x.log ? [low / (high / low) ** 0.06, high * (high / low) ** 0.06] : [low - (high - low) * 0.08, high + (high - low) * 0.08];
+    let [low, high] = x.extent ?? (x.log ? [1, 10] : [0, 1]);
     if (x.domain) [low, high] = [Math.max(low, x.domain[0]), Math.min(high, x.domain[1])];
-    if (!(low < high)) [low, high] = Number.isFinite(low) ? (x.log ? [low / 2, low * 2] : [low - 0.5, low + 0.5]) : [x.log ? 1 : 0, 2];
     const [bottom, top] = this.heights(series, low, high, y);
     return { low, high, bottom, top };
   }
 
   heights(series, low, high, y) {
-    let bottom = Infinity;
-    let top = -Infinity;
-    const tame = series.filter((one) => !one.wild); // a run that diverged does not stretch the axis of the others
-    for (const one of tame.length ? tame : series) {
+    let [bottom, top] = [Infinity, -Infinity];
+    const others = series.filter((one) => !one.diverged); // a run that diverged does not stretch the axis of the others
+    for (const one of others.length ? others : series) {
       const from = lowerBound(one.x, low);
       for (const values of one.band ? [one.y, ...one.band] : [one.y]) {
         for (let i = from; i < one.x.length && one.x[i] <= high; i++) {
           const value = values[i];
           if (value === null || (y.log && value <= 0)) continue;
-          if (value < bottom) bottom = value;
-          if (value > top) top = value;
+          [bottom, top] = [Math.min(bottom, value), Math.max(top, value)];
         }
       }
     }
@@ -179,9 +139,10 @@ class Chart {
     return [bottom - margin, top + margin];
   }
 
-  draw() {
-    if (!this.model) return;
-    const { x, y, height } = this.model;
+  /** `model`: `series`, `restarts`, `x` {log, label, text, ticks, extent, domain?}, `y` {log, zero}, `height`. */
+  draw(model) {
+    this.model = model;
+    const { x, y, height } = model;
     const width = Math.max(200, this.host.clientWidth);
     const d = this.domains();
     const yTicks = (y.log ? logTicks : linearTicks)(d.bottom, d.top, height > 260 ? 7 : 5);
@@ -192,14 +153,13 @@ class Chart {
     this.sy = scaleOf(y.log, d.bottom, d.top, box.bottom, box.top);
     this.svg.replaceChildren();
     for (const [key, value] of [["width", width], ["height", height], ["viewBox", `0 0 ${width} ${height}`]]) this.svg.setAttribute(key, value);
-    this.svg.dataset.x = x.log ? "log" : "linear";
-    this.svg.dataset.y = y.log ? "log" : "linear";
+    Object.assign(this.svg.dataset, { x: x.log ? "log" : "linear", y: y.log ? "log" : "linear" });
     this.svg.dataset.domain = [d.low, d.high, d.bottom, d.top].map((v) => Number(v.toPrecision(6))).join(" ");
     this.axes(yTicks, d, width, height);
     const clip = make("clipPath", { id: this.id }, this.svg);
     make("rect", { x: box.left - 4, y: box.top - 4, width: box.right - box.left + 8, height: box.bottom - box.top + 8 }, clip);
     const plot = make("g", { "clip-path": `url(#${this.id})` }, this.svg);
-    this.seams(plot, d);
+    this.restarts(plot, d);
     for (const one of this.model.series) this.curve(one, plot, d);
     this.cross = make("g", { class: "cross", visibility: "hidden" }, this.svg);
     this.selection = make("rect", { class: "selection", visibility: "hidden", y: box.top, height: box.bottom - box.top }, this.svg);
@@ -230,17 +190,17 @@ class Chart {
     });
   }
 
-  seams(plot, d) {
+  restarts(plot, d) {
     const { top, bottom } = this.box;
-    for (const seam of this.model.seams) {
-      if (seam.x < d.low || seam.x > d.high || (this.model.x.log && seam.x <= 0)) continue;
-      const at = this.sx(seam.x);
-      const line = make("line", { class: "seam", x1: at, x2: at, y1: top, y2: bottom }, plot);
-      if (seam.color) line.style.stroke = seam.color;
-      make("title", {}, line).textContent = seam.label;
+    for (const restart of this.model.restarts) {
+      if (restart.x < d.low || restart.x > d.high || (this.model.x.log && restart.x <= 0)) continue;
+      const at = this.sx(restart.x);
+      const line = make("line", { class: "restart", x1: at, x2: at, y1: top, y2: bottom }, plot);
+      if (restart.color) line.style.stroke = restart.color;
+      make("title", {}, line).textContent = restart.text;
       if (this.model.height <= 260) continue;
       const end = at > this.box.right - 70;
-      make("text", { class: "seam-label", x: at + (end ? -5 : 5), y: top + 9, "text-anchor": end ? "end" : "start" }, plot).textContent = seam.what;
+      make("text", { class: "restart-label", x: at + (end ? -5 : 5), y: top + 9, "text-anchor": end ? "end" : "start" }, plot).textContent = restart.what;
     }
   }
 
@@ -277,7 +237,7 @@ class Chart {
     if (one.points && to - from <= 200) {
       for (let i = from; i < to; i++) {
         if (!good(i, one.y)) continue;
-        const dot = make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: one.radius || 3.2 }, plot);
+        const dot = make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: 3.2 }, plot);
         dot.style.stroke = one.color;
       }
     }
@@ -293,22 +253,20 @@ class Chart {
     const host = this.host;
     const place = (event) => event.clientX - this.svg.getBoundingClientRect().left;
     host.addEventListener("pointermove", (event) => {
-      if (!this.box) return;
       if (this.drag !== null && event.pointerType === "mouse") this.select(place(event));
       this.hooks.hover(this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, place(event)))), this);
     });
     host.addEventListener("pointerleave", () => this.hooks.hover(null, this));
     host.addEventListener("pointerdown", (event) => {
-      if (event.pointerType !== "mouse" || event.button !== 0 || !this.box) return;
+      if (event.pointerType !== "mouse" || event.button !== 0) return;
       this.drag = place(event);
       host.setPointerCapture(event.pointerId);
     });
     host.addEventListener("pointerup", (event) => {
-      const from = this.drag;
+      const [from, clamp] = [this.drag, (at) => this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, at)))];
       this.drag = null;
       this.selection.setAttribute("visibility", "hidden");
       if (from === null || Math.abs(place(event) - from) < 8) return;
-      const clamp = (at) => this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, at)));
       this.hooks.zoom([clamp(Math.min(from, place(event))), clamp(Math.max(from, place(event)))]);
     });
     host.addEventListener("dblclick", () => this.hooks.zoom(null));
@@ -317,7 +275,7 @@ class Chart {
       if (!first || !["ArrowLeft", "ArrowRight", "Escape"].includes(event.key)) return;
       event.preventDefault();
       if (event.key === "Escape") return this.hooks.zoom(null);
-      const now = this.at === undefined || this.at === null ? first.x[0] : this.at;
+      const now = this.at ?? first.x[0];
       const next = nearest(first.x, now) + (event.key === "ArrowRight" ? 1 : -1);
       this.hooks.hover(first.x[Math.max(0, Math.min(first.x.length - 1, next))], this);
     });
@@ -333,14 +291,13 @@ class Chart {
 
   /** The series that the cross-hair snaps to: the one with the most points. */
   lead() {
-    const open = this.model ? this.model.series.filter((s) => s.x.length && !s.quiet) : [];
+    const open = this.model.series.filter((s) => !s.quiet);
     return open.reduce((best, s) => (!best || s.x.length > best.x.length ? s : best), null);
   }
 
   /** Put the cross-hair at x (null: take it away); returns what lies there, for the read-out. */
   point(x) {
     this.at = x;
-    if (!this.cross) return null;
     this.cross.replaceChildren();
     const lead = this.lead();
     const outside = x === null || !lead || this.sx(x) < this.box.left - 1 || this.sx(x) > this.box.right + 1;
@@ -352,7 +309,7 @@ class Chart {
     const reach = Math.max(12, (this.box.right - this.box.left) / Math.max(2, lead.x.length));
     const rows = [];
     for (const one of this.model.series) {
-      if (one.quiet || !one.x.length) continue;
+      if (one.quiet) continue;
       const i = nearest(one.x, snapped);
       if (one.y[i] === null || Math.abs(this.sx(one.x[i]) - at) > reach) continue;
       rows.push({ name: one.name, color: one.color, value: one.y[i] });

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.reports.measures import SPEED
+from windlass.reports.measures import NO_SCORES
 from windlass.reports.view import Numbers, RankTrack, Restart, RunView, Track
 from windlass.study.study import diverged
 
-POINTS = 3000
+POINTS = 2400
 """Points of a series over all runs, of one run at least 400: more than a screen has pixels."""
 RANK_POINTS = 400
 FEW_RANKS = 8
@@ -53,8 +53,8 @@ class Series:
     low: Numbers | None = None
     """Lower edge of a band around the line; `high` its upper edge."""
     high: Numbers | None = None
-    bad: Numbers = field(default_factory=lambda: np.zeros(0))
-    """Steps of a training loss that was not finite."""
+    bad: bool = False
+    """Whether its values that are not finite are marked."""
     diverged: bool = False
     """Whether it is left out of the choice of the vertical axis."""
 
@@ -131,7 +131,7 @@ def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
         found.append(replace(chart, note="; ".join(x for x in (note, cut) if x)))
     for suite in dict.fromkeys(suite for seen in views for suite in seen.evals if suite != "loss"):
         tracks = [seen.evals.get(suite) for seen in views]
-        columns = dict.fromkeys(n for t in tracks if t is not None for n in t.measures() if n not in SPEED)
+        columns = dict.fromkeys(n for t in tracks if t is not None for n in t.measures() if n not in NO_SCORES)
         named = {name: name.replace("_", " ") for name in columns}
         series = _columns(views, tracks, named, several, limit, points="line")
         slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in suite)
@@ -149,8 +149,10 @@ def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
 
 
 def _looked(series: Series, looks: Sequence[Look]) -> Series:
-    """Of several runs the dash is the run's; of one run a series keeps its own."""
-    return replace(series, dash=looks[series.run][1] % 3) if looks and series.colour is None else series
+    """With the dash of its run, where the colour is the run's too; eight runs have colours of their own."""
+    if series.colour is not None:
+        return series
+    return replace(series, dash=(looks[series.run][1] if looks else series.run // 8) % 3)
 
 
 def _loss(seen: RunView, run: int, several: bool, limit: int) -> list[Series]:
@@ -160,11 +162,11 @@ def _loss(seen: RunView, run: int, several: bool, limit: int) -> list[Series]:
     colour = None if several else 0
     if seen.train.has("loss") or seen.nonfinite.any():
         name = seen.label if several else "training"
-        bad = seen.train["step"][seen.nonfinite]
-        one = _series(seen.train, "loss", limit, run=run, name=name, colour=colour, smooth=True, diverged=wild)
-        series.append(replace(one, bad=bad[:200]))
+        series.append(
+            _series(seen.train, "loss", limit, run=run, name=name, colour=colour, smooth=True, diverged=wild, bad=True)
+        )
     if (track := seen.evals.get("loss")) is not None and track.has("loss"):
-        name, points = ("", "only") if several else ("validation", "line")
+        name, points = (f"{seen.label}, validation", "only") if several else ("validation", "line")
         colour = None if several else 1
         series.append(_series(track, "loss", limit, run=run, name=name, colour=colour, points=points, diverged=wild))
     return series
@@ -274,9 +276,10 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
     return np.array(sorted(keep), dtype=np.int64)
 
 
-def smoothing_for(points: int) -> float:
-    """The weight that evens out a curve of this many points and keeps its shape: a reach of about 1/80 of it."""
-    return min(0.98, round(1 - 1 / max(1.0, points / 80), 2))
+def smoothing(charts: Sequence[Chart]) -> float:
+    """The weight that evens out curves as long as these and keeps their shape: a reach of about 1/80 of the longest."""
+    longest = max((len(one.step) for chart in charts for one in chart.series if one.smooth), default=0)
+    return min(0.98, round(1 - 1 / max(1.0, longest / 80), 2))
 
 
 def smoothed(y: Numbers, weight: float) -> Numbers:

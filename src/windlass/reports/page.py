@@ -1,267 +1,280 @@
 """The report as one HTML page that opens from disk: no network, no library, everything escaped, the same bytes each time.
 
-Tables, texts and headings are written here; the charts are drawn by chart.js and page.js, which travel in the page. Its
-content security policy allows those two scripts by their hash, and no address at all.
+`page.html` is a jinja2 template with autoescape; every value that it prints goes through `text.printable` too. The charts are
+drawn in the browser by chart.js and page.js from the same description that the PNG files are drawn from (`charts.Chart`), which
+stands in the page as JSON. The page's content security policy allows its script by hash, and no address at all.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
 from windlass import __version__
-from windlass.reports import sections
-from windlass.reports.charts import Chart, ceiling, charts
-from windlass.reports.measures import Value, measures
-from windlass.reports.payload import as_json, payload
-from windlass.reports.text import compact, duration, escape, show
+from windlass.recipe.load import flatten
+from windlass.reports.charts import Chart, Look, Series, smoothing
+from windlass.reports.measures import PARTS, Value, goodput, measures
+from windlass.reports.study import StudyView, cell_table, heats, looks, seed_table, short, sweep_charts, winner_text
+from windlass.reports.tables import PRINCIPAL, Table, all_settings, comparison, evaluations, results_for_people
+from windlass.reports.text import MISSING, compact, duration, printable, show
 from windlass.reports.view import RunView
 
-MOON = (
-    '<svg viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="1.8" aria-hidden="true">'
-    '<circle cx="12" cy="12" r="8.5"/><path d="M12 3.5a8.5 8.5 0 0 1 0 17z" fill="currentColor" stroke="none"/></svg>'
-)
+SIDE_BY_SIDE = 6
+"""Up to this many runs have a column each in the results table; more have a row each only."""
+SAMPLES = 40
+"""Steps of each run whose samples are in the page: evenly spaced, first and last among them."""
+
+Figure = tuple[str, str, str]
+"""A figure at the top of the page: name, value, remark."""
 
 
-@dataclass(frozen=True)
-class Extra:
-    """What a study adds to the page of its runs."""
+def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None) -> str:
+    """The whole page.
 
-    kicker: str = ""
-    title: str = ""
-    lede: str = ""
-    headline: Sequence[tuple[str, str, str]] = ()
-    """Figures at the top: name, value, remark."""
-    sections: Sequence[tuple[str, str, str]] = ()
-    """Anchor, name and HTML, put before the results."""
-    results: bool = True
-    """Whether the results of the runs are tabulated."""
-    looks: Sequence[tuple[float | None, int]] = ()
-    """For each run its place on a colour ramp (0 to 1) and its kind of dash; empty: distinct colours."""
-    free: Sequence[dict[str, Any]] = field(default_factory=tuple)
-    """Charts with curves of their own, which the sections have places for."""
-
-
-NAMES = {
-    "results": "Results", "time": "Time", "samples": "Samples", "settings": "Settings",
-    "environment": "Environment",
-}  # fmt: skip
-
-
-def page(views: Sequence[RunView], extra: Extra | None = None) -> str:
-    """The whole page for one run or several."""
-    extra = extra or Extra()
-    found = charts(views)
-    below = {
-        "results": sections.results(views) if extra.results else "",
-        "time": sections.time(views),
-        "samples": sections.samples(views),
-        "settings": sections.settings(views),
-        "environment": sections.environment(views),
-    }
-    links = [(key, name) for key, name, _ in extra.sections] + [
-        (key, NAMES[key]) for key, text in below.items() if text
-    ]
+    Args:
+        views: the runs; of a study those that have begun.
+        charts: of the runs, as `charts.charts` describes them.
+        study: the study that the runs belong to.
+    """
     script = f'(() => {{\n"use strict";\n{_asset("chart.js")}\n{_asset("page.js")}\n}})();\n'
-    parts = {
-        "title": escape(extra.title or _title(views)),
-        "csp": _policy(script),
-        "style": _asset("page.css"),
-        "masthead": _masthead(views, extra),
-        "bar": _bar(links) if found else "",
-        "chips": _chips(views),
-        "lead": _lead(found, views),
-        "extra": "\n".join(text for _, _, text in extra.sections),
-        "charts": _rest(found, bool(extra.sections)),
-        "sections": "\n".join(text for text in below.values() if text),
-        "version": escape(__version__),
-        "data": as_json(payload(views, found, extra.looks, extra.free)),
-        "script": script,
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sweeps = sweep_charts(study) if study else []
+    run_looks = looks(study) if study else []
+    rows = all_settings(views)
+    parts: dict[str, Any] = {
+        "cells": cell_table(study) if study else None,
+        "curves": [chart for chart in charts if chart.id != "loss"],
+        "results": study is None,
+        "time": _times(views),
+        "samples": _samples(views),
+        "settings": [
+            [row for row in rows if row.differs or row.changed],
+            [row for row in rows if not (row.differs or row.changed)],
+        ],
+        "environment": _environment(views),
     }
-    pieces = _asset("page.html").split("%%")
-    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    context = {
+        **(_study_head(study) if study else _head(views)), **parts, "views": views, "study": study, "version": __version__,
+        "links": [name for name in parts if parts[name] and (name != "curves" or study)],
+        "style": Markup(_asset("page.css")), "script": Markup(script), "script_hash": f"sha256-{digest}",
+        "data": Markup(as_json(payload(views, [*charts, *sweeps], run_looks))),
+        "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps, "heats": heats(study) if study else [],
+        "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
+        "comparison": _comparison(views), "side_by_side": len(views) <= SIDE_BY_SIDE,
+        "measures": results_for_people(views, each_evaluation=len(views) > 1),
+        "evaluations": evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show, "MISSING": MISSING,
+        "sample_limit": SAMPLES,
+    }  # fmt: skip
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+    )  # fmt: skip
+    return environment.from_string(_asset("page.html")).render(context)
 
 
 def _asset(name: str) -> str:
     return (resources.files("windlass.reports") / name).read_text(encoding="utf-8")
 
 
-def _policy(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+# --- the numbers that the script draws --------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------- head
+def payload(views: Sequence[RunView], charts: Sequence[Chart], looks: Sequence[Look] = ()) -> dict[str, Any]:
+    """The runs and charts as plain values. Series that have the same steps share them: `at` is a place in `axes`."""
+    axes: dict[bytes, tuple[int, dict[str, Any]]] = {}
+
+    def series(one: Series) -> dict[str, Any]:
+        key = one.step.tobytes() + one.tokens.tobytes() + one.hours.tobytes()
+        if key not in axes:
+            columns = {"step": one.step, "tokens": one.tokens, "hours": one.hours}
+            axes[key] = len(axes), {name: numbers(values) for name, values in columns.items()}
+        band = None if one.low is None or one.high is None else [numbers(one.low), numbers(one.high)]
+        return {
+            "run": one.run, "name": one.name, "at": axes[key][0], "y": numbers(one.y), "band": band, "colour": one.colour,
+            "dash": one.dash, "minor": one.minor, "points": one.points, "smooth": one.smooth, "bad": one.bad,
+            "diverged": one.diverged,
+        }  # fmt: skip
+
+    drawn = [
+        {
+            "id": chart.id, "zero": chart.zero, "x_label": chart.x_label, "x_values": numbers(chart.x_values),
+            "x_names": chart.x_names, "x_log": chart.x_log, "series": [series(one) for one in chart.series],
+        }
+        for chart in charts
+    ]  # fmt: skip
+    runs = [
+        {
+            "label": view.label, "tone": rounded(look[0]) if look[0] is not None else None,
+            "restarts": [
+                {
+                    "step": rounded(r.step), "tokens": rounded(r.tokens), "hours": rounded(r.hours), "what": r.what,
+                    "text": f"{view.label}: {r.what} at step {r.step:,.0f} ({r.time})",
+                }
+                for r in view.restarts
+            ],
+        }
+        for view, look in zip(views, looks or [(None, 0)] * len(views), strict=True)
+    ]  # fmt: skip
+    return {"runs": runs, "charts": drawn, "axes": [one for _, one in axes.values()], "smoothing": smoothing(charts)}
 
 
-def _title(views: Sequence[RunView]) -> str:
-    if len(views) == 1:
-        return views[0].label
-    names = [view.label for view in views]
-    return ", ".join(names) if len(names) <= 3 else f"{len(names)} runs"
+def numbers(values: Iterable[float]) -> list[float | int | None]:
+    """Floats for JSON, see `rounded`."""
+    return [rounded(float(value)) for value in values]
 
 
-def _masthead(views: Sequence[RunView], extra: Extra) -> str:
-    lede = extra.lede or (_one_lede(views[0]) if len(views) == 1 else _many_lede(views))
-    figures = extra.headline or (_one_headline(views[0]) if len(views) == 1 else _many_headline(views))
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
-        for name, value, remark in figures
-    )
-    notes = views[0].settings.get("run.notes") if len(views) == 1 else ""
-    kicker = extra.kicker or ("A run" if len(views) == 1 else "A comparison of runs")
-    return (
-        f'<button id="theme" type="button" title="Light or dark">{MOON}</button>'
-        f'<p class="kicker">{escape(kicker)}</p><h1>{escape(extra.title or _title(views))}</h1><p class="lede">{lede}</p>'
-        + (f'<p class="notes">{escape(notes)}</p>' if notes else "")
-        + (f'<dl class="figures">{cells}</dl>' if cells else "")
-    )
+def rounded(value: float) -> float | int | None:
+    """Six significant digits, whole numbers without a point, None for what is not finite."""
+    if not math.isfinite(value):
+        return None
+    short = value if value.is_integer() else float(f"{value:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def _one_lede(view: RunView) -> str:
-    found = measures(view)
-    planned = view.settings.get("train.steps")
-    steps = f"{view.step:,} of {planned:,} steps" if isinstance(planned, int) else f"{view.step:,} steps"
-    parts = [steps]
-    if "parameters" in found:
-        parts.append(f"{show(found['parameters'], 'count')} parameters")
-    if "world" in found:
-        parts.append(f"{found['world']:.0f} rank{'s' if found['world'] != 1 else ''}")
-    if view.seams:
-        times = {1: "once", 2: "twice"}.get(len(view.seams), f"{len(view.seams)} times")
-        parts.append(f"interrupted {times} and drawn as one curve")
-    return f'<span class="state {escape(view.state)}">{escape(view.state)}</span>, {escape(", ".join(parts))}'
+def as_json(value: Any) -> str:
+    """JSON that can stand in a script element: ASCII, without a character that HTML gives a meaning."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _many_lede(views: Sequence[RunView]) -> str:
-    states: dict[str, int] = {}
-    for view in views:
-        states[view.state] = states.get(view.state, 0) + 1
-    return escape(f"{len(views)} runs: {', '.join(f'{count} {state}' for state, count in states.items())}")
+# --- the head ---------------------------------------------------------------------------------------------------------------
 
 
-def _one_headline(view: RunView) -> list[tuple[str, str, str]]:
-    found = measures(view)
+def _head(views: Sequence[RunView]) -> dict[str, Any]:
+    if len(views) > 1:
+        states: dict[str, int] = {}
+        for view in views:
+            states[view.state] = states.get(view.state, 0) + 1
+        values = [measures(view) for view in views]
+        scored = [(v["best_eval_loss"], view.label) for v, view in zip(values, views, strict=True) if "best_eval_loss" in v]
+        best = min(scored, default=None)
+        figures = [("Best validation loss", show(best[0], "loss"), best[1])] if best else []
+        names = [view.label for view in views]
+        return {
+            "kicker": "A comparison of runs", "title": ", ".join(names) if len(names) <= 3 else f"{len(names)} runs",
+            "state": "", "lede": f"{len(views)} runs: {', '.join(f'{n} {state}' for state, n in states.items())}", "notes": "",
+            "figures": [*figures, ("Runs", str(len(views)), ""), *_totals(values)],
+        }  # fmt: skip
+    view, values_of_run = views[0], measures(views[0])
+    planned, restarts, world = view.settings.get("train.steps"), len(view.restarts), values_of_run.get("world")
+    lede = [f"{view.step:,} of {planned:,} steps" if isinstance(planned, int) else f"{view.step:,} steps"]
+    if "parameters" in values_of_run:
+        lede.append(f"{show(values_of_run['parameters'], 'count')} parameters")
+    if isinstance(world, (int, float)):
+        lede.append(f"{world:.0f} rank{'s' if world != 1 else ''}")
+    if restarts:
+        times = {1: "once", 2: "twice"}.get(restarts, f"{restarts} times")
+        lede.append(f"interrupted {times} and drawn as one curve")
+    return {
+        "kicker": "A run", "title": view.label, "state": view.state, "lede": ", ".join(lede),
+        "notes": view.settings.get("run.notes") or "", "figures": _figures(values_of_run),
+    }  # fmt: skip
+
+
+def _figures(values: Mapping[str, Value]) -> list[Figure]:
+    """The figures at the top of the page of one run."""
+
+    def at_step(value: str, step: str) -> str:
+        return f"{value}at step {show(values[step], 'count')}" if values.get(step) is not None else ""
+
     best = ""
-    if "best_eval_loss" in found and found["best_eval_loss"] != found.get("eval_loss"):
-        best = f"best {show(found['best_eval_loss'], 'loss')} at step {found['best_eval_step']:,}"
-    scored = f"at step {found['best_score_step']:,}" if found.get("best_score_step") is not None else ""
-    epochs = f"{found['epochs']:.3g} epochs" if found.get("epochs") else ""
-    hours = f"{show(found['device_hours'], 'hours')} device-hours" if "device_hours" in found else ""
+    if values.get("best_eval_loss") != values.get("eval_loss"):
+        best = at_step(f"best {show(values.get('best_eval_loss'), 'loss')} ", "best_eval_step")
+    tokens = values.get("tokens")
+    epochs = f"{values['epochs']:.3g} epochs" if values.get("epochs") else ""
+    hours = f"{show(values['device_hours'], 'hours')} device-hours" if "device_hours" in values else ""
     candidates = [
-        ("Validation loss", "eval_loss", show(found.get("eval_loss"), "loss"), best),
-        (f"Best {found.get('best_measure')}", "best_score", show(found.get("best_score"), "score"), scored),
-        ("Training loss", "train_loss", show(found.get("train_loss"), "loss"), ""),
-        ("Tokens", "tokens", compact(_float(found.get("tokens"))), epochs),
-        ("Tokens per second", "train_tokens_per_s", show(_whole(found.get("train_tokens_per_s")), "count"), ""),
-        ("MFU", "mfu", show(found.get("mfu"), "share"), ""),
-        ("Goodput", "goodput", show(found.get("goodput"), "share"), "of wall time in steps"),
-        ("Runtime", "runtime_s", show(found.get("runtime_s"), "duration"), hours),
-    ]
-    return [(name, value, remark) for name, key, value, remark in candidates if key in found]
+        ("Validation loss", "eval_loss", show(values.get("eval_loss"), "loss"), best),
+        (f"Best {values.get('best_measure')}", "best_score", show(values.get("best_score"), "score"), at_step("", "best_score_step")),
+        ("Training loss", "train_loss", show(values.get("train_loss"), "loss"), ""),
+        ("Tokens", "tokens", compact(float(tokens)) if isinstance(tokens, (int, float)) else "", epochs),
+        ("Tokens per second", "train_tokens_per_s", show(values.get("train_tokens_per_s"), "count"), ""),
+        ("MFU", "mfu", show(values.get("mfu"), "share"), ""),
+        ("Goodput", "goodput", show(values.get("goodput"), "share"), "of wall time in steps"),
+        ("Runtime", "runtime_s", show(values.get("runtime_s"), "duration"), hours),
+    ]  # fmt: skip
+    return [(name, value, remark) for name, key, value, remark in candidates if key in values]
 
 
-def _many_headline(views: Sequence[RunView]) -> list[tuple[str, str, str]]:
-    found = [measures(view) for view in views]
-    figures = []
-    scored = [(f["best_eval_loss"], v.label) for f, v in zip(found, views, strict=True) if "best_eval_loss" in f]
-    if scored:
-        value, label = min(scored)
-        figures.append(("Best validation loss", show(value, "loss"), label))
-    figures.append(("Runs", str(len(views)), ""))
-    return figures + totals(found)
-
-
-def totals(found: Sequence[Mapping[str, Value]]) -> list[tuple[str, str, str]]:
-    """Headline figures of several runs' measures: tokens, runtime and device-hours in all."""
+def _totals(values: Sequence[Mapping[str, Value]]) -> list[Figure]:
     figures = []
     for name, key, text in (
         ("Tokens in all", "tokens", compact),
         ("Runtime in all", "runtime_s", duration),
-        ("Device-hours in all", "device_hours", _hours),
+        ("Device-hours in all", "device_hours", lambda value: show(value, "hours")),
     ):
-        values = [float(value) for one in found if isinstance(value := one.get(key), (int, float))]
-        if values:
-            figures.append((name, text(sum(values)), ""))
+        known = [float(value) for one in values if isinstance(value := one.get(key), (int, float))]
+        figures += [(name, text(sum(known)), "")] if known else []
     return figures
 
 
-def _hours(value: float) -> str:
-    return show(value, "hours")
+def _study_head(study: StudyView) -> dict[str, Any]:
+    best, figures, winner = study.winner, [], None
+    if best is not None:
+        figures.append((f"Best {study.title}", show(best.median, "loss"), best.label))
+        what, score = winner_text(study, best)
+        command, remark = study.study.winner_command(best.assignment)
+        rows = [place for place, result in enumerate(study.results) if result in best.results]
+        winner = {"what": what, "score": score, "command": command, "remark": remark, "rows": rows}
+    figures.append(("Cells", str(len(study.results)), study.states))
+    swept = "; ".join(f"{key}: {', '.join(map(show, values))}" for key, values in study.swept().items())
+    return {
+        "kicker": "A study", "title": study.name, "state": "", "notes": "", "winner": winner,
+        "lede": f"{len(study.results)} cells: {study.states}. {swept}",
+        "figures": [*figures, *_totals([measures(view) for view in study.views])],
+    }  # fmt: skip
 
 
-def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+# --- the sections -----------------------------------------------------------------------------------------------------------
 
 
-def _whole(value: Any) -> int | None:
-    return round(value) if isinstance(value, (int, float)) else None
+def _comparison(views: Sequence[RunView]) -> Table | None:
+    return comparison(views, PRINCIPAL) if len(views) > 1 else None
 
 
-def _bar(links: Sequence[tuple[str, str]]) -> str:
-    axes = "".join(
-        f'<button type="button" data-axis="{axis}" aria-pressed="{str(axis == "step").lower()}">{name}</button>'
-        for axis, name in (("step", "Steps"), ("tokens", "Tokens"), ("hours", "Time"))
-    )
-    nav = "".join(f'<a href="#{key}">{escape(name)}</a>' for key, name in links)
-    return (
-        '<div class="bar"><div class="wrap">'
-        f'<span class="control"><span class="segments" role="group" aria-label="Horizontal axis">{axes}</span></span>'
-        '<label class="control">Smoothing <input id="smoothing" type="range" min="0" max="0.99" step="0.01">'
-        '<output id="smoothing-value" for="smoothing"></output></label>'
-        '<label class="control">Leave out the first <input id="skip" type="number" min="0" step="10" value="0"> steps</label>'
-        '<button id="reset" class="quiet" type="button" disabled>Whole range</button>'
-        f'<nav aria-label="Sections">{nav}</nav></div></div>'
-    )
+def _times(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """For each run with times its share of training steps, and its parts: name, colour, share, time."""
+    times = []
+    for view in views:
+        spent = goodput(view)
+        total = sum(spent.values())
+        parts = [(*PARTS[name], seconds / total, duration(seconds)) for name, seconds in spent.items()]
+        if parts:
+            times.append({"label": view.label, "share": spent.get("train", 0.0) / total, "parts": parts})
+    return times
 
 
-def _chips(views: Sequence[RunView]) -> str:
-    if len(views) == 1:
-        return ""
-    chips = "".join(
-        f'<button type="button" class="chip" data-run="{i}" aria-pressed="true" title="{escape(view.label)}: click to show or '
-        f'hide, double-click for this one alone"><i></i><span>{escape(view.label)}</span></button>'
-        for i, view in enumerate(views)
-    )
-    return f'<div class="chips" role="group" aria-label="Runs">{chips}<button id="show-all" class="quiet" type="button">Show all</button></div>'
+def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """The generated texts that the page holds, each split into its prompt and what was generated."""
+    samples = []
+    for run, view in enumerate(views):
+        steps = sorted({sample.step for sample in view.samples})
+        if len(steps) > SAMPLES:
+            steps = [steps[round(i * (len(steps) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+        for one in view.samples:
+            if one.step in steps:
+                samples.append({"run": run, "step": one.step, "prompt": one.prompt, "text": one.text.removeprefix(one.prompt)})
+    return samples
 
 
-# ---------------------------------------------------------------- charts
+def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
+    """A row a fact: its name, and its value in each run; what differs between the runs first."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, list):
+            return show(value)
+        return ", ".join(" ".join(f"{k} {v}" for k, v in x.items()) if isinstance(x, dict) else str(x) for x in value)
+
+    facts = [{key: text(value) for key, value in flatten(view.environment).items()} for view in views]
+    rows = [(key, *(one.get(key, MISSING) for one in facts)) for key in dict.fromkeys(key for one in facts for key in one)]
+    return sorted(rows, key=lambda row: len(set(row[1:])) == 1)
 
 
-def figure(chart_id: str, title: str, unit: str, note: str = "", tools: str = "") -> str:
-    """The place of a chart, which the script fills."""
-    remark = ", ".join(part for part in (unit, note) if part)
-    label = f"Chart: {title}{f', {remark}' if remark else ''}. The arrow keys move through its points."
-    return (
-        f'<figure class="chart" data-chart="{escape(chart_id)}"><figcaption><h3>{escape(title)}</h3>'
-        f'<span class="unit">{escape(remark)}</span>{tools}</figcaption><div class="legend"></div>'
-        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(label)}"></div></figure>'
-    )
-
-
-def _lead(found: Sequence[Chart], views: Sequence[RunView]) -> str:
-    if not found:
-        return '<p class="note">No step has been logged yet.</p>'
-    tools = (
-        '<span class="tools" role="group" aria-label="Scales">'
-        '<button type="button" data-toggle="logY" aria-pressed="false">Log loss</button>'
-        '<button type="button" data-toggle="logX" aria-pressed="false">Log x-axis</button></span>'
-    )
-    voices = "lines: training, circles: validation" if len(views) > 1 else ""
-    voices += "; what diverged is cut off above" if ceiling(views) is not None else ""
-    lead = [figure(c.id, c.title, c.unit, voices, tools) for c in found if c.id == "loss"]
-    without = '<noscript><p class="note">The charts need JavaScript; the tables below do not.</p></noscript>'
-    return f'{without}<h2 class="unseen">Curves</h2><div class="lead">{"".join(lead)}</div>'
-
-
-def _rest(found: Sequence[Chart], headed: bool) -> str:
-    rest = "".join(figure(c.id, c.title, c.unit, c.note) for c in found if c.id != "loss")
-    if not rest:
-        return ""
-    grid = f'<div class="charts">{rest}</div>'
-    return sections.section("curves", "All curves", grid) if headed else grid

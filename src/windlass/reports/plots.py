@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
-from windlass.reports.charts import Chart, Look, Series, smoothed, smoothing_for
-from windlass.reports.measures import PART_COLOURS, PART_NAMES, goodput
+from windlass.reports.charts import Chart, Look, Series, smoothed, smoothing
+from windlass.reports.measures import PARTS, goodput
 from windlass.reports.study import Heat, short
 from windlass.reports.text import show
 from windlass.reports.view import RunView
@@ -34,8 +34,6 @@ RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.2, 1.6)))
 RING: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
 SIZE, DPI = (6.4, 3.6), 200
-MANY_POINTS = 60
-"""A noisy curve of more points is drawn pale, with its moving average over it."""
 
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 10,
@@ -65,14 +63,15 @@ def write_plots(
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
+    weight = smoothing(charts)
     with styled():
         for chart in charts:
-            figures[chart.id] = draw(chart, len(views) > 1, looks)
+            figures[chart.id] = draw(chart, len(views) > 1, looks, weight)
             if chart.id == "loss":
                 first = skip if skip is not None else math.ceil(max(view.step for view in views) / 10)
                 if any((view.train["step"] >= first).sum() > 1 for view in views):
                     late = replace(chart, title=f"Loss from step {first:,} on")
-                    figures["loss-late"] = draw(late, len(views) > 1, looks, first)
+                    figures["loss-late"] = draw(late, len(views) > 1, looks, weight, first)
         if any(goodput(view) for view in views):
             figures["goodput"] = goodput_figure(views)
         for name, heat in zip(("heat-map", "heat-map-final"), heats, strict=False):
@@ -107,20 +106,22 @@ def new_figure(title: str, x_label: str, unit: str, size: tuple[float, float] = 
     return figure, axes
 
 
-def draw(chart: Chart, several: bool = False, looks: Sequence[Look] = (), first_step: float = 0) -> Figure:
-    """One chart over optimizer steps, or over a swept setting."""
+def draw(
+    chart: Chart, several: bool = False, looks: Sequence[Look] = (), weight: float = 0, first_step: float = 0
+) -> Figure:
+    """One chart over optimizer steps, or over a swept setting; `weight`: see `charts.smoothed`, 0 for none."""
     figure, axes = new_figure(chart.title, chart.x_label or "optimizer steps", chart.unit)
     named: set[str] = set()
-    longest = max((len(series.step) for series in chart.series), default=0)
     for series in chart.series:
         keep = series.step >= first_step
         tone = looks[series.run][0] if looks and 0 <= series.run < len(looks) else None
         index = series.run if series.colour is None else series.colour
         colour = to_hex(RAMP(tone)) if tone is not None and series.colour is None else PALETTE[index % len(PALETTE)]
-        label = series.name if series.name and series.name not in named and len(chart.series) > 1 else None
+        shown = series.name and series.name not in named and len(chart.series) > 1
+        label = series.name if shown and not (several and series.points == "only") else None
         named.add(series.name)
-        _draw_series(axes, series, keep, colour, label, smoothing_for(longest))
-        bad = series.bad[series.bad >= first_step]
+        _draw_series(axes, series, keep, colour, label, weight)
+        bad = series.step[keep & ~np.isfinite(series.y)] if series.bad else []
         if len(bad):
             axes.plot(
                 bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), linestyle="none", marker="x", zorder=5,
@@ -143,7 +144,7 @@ def _draw_series(axes: Any, series: Series, keep: Any, colour: str, label: str |
     x, y, dash = series.step[keep], series.y[keep], DASHES[series.dash % 3]
     if series.low is not None and series.high is not None:
         axes.fill_between(x, series.low[keep], series.high[keep], color=colour, alpha=0.14, linewidth=0)
-    if series.smooth and int(np.isfinite(y).sum()) > MANY_POINTS:
+    if series.smooth and weight:  # the curve itself is pale, with the smoothed one over it
         axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
         y = smoothed(y, weight)
     width = 1.1 if series.minor or series.points == "line" else 1.6
@@ -195,15 +196,15 @@ def _legend(figure: Figure, axes: Any) -> None:
 
 def goodput_figure(views: Sequence[RunView]) -> Figure:
     """A bar a run: wall time by phase, in percent."""
-    parts = {view.label: goodput(view) for view in views if goodput(view)}
-    names = list(dict.fromkeys(["train", *(name for spent in parts.values() for name in spent)]))
-    figure, axes = new_figure("Where the time went", "% of wall time", "", (SIZE[0], 1.5 + 0.34 * len(parts)))
+    parts = {view.label: spent for view in views if (spent := goodput(view))}
+    names = [name for name in PARTS if any(name in spent for spent in parts.values())]
+    figure, axes = new_figure("Where the time went", "% of wall time", "")
     left = np.zeros(len(parts))
     for name in names:
         widths = np.array([100 * spent.get(name, 0.0) / sum(spent.values()) for spent in parts.values()])
-        label = PART_NAMES.get(name, name) + (f" {widths[0]:.1f} %" if len(parts) == 1 else "")
-        colour = PALETTE[PART_COLOURS.get(name, 7)]
-        axes.barh(range(len(parts)), widths, left=left, height=0.6, color=colour, label=label)
+        text, colour = PARTS[name]
+        label = text + (f" {widths[0]:.1f} %" if len(parts) == 1 else "")
+        axes.barh(range(len(parts)), widths, left=left, height=0.6, color=PALETTE[colour], label=label)
         left += widths
     axes.set_yticks(range(len(parts)), list(parts) if len(parts) > 1 else [""])
     axes.set_ylim(len(parts) - 0.5, -0.5)

@@ -1,81 +1,95 @@
-"""What a study's runs say together: the table of its cells, medians over seeds, the winner, loss against what was swept.
+"""What a report adds for a study: the table of its cells, the measure against each swept setting, medians over the seeds.
 
-Pure but for `read_study`: everything else takes cells, each what it sets and its run as a view, in the order of the grid.
+Which cell is how, what is compared and who wins is decided in `windlass.study.study`; here it is only laid out. The measure
+is the one that `checkpoint.best` names: the evaluation loss, or a score such as `squad.f1`, of which more is better.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.recipe import Recipe, presets, typed
+import numpy as np
+
+from windlass.checkpoint.retention import LOSS, better
+from windlass.reports.charts import Chart, Look, Series
 from windlass.reports.measures import measures
-from windlass.reports.tables import Table
+from windlass.reports.tables import Column, Table
 from windlass.reports.text import show
 from windlass.reports.view import RunView, view
-from windlass.study.study import Study
-
-SEED, WORLD = "run.seed", "parallel.world"
-Assignment = Mapping[str, Any]
-NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
-"""Settings that a command to train the winner does not repeat: names, and what a study does without to be quick."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a study: what it sets, its run, and what was decided about it from outside."""
-
-    assignment: Assignment
-    view: RunView | None
-    """None: not begun."""
-    state: str
-    """`waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged`, `pruned`."""
-    reason: str = ""
-
-    @property
-    def label(self) -> str:
-        """The swept settings on one line, by the last part of their keys."""
-        return named(self.assignment)
-
-    @property
-    def label_without_seed(self) -> str:
-        """The label of the cells that differ in the seed alone."""
-        return named({key: value for key, value in self.assignment.items() if key != SEED})
+from windlass.study.grid import SEED, label
+from windlass.study.study import CellResult, Group, Study
 
 
 @dataclass(frozen=True)
 class StudyView:
-    """A study as a report sees it."""
+    """A study with its cells as they stood when it was read, and the runs of those that have begun."""
 
-    name: str
-    cells: Sequence[Cell]
-    recipe: Recipe | None = None
-    path: str = ""
-    """Where it lies, as it was given."""
-
-    @property
-    def keys(self) -> list[str]:
-        """The swept settings, in the order of the grid."""
-        return list(dict.fromkeys(key for cell in self.cells for key in cell.assignment))
+    study: Study
+    results: list[CellResult]
+    views: list[RunView]
+    """Of the results that have begun, in the order of the grid."""
 
     @property
-    def begun(self) -> list[Cell]:
-        """The cells that have a run."""
-        return [cell for cell in self.cells if cell.view is not None]
+    def name(self) -> str:
+        """The directory's name."""
+        return self.study.path.resolve().name
 
     @property
-    def views(self) -> list[RunView]:
-        """The runs that there are."""
-        return [cell.view for cell in self.cells if cell.view is not None]
+    def title(self) -> str:
+        """The measure's name for people, as it stands in a sentence."""
+        return "evaluation loss" if self.study.measure == LOSS else self.study.measure
+
+    @property
+    def groups(self) -> list[Group]:
+        """The cells without the seed, in the order of the grid."""
+        return self.study.groups(self.results)
+
+    @property
+    def winner(self) -> Group | None:
+        """The best group of those that have finished."""
+        return self.study.winner(self.results)
+
+    @property
+    def states(self) -> str:
+        """`5 finished, 1 waiting`."""
+        counts = {state: 0 for state in dict.fromkeys(r.state for r in self.results)}
+        for result in self.results:
+            counts[result.state] += 1
+        return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+    def swept(self) -> dict[str, list[Any]]:
+        """The settings with more than one value, but for the seed, and their values: numbers rising, others as given."""
+        swept = {}
+        for key in self.study.keys:
+            values = unique(r.cell.assignment[key] for r in self.results)
+            if key != SEED and len(values) > 1:
+                swept[key] = sorted(values) if numeric(values) else values
+        return swept
 
 
-def named(assignment: Assignment) -> str:
-    """Settings on one line, by the last part of their keys."""
-    return ", ".join(f"{short(key)} {show(value)}" for key, value in assignment.items()) or "the recipe"
+def read_study(path: str | Path) -> StudyView:
+    """The study at `path` with its runs; raises UserError where there is none."""
+    study = Study.open(path)
+    results = study.results()
+    return StudyView(study, results, [view(r.run, label(r.cell.assignment)) for r in results if r.begun])
+
+
+def numeric(values: Sequence[Any]) -> bool:
+    """Whether all are numbers."""
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """The values without repetition, in order; they need not be hashable."""
+    seen: list[Any] = []
+    for value in values:
+        if value not in seen:
+            seen.append(value)
+    return seen
 
 
 def short(key: str) -> str:
@@ -83,175 +97,172 @@ def short(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def is_study(path: str | Path) -> bool:
-    """Whether a directory holds a study."""
-    return Study.is_study(path)
+def winner_text(seen: StudyView, group: Group) -> tuple[str, str]:
+    """What the winner sets, and its score with the number of seeds that it is the median of."""
+    what = ", ".join(f"{key} = {show(value)}" for key, value in group.assignment.items()) or "the recipe as it is"
+    of = f"median of the best {seen.title} over {group.seeds}" if group.seeds else f"best {seen.title}"
+    return what, f"{of}: {show(group.median, 'loss')}"
 
 
-def read_study(path: str | Path) -> StudyView:
-    """The study at `path` with its runs; UserError where it is none."""
-    study = Study.open(path)
-    cells = []
-    for r in study.results():
-        seen = view(r.run, named(r.cell.assignment)) if r.begun else None
-        cells.append(Cell(r.cell.assignment, seen, r.state, r.reason))
-    return StudyView(study.path.resolve().name, cells, study.recipe, study.path.as_posix())
+# --- tables ----------------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------- tables
-
-
-def cell_table(cells: Sequence[Cell]) -> Table:
-    """A row a cell: what it sets, its state, losses, tokens, speed and device-hours; in the order of the grid."""
-    keys = list(dict.fromkeys(key for cell in cells for key in cell.assignment))
+def cell_table(seen: StudyView) -> Table:
+    """A row a cell, in the order of the grid: what it sets, its state, scores, tokens, speed and device-hours."""
+    keys, runs = seen.study.keys, {one.run.path: one for one in seen.views}
+    columns = [
+        Column("state", "State"),
+        Column("steps", "Steps", "count"),
+        Column("tokens", "Tokens", "count"),
+        Column("train_loss", "Final training loss", "loss"),
+        Column("eval_loss", "Final evaluation loss", "loss"),
+        Column("best_eval_loss", "Best evaluation loss", "loss"),
+        Column("train_tokens_per_s", "Tokens/s", "rate"),
+        Column("device_hours", "Device-hours", "hours"),
+    ]
+    own = [] if seen.study.measure == LOSS else [Column("score", f"Best {seen.title}", "score")]
+    reason = [Column("reason", "Reason")] if any(r.reason for r in seen.results) else []
     rows = []
-    for cell in cells:
-        found = measures(cell.view) if cell.view is not None else {}
-        rows.append(
-            (
-                *(cell.assignment.get(key) for key in keys), cell.state, found.get("steps"), found.get("tokens"),
-                found.get("train_loss"), found.get("eval_loss"), found.get("best_eval_loss"),
-                found.get("train_tokens_per_s"), found.get("device_hours"), cell.reason or None,
-            )
-        )  # fmt: skip
-    columns = (
-        *keys, "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "tokens_per_s", "device_hours", "reason",
-    )  # fmt: skip
-    heads = (
-        *keys, "State", "Steps", "Tokens", "Final training loss", "Final evaluation loss", "Best evaluation loss", "Tokens/s",
-        "Device-hours", "Reason",
-    )  # fmt: skip
-    kinds = (*("" for _ in keys), "", "count", "count", "loss", "loss", "loss", "rate", "hours", "")
-    table = Table(columns, rows, heads, kinds)
-    return table if any(cell.reason for cell in cells) else drop_last(table)
+    for r in seen.results:
+        values: dict[str, Any] = measures(runs[r.run.path]) if r.run.path in runs else {}
+        values |= {"state": r.state, "score": r.score, "reason": r.reason or None}
+        rows.append((*r.cell.assignment.values(), *(values.get(c.name) for c in (*columns, *own, *reason))))
+    return Table((*map(Column, keys), *columns, *own, *reason), rows)
 
 
-def drop_last(table: Table) -> Table:
-    """The table without its last column."""
-    return Table(table.columns[:-1], [row[:-1] for row in table.rows], table.labels[:-1], table.kinds[:-1])
-
-
-def score(cell: Cell) -> float | None:
-    """The best evaluation loss of a cell that finished; None for any other."""
-    if cell.view is None or cell.state != "finished":
+def seed_table(seen: StudyView) -> Table | None:
+    """Median and spread of the best score over the seeds; None where the seed is no axis."""
+    if SEED not in seen.study.keys:
         return None
-    value = measures(cell.view).get("best_eval_loss")
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cells that set the same but for the seed."""
-
-    assignment: dict[str, Any]
-    cells: list[Cell] = field(default_factory=list)
-
-    def values(self, name: str) -> list[float]:
-        """A measure of the finished cells, where it is a finite number."""
-        found = [measures(c.view).get(name) for c in self.cells if c.view is not None and c.state == "finished"]
-        return [float(v) for v in found if isinstance(v, (int, float)) and math.isfinite(v)]
-
-    def median(self, name: str) -> float | None:
-        """The median over the seeds."""
-        values = self.values(name)
-        return statistics.median(values) if values else None
-
-
-def by_seed(cells: Sequence[Cell]) -> list[Group]:
-    """The cells grouped by everything they set but the seed, in the order of the grid."""
-    groups: dict[str, Group] = {}
-    for cell in cells:
-        rest = {key: value for key, value in cell.assignment.items() if key != SEED}
-        groups.setdefault(repr(sorted(rest.items())), Group(rest)).cells.append(cell)
-    return list(groups.values())
-
-
-def seed_table(cells: Sequence[Cell]) -> Table | None:
-    """Medians and spread over the seeds of the best evaluation loss; None where the seed is no axis."""
-    if not any(SEED in cell.assignment for cell in cells):
-        return None
-    groups = by_seed(cells)
-    keys = list(dict.fromkeys(key for group in groups for key in group.assignment))
     rows = []
-    for group in groups:
-        values = group.values("best_eval_loss")
-        spread = max(values) - min(values) if len(values) > 1 else None
-        numbers = (group.median("best_eval_loss"), min(values, default=None), max(values, default=None), spread)
-        rows.append(
-            (
-                *(group.assignment.get(k) for k in keys),
-                *numbers,
-                group.median("eval_loss"),
-                len(group.cells),
-                len(values),
-            )
-        )
-    columns = (*keys, "median", "low", "high", "spread", "median_final", "of_seeds", "seeds")
-    heads = (*keys, "Best evaluation loss, median", "Lowest", "Highest", "Spread", "Final, median", "Seeds", "Finished")
-    return Table(columns, rows, heads, (*("" for _ in keys), *("loss",) * 5, "count", "count"))
+    for group in seen.groups:
+        scores = group.scores
+        spread = max(scores) - min(scores) if len(scores) > 1 else None
+        numbers = (group.median, min(scores, default=None), max(scores, default=None), spread, final_median(group))
+        rows.append((*group.assignment.values(), *numbers, len(group.results), len(scores)))
+    columns = [Column("median", f"Best {seen.title}, median", "loss"), Column("low", "Lowest", "loss")]
+    columns += [Column("high", "Highest", "loss"), Column("spread", "Spread", "loss")]
+    columns += [Column("median_final", "Final, median", "loss"), Column("seeds", "Seeds", "count")]
+    keys = (Column(key) for key in seen.study.keys if key != SEED)
+    return Table((*keys, *columns, Column("finished", "Finished", "count")), rows)
 
 
-# ---------------------------------------------------------------- the winner
+def final_median(group: Group) -> float | None:
+    """The median of the last values of the measure over the finished cells."""
+    finals = [r.evaluations[-1].value for r in group.results if r.state == "finished" and r.evaluations]
+    finals = [value for value in finals if np.isfinite(value)]
+    return statistics.median(finals) if finals else None
 
 
-@dataclass(frozen=True)
-class Winner:
-    """The assignment with the lowest best evaluation loss, by the median where seeds are an axis."""
-
-    assignment: dict[str, Any]
-    loss: float
-    cells: list[Cell]
-
-    @property
-    def seeds(self) -> str:
-        """`2 seeds`, or `1 of 2 seeds` while some have not finished; empty where the seed is no axis."""
-        if not any(SEED in cell.assignment for cell in self.cells):
-            return ""
-        done, of = sum(score(cell) is not None for cell in self.cells), len(self.cells)
-        text = f"{of} seeds" if of > 1 else "1 seed"
-        return text if done == of else f"{done} of {text}"
+# --- charts ----------------------------------------------------------------------------------------------------------------
 
 
-def winner_text(best: Winner) -> tuple[str, str]:
-    """What the winner sets, and its loss with the number of seeds that it is the median of."""
-    what = ", ".join(f"{key} = {show(value)}" for key, value in best.assignment.items()) or "the recipe as it is"
-    measure = f"median of the best evaluation loss over {best.seeds}" if best.seeds else "best evaluation loss"
-    return what, f"{measure}: {show(best.loss, 'loss')}"
+def looks(seen: StudyView) -> list[Look]:
+    """For each run its place on the colour ramp, by the first numeric swept setting, and its kind of dash.
 
-
-def winner(cells: Sequence[Cell]) -> Winner | None:
-    """The winner among what has finished, those with all their seeds before the others; None where nothing has."""
-    scored = [(value, group) for group in by_seed(cells) if (value := group.median("best_eval_loss")) is not None]
-    if not scored:
-        return None
-    loss, group = min(scored, key=lambda pair: (any(score(cell) is None for cell in pair[1].cells), pair[0]))
-    return Winner(group.assignment, loss, group.cells)
-
-
-def winner_command(study: StudyView, assignment: Assignment, world: int = 1) -> tuple[str, str]:
-    """The command that trains an assignment in full on `world` ranks (or as many as it says itself), and a remark.
-
-    Where the study's recipe is a preset with changes, those are repeated, but for a number of steps that was cut down
-    for the study; else the study's own recipe file is named.
+    Runs that differ in other settings only share the colour and differ in dash; seeds share both. Empty where no numeric
+    setting has more than two values: then each run has a colour of its own.
     """
-    recipe, remark = study.recipe, ""
-    source, overrides = f"{study.path or study.name}/recipe.toml", dict(assignment)
-    if recipe is not None and recipe.preset in presets():
-        plain = Recipe.load(recipe.preset)
-        changed = {
-            k: v for k, v in recipe.flat().items() if not k.startswith(NOT_REPEATED) and v != plain.flat().get(k)
-        }
-        steps, full = changed.get("train.steps"), plain.train.steps
-        if "train.steps" not in assignment and isinstance(steps, int) and (isinstance(full, str) or steps < full):
-            del changed["train.steps"]
-            remark = f"The study's cells had {show(steps)} steps; this is the preset's full length, {show(full)}."
-        source, overrides = recipe.preset, changed | overrides
-    world = overrides.pop(WORLD, world)
-    words = ["windlass", "train", source, *(f"{key}={typed(value)}" for key, value in overrides.items())]
-    words += ["--world", str(world)] if world > 1 else []
-    return " ".join(_quoted(word) for word in words), remark
+    key, values = next(((k, v) for k, v in seen.swept().items() if len(v) > 2 and numeric(v)), ("", []))
+    if not key:
+        return []
+    rest = [{k: v for k, v in r.cell.assignment.items() if k not in (key, SEED)} for r in seen.results]
+    kinds = unique(rest)
+    tones = [values.index(r.cell.assignment[key]) / (len(values) - 1) for r in seen.results]
+    placed = zip(seen.results, tones, rest, strict=True)
+    return [(tone, kinds.index(others)) for r, tone, others in placed if r.begun]
 
 
-def _quoted(word: str) -> str:
-    safe = all(c.isalnum() or c in "._-+=/:@%,~" for c in word)
-    return word if safe and word else "'" + word.replace("'", "'\"'\"'") + "'"
+def sweep_charts(seen: StudyView) -> list[Chart]:
+    """For each swept setting the measure against it: a line for each choice of the other settings.
+
+    Lines are medians over the seeds of the best score, with each seed as a circle; dashed where the final one differs.
+    """
+    charts = []
+    slug = seen.study.measure.replace(".", "-")
+    for key, values in seen.swept().items():
+        numbers = numeric(values)
+        at = [float(v) if numbers else float(i) for i, v in enumerate(values)]
+        others: dict[str, list[Group]] = {}
+        for group in seen.groups:
+            others.setdefault(label({k: v for k, v in group.assignment.items() if k != key}), []).append(group)
+        series = []
+        for colour, (name, groups) in enumerate(others.items()):
+            groups.sort(key=lambda group: values.index(group.assignment[key]))
+            series += _sweep_series(groups, [at[values.index(g.assignment[key])] for g in groups], name, colour)
+        if not series:
+            continue
+        seeds = any(one.points == "only" for one in series)
+        chart = Chart(
+            f"{slug}-against-{short(key)}", f"{seen.title[0].upper()}{seen.title[1:]} against {key}",
+            "nats per token" if seen.study.measure == LOSS else "", series, x_label=short(key), x_values=at,
+            x_names=[show(v) for v in values], x_log=numbers and at[0] > 0 and at[-1] / at[0] >= 8,
+            note="lines: medians over the seeds, circles: each seed" if seeds else "",
+        )  # fmt: skip
+        charts.append(chart)
+    return charts
+
+
+def _sweep_series(groups: Sequence[Group], at: Sequence[float], name: str, colour: int) -> list[Series]:
+    """The lines and points of one choice of the other settings; `at`: each group's place on the horizontal axis."""
+    best = [(x, g.median) for x, g in zip(at, groups, strict=True) if g.median is not None]
+    final = [(x, m) for x, g in zip(at, groups, strict=True) if (m := final_median(g)) is not None]
+    every = [(x, score) for x, g in zip(at, groups, strict=True) for score in g.scores]
+    seeds, suffix = len(every) > len(best), f", {name}" if name else ""
+    series = []
+    if best:
+        both = "best" if final != best else "best and final"
+        series.append(_series(best, both + suffix, colour, points="" if seeds else "line"))
+    if final and final != best:
+        series.append(_series(final, f"final{suffix}", colour, dash=1, minor=True))
+    if seeds:
+        series.append(_series(every, "", colour, points="only"))
+    return series
+
+
+def _series(pairs: Sequence[tuple[float, float]], name: str, colour: int, **rest: Any) -> Series:
+    x, y = (np.array(values, dtype=np.float64) for values in zip(*pairs, strict=True))
+    return Series(run=-1, name=name, step=x, tokens=x, hours=x, y=y, colour=colour, **rest)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A measure over two swept settings: `values[row][column]`, None where nothing has finished."""
+
+    title: str
+    unit: str
+    row_key: str
+    column_key: str
+    rows: list[Any]
+    columns: list[Any]
+    values: list[list[float | None]]
+    less_is_better: bool = True
+
+    def share(self, value: float) -> float:
+        """How good a value is among the others, from 0 to 1, by the logarithm of its distance from the best.
+
+        So one very bad cell does not hide the differences between the good ones.
+        """
+        known = [v for row in self.values for v in row if v is not None]
+        low, high = min(known), max(known)
+        distance = (value - low if self.less_is_better else high - value) / (high - low or 1)
+        return float(1 - np.log1p(9 * distance) / np.log(10))
+
+
+def heats(seen: StudyView) -> list[Heat]:
+    """The maps of a study with exactly two swept settings: the best score and, where it differs, the final one."""
+    swept = seen.swept()
+    if len(swept) != 2:
+        return []
+    (row_key, rows), (column_key, columns) = sorted(swept.items(), key=lambda item: len(item[1]))
+    maps: list[list[list[float | None]]] = []
+    for pick in (lambda group: group.median, final_median):
+        values: list[list[float | None]] = [[None] * len(columns) for _ in rows]
+        for group in seen.groups:
+            values[rows.index(group.assignment[row_key])][columns.index(group.assignment[column_key])] = pick(group)
+        if values not in maps and any(value is not None for row in values for value in row):
+            maps.append(values)
+    unit = "nats per token" if seen.study.measure == LOSS else ""
+    less = better(0.0, 1.0, seen.study.measure)
+    titles = (f"Best {seen.title}", f"Final {seen.title}")
+    return [Heat(t, unit, row_key, column_key, rows, columns, m, less) for t, m in zip(titles, maps, strict=False)]

@@ -7,50 +7,55 @@ import shutil
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from windlass.reports.text import show
-from windlass.reports.view import RunView, view
-from windlass.run import Run
+from windlass.reports.tables import results_for_people
+from windlass.reports.text import printable, show
+from windlass.reports.view import Numbers, RunView
 
-Numbers = NDArray[np.float64]
-
-BLOCKS = "▁▂▃▄▅▆▇█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bits of a braille character by row and column of its 4 × 2 dots."""
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A line of text whose blocks rise and fall with the values; what is not finite is a gap."""
-    numbers = np.asarray(values, dtype=np.float64)
-    if not np.isfinite(numbers).any():
+def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
+    """The training loss over steps as a curve, the validation loss as `o`; empty where nothing was logged.
+
+    Args:
+        view: the run.
+        width: characters in a line; None: as wide as the terminal, at most 100.
+        height: lines of the curve itself.
+    """
+    width = width or min(100, shutil.get_terminal_size((80, 24)).columns)
+    evals, nothing = view.evals.get("loss"), np.array([])
+    marks = (evals["step"], evals["loss"]) if evals is not None else (nothing, nothing)
+    drawn = plot(view.train["step"], view.train["loss"], marks, width, height)
+    legend = "loss in nats per token: ⠒⠒ training" + (", o validation" if len(marks[0]) else "")
+    return f"{legend}\n\n{drawn}" if drawn else ""
+
+
+def last_sample(view: RunView) -> str:
+    """The last generated text, indented; empty where there is none."""
+    if not view.samples:
         return ""
-    if len(numbers) > width:
-        numbers = np.array([_mean(part) for part in np.array_split(numbers, width)])
-    low, high = np.nanmin(_finite(numbers)), np.nanmax(_finite(numbers))
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((x - low) * scale)] if math.isfinite(x) else " " for x in numbers)
+    lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1].text).splitlines())
+    return f"sample at step {view.samples[-1].step:,}:\n{lines}"
 
 
-def _finite(values: Numbers) -> Numbers:
-    return np.where(np.isfinite(values), values, math.nan)
+def results_text(views: Sequence[RunView]) -> str:
+    """The results table in columns."""
+    rows = results_for_people(views).shown()
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(f"{row[0]:<{width}}  {'  '.join(f'{cell:>14}' for cell in row[1:])}".rstrip() for row in rows)
 
 
-def _mean(values: Numbers) -> float:
-    good = values[np.isfinite(values)]
-    return float(good.mean()) if len(good) else math.nan
-
-
-def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, height: int, x_name: str) -> str:
-    """A curve as text with axes.
+def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, height: int) -> str:
+    """A curve over steps as text with axes; empty where no value is finite.
 
     Args:
         x: [n] rising.
         y: [n]; what is not finite is left out.
         marks: x and y of points that are set as `o` over the curve.
-        width: Characters in a line.
-        height: Lines of the plot itself.
-        x_name: What the horizontal axis counts.
+        width: characters in a line.
+        height: lines of the curve itself.
     """
     every_x, every_y = np.concatenate([x, marks[0]]), np.concatenate([y, marks[1]])
     good = np.isfinite(every_x) & np.isfinite(every_y)
@@ -70,54 +75,27 @@ def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, hei
             row = round((top - value) / (top - bottom) * (height - 1))
             canvas[row][round((at - left) / (right - left) * (columns - 1))] = "o"
     lines = [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]
-    first, last = show(left, "count"), f"{show(right, 'count')} {x_name}"
+    first, last = show(left, "count"), f"{show(right, 'count')} steps"
     lines.append(f"{'':>{gutter}} └{'─' * columns}")
     lines.append(f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}")
     return "\n".join(lines)
 
 
-def _braille(
-    x: Numbers, y: Numbers, box: tuple[float, float, float, float], columns: int, rows: int
-) -> list[list[str]]:
+def _braille(x: Numbers, y: Numbers, box: tuple[float, float, float, float], columns: int, rows: int) -> list[list[str]]:
     """The curve on a canvas of characters of 2 × 4 dots: in each column of dots the mean, joined to the one before."""
     left, right, bottom, top = box
     bits = np.zeros((rows, columns), dtype=np.int64)
     place = np.clip(((x - left) / (right - left) * (2 * columns - 1)).round(), 0, 2 * columns - 1)
     before: tuple[int, int] | None = None
     for column in range(2 * columns):
-        mean = _mean(y[place == column])
-        if not math.isfinite(mean):
+        values = y[(place == column) & np.isfinite(y)]
+        if not len(values):
             continue
-        dot = round((top - mean) / (top - bottom) * (4 * rows - 1))
-        for at, row in _line(before, (column, dot)):
+        dot = round((top - float(values.mean())) / (top - bottom) * (4 * rows - 1))
+        from_column, from_dot = before or (column, dot)
+        count = max(column - from_column, abs(dot - from_dot), 1)
+        for i in range(count + 1):
+            at, row = from_column + round((column - from_column) * i / count), from_dot + round((dot - from_dot) * i / count)
             bits[row // 4, at // 2] |= DOTS[row % 4][at % 2]
         before = (column, dot)
     return [[chr(0x2800 + int(cell)) if cell else " " for cell in line] for line in bits]
-
-
-def _line(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots from one to another."""
-    if start is None:
-        return [end]
-    count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    return [
-        (start[0] + round((end[0] - start[0]) * i / count), start[1] + round((end[1] - start[1]) * i / count))
-        for i in range(count + 1)
-    ]
-
-
-def curve(found: RunView, width: int | None = None, height: int = 13) -> str:
-    """The training loss over steps as a curve, the validation loss as `o`; empty where nothing was logged."""
-    width = width or min(100, shutil.get_terminal_size((80, 24)).columns)
-    evals = found.evals.get("loss")
-    marks = (evals["step"], evals["loss"]) if evals is not None else (np.array([]), np.array([]))
-    drawn = plot(found.train["step"], found.train["loss"], marks, width, height, "steps")
-    if not drawn:
-        return ""
-    legend = "loss in nats per token: ⠒⠒ training" + (", o validation" if len(marks[0]) else "")
-    return f"{legend}\n\n{drawn}"
-
-
-def loss_curve(run: Run, width: int | None = None, height: int = 13) -> str:
-    """The loss curve of a run as text for a terminal, see `curve`."""
-    return curve(view(run), width, height)

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and text made safe for Markdown, CSV and HTML. Pure, no locale, no clock."""
+"""Values as people read them, and text made safe for a terminal, Markdown and CSV. No locale, no clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import Any
 
 MISSING = "–"
 
-DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "pct": 1, "hours": 3}
+DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}
 """Digits after the point by kind of number, for values of ordinary size."""
 
 
 def show(value: Any, kind: str = "") -> str:
-    """A value for a reader. `kind`: loss, score, rate, count, amount (with a fraction), mb, pct, share (a fraction as %), duration (s), hours."""
+    """A value for a reader.
+
+    Args:
+        value: anything that a recipe or a ledger holds; None is shown as a dash.
+        kind: `loss`, `score`, `rate`, `count`, `amount` (with a fraction), `mb`, `share` (a fraction, shown as %),
+            `duration` (seconds), `hours`; empty: six significant digits.
+    """
     if value is None or value == "":
         return MISSING
     if isinstance(value, bool):
@@ -27,28 +33,25 @@ def show(value: Any, kind: str = "") -> str:
         return str(value)
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
-    if kind == "duration":
-        return duration(value)
-    if kind == "share":
-        return f"{100 * value:.1f} %"
-    if kind == "count":
-        return f"{value:,.0f}"
-    if kind == "amount":
-        return f"{value:,.3f}".rstrip("0").rstrip(".")
-    if kind == "pct":
-        return f"{value:.1f} %"
     if kind in DECIMALS:
         return fixed(value, DECIMALS[kind])
-    if isinstance(value, int):
-        return str(value)
-    return f"{value:.6g}"
+    match kind:
+        case "duration":
+            return duration(value)
+        case "share":
+            return f"{100 * value:.1f} %"
+        case "count":
+            return f"{value:,.0f}"
+        case "amount":
+            return f"{value:,.3f}".rstrip("0").rstrip(".")
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def fixed(value: float, decimals: int) -> str:
     """So many decimals, thousands separated; small numbers keep three significant digits, huge ones go scientific."""
-    if value == 0:
-        return "0"
     size = abs(value)
+    if size == 0:
+        return "0"
     if size >= 1e12 or size < 10 ** -(decimals + 2):
         return f"{value:.3g}"
     if size < 10**-decimals * 100:
@@ -60,9 +63,8 @@ def duration(seconds: float) -> str:
     """Seconds as `8.3 s`, `4 min 10 s`, `3 h 05 min`, `2 d 04 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+    if round(seconds) < 3600:
+        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
     minutes = round(seconds / 60)
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
@@ -70,20 +72,13 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
-def compact(value: float | None) -> str:
+def compact(value: float) -> str:
     """A count for a headline: `812`, `3.28 M`, `600 M`, `1.2 B`."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+    for scale, divisor, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= scale:
-            scaled = value / (1e3 if letter == "k" else scale)
+            scaled = value / divisor
             return f"{scaled:.3g} {letter}" if scaled < 1000 else f"{scaled:,.0f} {letter}"
     return f"{value:,.0f}"
-
-
-def escape(text: Any) -> str:
-    """Text made safe for HTML, in elements and in quoted attributes; characters that no page may hold are shown."""
-    return html.escape(printable(text), quote=True)
 
 
 def printable(text: Any) -> str:
@@ -94,17 +89,16 @@ def printable(text: Any) -> str:
 
 def markdown_cell(text: Any) -> str:
     """Text made safe for a cell of a Markdown table."""
-    cleaned = html.escape(" ".join(str(text).split()), quote=False)
+    cleaned = html.escape(" ".join(printable(text).split()), quote=False)
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = ()) -> str:
     """A Markdown table of cells that are text already; the columns numbered in `right` are set flush right."""
     flush = set(right)
-    rule = ["---:" if i in flush else "---" for i in range(len(head))]
-    lines = [head, rule, *rows]
-    cells = [[cell if i == 1 else markdown_cell(cell) for cell in line] for i, line in enumerate(lines)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
+    lines = [" | ".join(map(markdown_cell, line)) for line in (head, *rows)]
+    lines.insert(1, " | ".join("---:" if i in flush else "---" for i in range(len(head))))
+    return "".join(f"| {line} |\n" for line in lines)
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -112,8 +106,7 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(head)
-    for row in rows:
-        writer.writerow(["" if cell is None else csv_cell(cell) for cell in row])
+    writer.writerows(["" if cell is None else csv_cell(cell) for cell in row] for row in rows)
     return out.getvalue()
 
 

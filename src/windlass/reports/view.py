@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from windlass.estimate.time import PredictedAndActual, predicted_and_actual
 from windlass.run import Line, Run, effective, read_lines
 from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
 
@@ -153,6 +154,7 @@ class RunView:
     wall: Mapping[str, float]
     """Seconds by phase over all starts, and their `total`; empty where the ledger has no times."""
     device_hours: float | None
+    outcome: PredictedAndActual
 
     @property
     def step(self) -> int:
@@ -290,6 +292,7 @@ def view(run: Run, label: str | None = None) -> RunView:
         speed=throughput(ledger),
         wall=wall if wall["total"] else {},
         device_hours=device_hours(raw) if wall["total"] else None,
+        outcome=predicted_and_actual(run),
     )
 
 
