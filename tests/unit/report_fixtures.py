@@ -169,14 +169,17 @@ def build_run(
     return Run(path)
 
 
-def build_study(path: Path, rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4), seeds: tuple[int, ...] = (1, 2)) -> Path:
+def build_study(
+    path: Path, rates: tuple[float, ...] = (1e-2, 1e-3, 1e-4), seeds: tuple[int, ...] = (1, 2),
+    overrides: tuple[str, ...] = (),
+) -> Path:  # fmt: skip
     """A study of learning rates, schedules and seeds: one cell failed, one waits, the others finished."""
     axes = {"optim.lr": rates, "optim.schedule.kind": ("cosine", "wsd"), "run.seed": seeds}
-    study = Study.create(Recipe.load("quickstart", ["train.steps=200"]), axes, path)
+    study = Study.create(Recipe.load("quickstart", ["train.steps=200", *overrides]), axes, path)
     for number, cell in enumerate(study.cells[:-1]):  # the last one still waits
         lr, kind, seed = cell.assignment.values()
         run = build_run(
-            study.run_of(cell).path, f"optim.schedule.kind={kind}", steps=200, ranks=1, seed=seed, lr=lr, device="cpu",
+            study.run_of(cell).path, f"optim.schedule.kind={kind}", *overrides, steps=200, ranks=1, seed=seed, lr=lr, device="cpu",
             finished=number != 1,
         )  # fmt: skip
         if number == 1:

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from windlass.cli import runs as verb
 from windlass.errors import UserError
 from windlass.recipe import Recipe
+from windlass.reports.overview import overview
 from windlass.run import Run
 from windlass.telemetry.ledger import Ledger
 
@@ -17,7 +18,7 @@ def make(path, steps, last, event=None, attempt=0, first=0, alive=False, **field
     ledger = Ledger(path / "metrics.jsonl", attempt)
     ledger.write("event", first, event="resumed" if attempt else "started", steps=steps)
     for step in range(first + 1, last + 1):
-        ledger.write("train", step, loss=4.0 - step / 100, tokens_per_s=1000.0 * step)
+        ledger.write("train", step, loss=4.0 - step / 100, tokens_per_s=1e6 / step, step_ms=step)
     for step, loss in fields.get("evals", []):
         ledger.write("eval", step, suite="loss", loss=loss)
     ledger.write("eval", last, suite="hellaswag", loss=0.0)
@@ -53,7 +54,7 @@ def test_a_row_for_every_run(top):
     assert list(found) == ["done", "killed", "stopped", "study/cells/a"]
     done = found["done"]
     assert (done["state"], done["step"], done["steps"], done["best_loss"]) == ("finished", 100, 100, 3.25)
-    assert done["loss"] == 3.0 and done["tokens_per_s"] == 1000 * 95.5 and done["left_s"] is None
+    assert done["loss"] == 3.0 and done["tokens_per_s"] == pytest.approx(1e6 / 95.5) and done["left_s"] is None
     assert (found["stopped"]["state"], found["stopped"]["best_loss"]) == ("preempted", 3.75)
     assert (found["killed"]["state"], found["killed"]["steps"]) == ("failed", 70), "as the recipe says"
     assert found["study/cells/a"]["state"] == "running" and found["study/cells/a"]["best_loss"] is None
@@ -66,7 +67,7 @@ def test_time_left_is_taken_from_the_last_steps_of_this_start(top):
     for line in lines:
         line["time"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(begin + 6 * line["step"])) + ".000Z"
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert verb.overview(path, top)["left_s"] == 180.0
+    assert overview(path)[0].left_s == 180.0
 
 
 def test_the_table_and_its_order(top):
@@ -77,22 +78,22 @@ def test_the_table_and_its_order(top):
 
     assert order("name") == ["done", "killed", "stopped", "study/cells/a"]
     assert order("best") == ["done", "stopped", "killed", "study/cells/a"]
-    assert order("speed") == ["done", "stopped", "killed", "study/cells/a"]
+    assert order("speed") == ["study/cells/a", "killed", "stopped", "done"]
     assert order("step") == ["done", "stopped", "killed", "study/cells/a"]
     text = call("runs").stdout
-    assert "100/100" in text and "20/50" in text and "3.2500" in text and "95.5k" in text
+    assert "100/100" in text and "20/50" in text and "3.2500" in text and "10.5k" in text
 
 
 def test_a_run_itself_and_a_directory_without_runs(top):
-    assert [row["run"] for row in verb.rows(top / "done", "name")] == ["done"]
+    assert [row.run for row in overview(top / "done")] == ["done"]
     assert "no runs here" in call(top / "no-run").stdout
 
 
 def test_a_run_that_was_only_begun_or_whose_recipe_is_of_another_time(top):
     (top / "new").mkdir()
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
-    row = verb.overview(top / "new", top)
-    assert (row["state"], row["step"], row["steps"], row["loss"]) == ("new", 0, None, None)
+    (row,) = overview(top / "new")
+    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None)
     assert verb.table([row]).row_count == 1
 
 

@@ -1,5 +1,9 @@
+import json
 import math
+import shutil
+import subprocess
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -7,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import build_run
 
-from windlass.reports.charts import charts, rank_curves, smoothed, steps_at, thin
-from windlass.reports.devices import RankTrack, grid, on_grid
-from windlass.reports.payload import numbers, payload, rounded
-from windlass.reports.view import Track, view
+from windlass.reports.charts import charts, on_grid, smoothed, thin
+from windlass.reports.page import numbers, payload, rounded
+from windlass.reports.plots import draw
+from windlass.reports.view import RankTrack, Track, view
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +27,33 @@ def one(folder):
     return view(build_run(folder / "one", killed_at=263))
 
 
+def described(*views):
+    return {chart.id: chart for chart in charts(views)}
+
+
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=2000), st.integers(6, 300))
 def test_thinned_curves_keep_ends_extremes_and_gaps(values, limit):
     y = np.array(values)
-    x = np.arange(len(y), dtype=np.float64)
-    places = thin(x, y, limit)
+    places = thin(np.arange(len(y), dtype=np.float64), y, limit)
     assert (np.diff(places) > 0).all()
-    assert places[0] == 0
-    assert places[-1] == len(y) - 1
-    if len(y) <= limit:
-        assert len(places) == len(y)
-    assert len(places) <= max(len(y) if len(y) <= limit else 0, 4 * (limit // 3) + 6)
+    assert (places[0], places[-1]) == (0, len(y) - 1)
+    assert len(places) == len(y) if len(y) <= limit else len(places) <= 4 * (limit // 3) + 6
     if np.isfinite(y).any():
-        assert np.nanmin(y[places]) == np.nanmin(y)
-        assert np.nanmax(y[places]) == np.nanmax(y)
+        assert (np.nanmin(y[places]), np.nanmax(y[places])) == (np.nanmin(y), np.nanmax(y))
     assert np.isnan(y[places]).any() == np.isnan(y).any()
+
+
+def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
+    n = 30_000
+    steps, spikes = np.arange(1.0, n + 1), np.linspace(700, n - 300, 20).astype(int)
+    loss, norm = 2 + np.sin(steps / 50), 1 + 0.1 * np.cos(steps / 7)
+    norm[spikes], loss[12_345] = 40.0 + np.arange(20), 9.0
+    long = replace(one, train=Track({"step": steps, "tokens": steps, "hours": steps, "loss": loss, "grad_norm": norm}))
+    sent = payload([long], charts([long]))
+    drawn = {chart["id"]: chart["series"][0] for chart in sent["charts"]}
+    shown = dict(zip(sent["axes"][drawn["grad_norm"]["at"]]["step"], drawn["grad_norm"]["y"], strict=True))
+    assert [shown.get(int(steps[i])) for i in spikes] == list(40 + np.arange(20)), "all 20 spikes"
+    assert max(drawn["loss"]["y"]) == 9 and 800 < len(drawn["loss"]["y"]) < 4000
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=40), st.floats(0, 0.99))
@@ -51,73 +67,72 @@ def test_smoothing_is_the_weighted_mean_that_it_says(values, weight):
 
 def test_smoothing_passes_over_what_is_not_finite():
     got = smoothed(np.array([1.0, math.nan, 1.0, math.inf, 1.0]), 0.5)
-    assert got[[0, 2, 4]] == pytest.approx([1, 1, 1])
-    assert np.isnan(got[[1, 3]]).all()
+    assert got[[0, 2, 4]] == pytest.approx([1, 1, 1]) and np.isnan(got[[1, 3]]).all()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node; tests/e2e compares the two in a browser")
+def test_the_pages_script_smooths_as_the_pictures_do():
+    values = [4.0, 3.5, None, 3.75, 2.0, None, None, 2.5, 1.0]
+    script = (resources.files("windlass.reports") / "page.js").read_text()
+    functions = script[script.index("function decayed") : script.index("/** What is drawn of a chart now")]
+    code = f"{functions}; console.log(JSON.stringify(smooth({json.dumps(values)}, 0.8)))"
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True, timeout=60)
+    expected = smoothed(np.array([math.nan if v is None else v for v in values]), 0.8)
+    assert [math.nan if v is None else v for v in json.loads(done.stdout)] == pytest.approx(list(expected), nan_ok=True)
 
 
 def test_a_grid_averages_what_falls_into_each_span():
     track = RankTrack(0, {"hours": np.array([0.0, 0.1, 0.9, 1.0]), "x": np.array([1.0, 3.0, math.nan, 7.0])})
     late = RankTrack(1, {"hours": np.array([0.95]), "x": np.array([5.0])})
-    assert grid([track, late], 4) == pytest.approx([0.125, 0.375, 0.625, 0.875])
-    table = on_grid([track, late], "x", 4)
-    assert table[0] == pytest.approx([2, math.nan, math.nan, 7], nan_ok=True)
-    assert table[1] == pytest.approx([math.nan, math.nan, math.nan, 5], nan_ok=True)
+    hours, table = on_grid([track, late], "x")  # four spans, of which two are empty
+    assert hours == pytest.approx([0.125, 0.875])
+    assert table[0] == pytest.approx([2, 7]) and table[1] == pytest.approx([math.nan, 5], nan_ok=True)
 
 
-def test_utilisation_is_drawn_while_training_only(one):
-    curves = rank_curves(one, "util_pct")
-    assert list(curves.lines) == ["rank 0", "rank 1"]
-    assert np.nanmin(curves.lines["rank 0"]) > 85
-    assert np.nanmin(rank_curves(one, "power_w").lines["rank 0"]) > 200
-    assert rank_curves(one, "nonsense") is None
-    assert (np.diff(curves.steps) >= 0).all()
-    assert curves.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
+def test_the_ranks_have_a_line_each_and_utilisation_is_that_of_training(one):
+    assert [s.name for s in described(one)["memory"].series] == [
+        "rank 0, allocated", "rank 1, allocated", "rank 0, reserved", "rank 1, reserved",
+    ]  # fmt: skip
+    first = described(one)["utilisation"].series[0]
+    assert np.nanmin(first.y) > 85 and (np.diff(first.step) >= 0).all()
+    assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
 
 
 def test_many_ranks_become_mean_range_and_extremes(folder):
-    seen = view(build_run(folder / "many", ranks=12, steps=30))
-    curves = rank_curves(seen, "util_pct")
-    assert curves.many
-    assert list(curves.lines) == ["rank 0", "rank 11"]
-    assert (curves.low <= curves.mean).all()
-    assert (curves.mean <= curves.high).all()
-    assert np.nanmean(curves.lines["rank 11"]) < np.nanmean(curves.lines["rank 0"]) - 10
-
-
-def test_steps_at_hours(one):
-    assert steps_at(one.train["hours"], one) == pytest.approx(one.train["step"])
+    mean, *ranks = described(view(build_run(folder / "many", ranks=12, steps=30)))["utilisation"].series
+    assert [s.name for s in ranks] == ["rank 0", "rank 11"]
+    assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
+    assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
 
 
 def test_only_charts_with_numbers_are_drawn(one, folder):
-    assert [c.id for c in charts([one])] == [
+    assert list(described(one)) == [
         "loss", "suite-hellaswag", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation", "power",
     ]  # fmt: skip
-    cpu = view(build_run(folder / "cpu", device="cpu", ranks=1, steps=30))
-    assert {"resident", "utilisation"} <= {c.id for c in charts([cpu])}
-    assert not {"memory", "power"} & {c.id for c in charts([cpu])}
-
-
-def test_samples_a_second_have_a_chart_where_they_tell_more_than_tokens(one):
+    cpu = described(view(build_run(folder / "cpu", device="cpu", ranks=1, steps=30)))
+    assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
     uneven = one.train["tokens_per_s"] / np.linspace(100, 200, len(one.train))
     other = replace(one, train=Track({**one.train.columns, "samples_per_s": uneven}))
-    assert "samples_per_s" in [c.id for c in charts([other])]
-    assert "samples_per_s" not in [c.id for c in charts([one])]
+    assert "samples_per_s" in described(other), "samples of different lengths"
+
+
+@pytest.mark.parametrize(("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)])
+def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
+    loss = np.linspace(0.8, last, len(one.train))  # 1.1 after 0.8 was once called diverged here, and not in a sweep
+    moved = replace(one, label="moved", train=Track({**one.train.columns, "loss": loss}))
+    series = described(moved, one)["loss"].series
+    assert {s.diverged for s in series if s.run == 0} == {diverged} and not any(s.diverged for s in series if s.run)
+
+
+def test_what_is_drawn_are_the_numbers_of_the_run(one):
+    figure = draw(described(one)["loss"])
+    axes = figure.axes[0]
+    assert list(axes.lines[0].get_ydata()) == list(one.train["loss"])
+    assert axes.get_legend_handles_labels()[1] == ["training", "validation", "resumed"]
+    late = draw(described(one)["loss"], first_step=100).axes[0]
+    assert all(min(line.get_xdata()) >= 100 for line in late.lines)
 
 
 def test_numbers_for_the_page():
     assert numbers([1.0, math.nan, math.inf, 1 / 3, 2e20, 1234567.8]) == [1, None, None, 0.333333, 2e20, 1234570]
     assert isinstance(rounded(3.0), int)
-
-
-def test_long_runs_are_thinned_on_the_page(folder):
-    seen = view(build_run(folder / "long", ranks=1, steps=100))
-    n = 20_000
-    steps = np.arange(1.0, n + 1)
-    loss = 2 + np.sin(steps / 50)
-    loss[12_345] = 9.0
-    columns = {"step": steps, "tokens": steps * 10, "hours": steps / 3600, "loss": loss}
-    long = replace(seen, train=Track(columns))
-    found = payload([long], charts([long]))["runs"][0]["train"]
-    assert 2000 < len(found["step"]) < 6000
-    assert max(found["loss"]) == 9
-    assert found["step"][found["loss"].index(9)] == 12_346

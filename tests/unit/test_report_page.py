@@ -1,18 +1,25 @@
 import base64
+import csv
 import hashlib
 import json
 import re
+import struct
 import subprocess
 import sys
+import zlib
 from html.parser import HTMLParser
 
+import matplotlib
 import pytest
 from report_fixtures import NASTY, build_run, build_study
 
+from windlass.cli import main
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.reports import report
+from windlass.reports.charts import charts
 from windlass.reports.page import page
-from windlass.reports.study import read_study
-from windlass.reports.study_page import study_page
-from windlass.reports.view import view, views
+from windlass.reports.view import view
 
 
 class Page(HTMLParser):
@@ -54,14 +61,13 @@ def one(folder):
 
 @pytest.fixture(scope="module")
 def text(one):
-    return page([one])
+    return page([one], charts([one]))
 
 
 def test_what_a_model_or_a_recipe_says_is_text_and_nothing_else(text):
     parsed = Page(text)
     assert [a.get("type", "script") for a in parsed.all("script")] == ["application/json", "script"]
-    assert parsed.all("b") == [{}] * len(parsed.all("b"))
-    assert parsed.texts["title"] == ["one"]
+    assert parsed.texts["title"] == ["one"] and parsed.all("b") == [{}] * len(parsed.all("b"))
     samples = "".join(parsed.texts["pre"])
     assert "</script><script>document.title=" in samples
     assert NASTY.replace("\x1b", "\ufffd") in "".join(parsed.texts["p"])
@@ -70,7 +76,7 @@ def test_what_a_model_or_a_recipe_says_is_text_and_nothing_else(text):
 
 def test_a_hostile_name_is_text_everywhere(folder, one):
     other = view(build_run(folder / "two", steps=50), label=f"two {NASTY}")
-    parsed = Page(page([one, other]))
+    parsed = Page(page([one, other], charts([one, other])))
     assert len(parsed.all("script")) == 2
     data = json.loads("".join(parsed.texts["script"][:1]))
     assert data["runs"][1]["label"] == f"two {NASTY}"
@@ -95,63 +101,148 @@ def test_the_policy_allows_the_one_script_by_its_hash(text):
     assert "unsafe-inline" not in policy.split("style-src")[0]
 
 
-def test_the_same_run_gives_the_same_bytes(text, folder):
-    from windlass.run import Run
-
-    assert page([view(Run(folder / "one"))]) == text
-
-
 def test_the_data_are_the_runs_numbers(text, one):
     data = json.loads(Page(text).texts["script"][0])
-    run = data["runs"][0]
-    assert run["train"]["loss"] == [pytest.approx(x, rel=1e-5) for x in one.train["loss"]]
-    assert [s["step"] for s in run["seams"]] == [200]
-    assert run["evals"]["loss"]["step"] == list(range(0, 401, 50))
-    assert {"mem_alloc_mb", "mem_reserved_mb", "util_pct"} <= set(run["ranks"])
-    assert {c["id"] for c in data["charts"]} == {a["data-chart"] for a in Page(text).all("figure")}
+    loss, validation = next(chart for chart in data["charts"] if chart["id"] == "loss")["series"]
+    assert loss["y"] == [pytest.approx(x, rel=1e-5) for x in one.train["loss"]]
+    assert data["axes"][validation["at"]]["step"] == list(range(0, 401, 50))
+    assert [r["step"] for r in data["runs"][0]["restarts"]] == [200]
+    assert {chart["id"] for chart in data["charts"]} == {a["data-chart"] for a in Page(text).all("figure")}
 
 
 def test_a_run_without_steps_has_a_page(folder):
     run = build_run(folder / "empty", steps=50)
     run.metrics_path.unlink()
-    parsed = Page(page([view(run)]))
-    assert "No step has been logged yet." in parsed.texts["p"]
+    assert "No step has been logged yet." in Page(page([view(run)], [])).texts["p"]
 
 
-def test_many_runs_stand_in_rows_only(folder, one):
-    parsed = Page(page([one] * 9))
+def test_many_runs_stand_in_rows_only(one):
+    parsed = Page(page([one] * 9, charts([one] * 9)))
     assert len([a for a in parsed.all("button") if a.get("class") == "chip"]) == 9
-    assert "measures" not in [a.get("class") for a in parsed.all("table")]
+    assert not [a for a in parsed.all("table") if "measures" in a.get("class", "")]
 
 
-def test_a_study_has_its_winner_its_sweeps_and_its_heat_map(folder):
-    study = read_study(build_study(folder / "study"))
-    text = study_page(study)
-    parsed = Page(text)
-    sections = [a.get("id") for a in parsed.all("section")]
-    assert sections[:3] == ["winner", "swept", "cells"]
+def test_reports_import_neither_torch_nor_matplotlib_before_they_draw():
+    code = (
+        "import sys; import windlass.reports.write, windlass.cli.report; from windlass.reports import report;"
+        "print('torch' in sys.modules, 'matplotlib' in sys.modules);"
+        "import windlass.reports.plots; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "False"]
+
+
+# --- what is written --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(one):
+    return report(one.run)
+
+
+def contents(made):
+    return {p.name: p.read_bytes() for p in (made.page, made.markdown, *made.tables, *made.plots.values())}
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_report_has_a_page_tables_and_plots(written, one):
+    assert {path.name for path in written.tables} == {"results.csv", "train.csv", "evaluations.csv", "settings.csv"}
+    assert {
+        "loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation", "goodput",
+    } <= set(written.plots)  # fmt: skip
+    assert written.page == one.run.report_dir / "index.html" and all(contents(written).values())
+    for link in [line for line in written.markdown.read_text().splitlines() if line.startswith("![")]:
+        assert (written.markdown.parent / link[link.index("(") + 1 : -1]).is_file()
+    assert not list(written.page.parent.glob(".*")), "nothing is left of the atomic writes"
+
+
+def test_plots_are_png_of_a_size_for_paper_without_date_or_author(written):
+    for path in written.plots.values():
+        raw, at, kinds = path.read_bytes(), 8, []
+        while at < len(raw):
+            length, kind = struct.unpack(">I4s", raw[at : at + 8])
+            data = raw[at + 8 : at + 8 + length]
+            assert struct.unpack(">I", raw[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + data)
+            kinds.append(kind)
+            at += 12 + length
+        width, height = struct.unpack(">II", raw[16:24])
+        assert width == 1280 and height >= 250 and len(raw) < 300_000
+        assert set(kinds) <= {b"IHDR", b"pHYs", b"IDAT", b"IEND"}
+
+
+def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one, tmp_path):
+    with matplotlib.rc_context({"figure.facecolor": "red", "lines.linewidth": 9, "savefig.dpi": 30}):
+        again = report(one.run.path, tmp_path / "elsewhere")
+        assert matplotlib.rcParams["lines.linewidth"] == 9
+    assert contents(again) == contents(written)
+
+
+def test_several_runs_are_stacked_under_their_names(folder, one, tmp_path):
+    other = build_run(folder / "other", lr=1e-2, steps=100)
+    made = report([one.run, other], tmp_path, plots=False)
+    assert made.plots == {} and not (tmp_path / "plots").exists()
+    assert [row["run"] for row in rows(tmp_path / "train.csv")] == ["one"] * 40 + ["other"] * 10
+    suites = {(row["run"], row["suite"]) for row in rows(tmp_path / "evaluations.csv")}
+    assert suites == {(run, suite) for run in ("one", "other") for suite in ("loss", "hellaswag")}
+    assert "optim.lr" in made.markdown.read_text().split("## Results")[1].splitlines()[2]
+
+
+def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(folder, tmp_path):
+    made = report(build_study(folder / "study"), tmp_path)
+    assert {"loss-against-lr", "loss-against-kind", "heat-map", "loss", "loss-late"} <= set(made.plots)
+    assert "windlass train quickstart optim.lr=0.001" in made.markdown.read_text()
+    assert [row["state"] for row in rows(tmp_path / "cells.csv")].count("finished") == 10
+    assert len(rows(tmp_path / "seeds.csv")) == 6 and rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
+    parsed = Page(made.page.read_text())
+    assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
     assert "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine" in parsed.texts["pre"]
     data = json.loads(parsed.texts["script"][0])
-    sweep = next(c for c in data["charts"] if c["id"] == "sweep-0")["free"]
-    assert sweep["log"] is True
-    assert sweep["names"] == ["0.0001", "0.001", "0.01"]
-    assert sweep["series"][0]["x"] == [0.0001, 0.001, 0.01]
-    assert [r["tone"] for r in data["runs"]][:5] == [1, 1, 1, 1, 0.5]
+    sweep = next(chart for chart in data["charts"] if chart["id"] == "loss-against-lr")
+    assert (sweep["x_log"], sweep["x_names"]) == (True, ["0.0001", "0.001", "0.01"])
+    assert [run["tone"] for run in data["runs"]][:5] == [1, 1, 1, 1, 0.5]
     assert "heat" in [a.get("class") for a in parsed.all("table")]
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2
 
 
-def test_reports_import_no_torch(folder):
-    code = (
-        "import sys; import windlass.reports.write, windlass.reports.plots, windlass.reports.study_plots, windlass.cli.report;"
-        "from windlass.reports import write_report; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+def test_nothing_to_report_on_and_nowhere_to_write(folder, one, tmp_path):
+    path = build_study(folder / "new", rates=(1e-3,), seeds=(1,))
+    for cell in (path / "runs").iterdir():
+        (cell / "recipe.toml").unlink()
+    (tmp_path / "file").write_text("in the way")
+    for sources, out, word in (
+        (path, None, "windlass sweep"),
+        ([], tmp_path, "no run"),
+        (one.run, tmp_path / "file" / "report", "--out"),
+    ):
+        with pytest.raises(UserError) as error:
+            report(sources, out, plots=False)
+        assert word in str(error.value)
 
 
-def test_views_come_in_the_order_given(folder, one):
-    from windlass.run import Run
+def call(*arguments):
+    with pytest.raises(SystemExit) as end:
+        main(["report", *map(str, arguments)])
+    return end.value.code
 
-    build_run(folder / "first", steps=20)
-    assert [v.label for v in views([Run(folder / "first"), Run(folder / "one")])] == ["first", "one"]
+
+def test_the_verb_prints_the_pages_path(one, tmp_path, capsys):
+    assert call(one.run.path, "--out", tmp_path, "--no-plots") == 0
+    assert capsys.readouterr().out == f"report: {tmp_path / 'index.html'}\n"
+    assert call(one.run.path, "--no-plots", "--demo", "--text", "--out", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "sample at step 400" in out and "└" in out and "Final training loss" in out and "\x1b" not in out
+
+
+def test_the_verb_takes_studies_and_names_of_recipes(folder, one, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    study = build_study(folder / "again", rates=(1e-3,), seeds=(1,))
+    assert call(study, one.run.path, "--no-plots") == 0
+    assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()
+    assert call("quickstart") == 2 and "windlass train quickstart" in capsys.readouterr().err
+    build_run(Recipe.load("quickstart").run_dir, steps=50)
+    assert call("quickstart", "--no-plots") == 0
+    assert call(tmp_path) == 2 and "no recipe.toml" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+"""The numbers, tables and texts of a report, and the curve in the terminal."""
+
 import csv
 import io
 import json
@@ -5,21 +7,23 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from report_fixtures import build_run, loss_at, stamp
 
-from windlass.reports.measures import harmonic_mean, measures, tail_mean
-from windlass.reports.page import _one_headline
+from windlass.reports.measures import measures, tail_mean
 from windlass.reports.tables import (
     all_settings,
     comparison,
     curves,
-    differing,
     evaluation_names,
     evaluations,
     results,
-    results_shown,
+    results_for_people,
     settings_table,
 )
+from windlass.reports.terminal import curve, plot
+from windlass.reports.text import compact, csv_text, duration, fixed, markdown_cell, markdown_table, printable, show
 from windlass.reports.view import Track, view, views
 
 
@@ -43,68 +47,75 @@ def three(folder):
     return views(runs)
 
 
-def read(text):
-    return list(csv.DictReader(io.StringIO(text)))
+def read(table):
+    return list(csv.DictReader(io.StringIO(table.csv())))
+
+
+def shown(view, **options):
+    return dict(results_for_people([view], **options).shown())
 
 
 def test_the_results_of_a_run_by_hand(one):
-    found = measures(one)
-    assert found["train_loss"] == loss_at(400, 1)
-    assert found["eval_loss"] == pytest.approx(loss_at(400, 1) + 0.06)
-    assert found["train_loss_tail"] == pytest.approx(np.mean([loss_at(s, 1) for s in (370, 380, 390, 400)]))
+    values = measures(one)
+    assert values["train_loss"] == loss_at(400, 1)
+    assert values["eval_loss"] == pytest.approx(loss_at(400, 1) + 0.06)
+    assert values["train_loss_tail"] == pytest.approx(np.mean([loss_at(s, 1) for s in (370, 380, 390, 400)]))
     best = min(range(0, 401, 50), key=lambda s: loss_at(s, 1))
-    assert (found["best_eval_step"], found["best_eval_loss"]) == (best, pytest.approx(loss_at(best, 1) + 0.06))
-    assert (found["steps"], found["tokens"], found["samples"]) == (400, 819_200, 6400)
-    assert found["steps_per_epoch"] == 250
-    assert found["eval_samples_per_s"] == pytest.approx(256)
-    assert (found["starts"], found["world"], found["parameters"]) == (2, 2, 813_568)
-    assert found["goodput"] == pytest.approx(200 / one.wall["total"])
-    assert found["runtime_s"] == one.wall["total"]
-    assert found["hellaswag_accuracy"] == pytest.approx(0.25 + 400 / 9000)
+    assert (values["best_eval_step"], values["best_eval_loss"]) == (best, pytest.approx(loss_at(best, 1) + 0.06))
+    assert (values["steps"], values["tokens"], values["samples"]) == (400, 819_200, 6400)
+    assert (values["steps_per_epoch"], values["eval_samples_per_s"]) == (250, pytest.approx(256))
+    assert (values["starts"], values["world"], values["parameters"]) == (2, 2, 813_568)
+    assert values["goodput"] == pytest.approx(200 / one.wall["total"])
+    assert values["runtime_s"] == one.wall["total"]
+    assert values["hellaswag_accuracy"] == pytest.approx(0.25 + 400 / 9000)
+    assert values["actual_s"] < values["runtime_s"], "without the steps that were done again"
+    assert values["predicted_s"] == pytest.approx(values["actual_s"], rel=0.25)
+    assert "best_measure" not in values, "the loss has its own lines"
 
 
-def test_the_summary_speaks_first_and_the_samples_where_it_is_missing(one, three):
+def test_speed_is_work_divided_by_time(folder):
+    run = build_run(folder / "uneven", steps=20, ranks=1, finished=False)
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] == "event"][:1]
+    train = next(line for line in lines if line["kind"] == "train")
+    # 10 steps of 100 ms with 1000 tokens each, then 10 of 900 ms with 1000: 20,000 tokens in 10 s, after a first line
+    for step, ms in ((10, 500), (20, 100), (30, 900)):
+        rates = {"tokens_per_s": 1e6 / ms, "samples_per_s": 1e4 / ms, "step_ms": ms}
+        kept.append(train | {"step": step, "tokens": 1000 * step} | rates)
+    for step, samples, seconds in ((10, 100, 1.0), (20, 900, 3.0)):
+        line = {"kind": "eval", "suite": "loss", "step": step, "loss": 1.0, "time": stamp(9), "attempt": 0}
+        kept.append(line | {"samples": samples, "runtime_s": seconds, "samples_per_s": samples / seconds})
+    summary = {"kind": "summary", "step": 30, "time": stamp(9), "attempt": 0, "tokens_per_s_mean": 5555.0}
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in [*kept, summary]))
+    values = measures(view(run))
+    assert values["train_tokens_per_s"] == pytest.approx(2000) and values["train_samples_per_s"] == pytest.approx(20)
+    assert values["train_steps_per_s"] == pytest.approx(2) and values["eval_samples_per_s"] == pytest.approx(250)
+
+
+def test_the_summary_comes_first_and_the_samples_where_it_is_missing(one, three):
     assert measures(one)["util_pct"] == 91.7
     unfinished = measures(three[2])
-    assert unfinished["util_pct"] == pytest.approx(93, abs=0.6)
-    assert unfinished["rss_mb"] == pytest.approx(2100)
-    assert "mem_alloc_mb" not in unfinished
-    assert unfinished["state"] == "failed"
-    assert unfinished["train_tokens_per_s"] == pytest.approx(harmonic_mean(three[2].train, "tokens_per_s"))
+    assert unfinished["util_pct"] == pytest.approx(93, abs=0.6) and unfinished["rss_mb"] == pytest.approx(2100)
+    assert "mem_alloc_mb" not in unfinished and unfinished["state"] == "failed"
 
 
-def test_the_table_has_the_evaluation_loss_of_each_evaluation(one):
-    rows = dict(results_shown([one]).rows)
-    assert rows["Evaluation loss, before training"] == "5.5100"
-    assert rows["Evaluation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
+def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one):
+    rows = shown(one)
+    assert rows["Final evaluation loss, before training"] == "5.5100"
+    assert rows["Final evaluation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
     assert rows["Runtime"] == "4 min 20 s"
-    labels = [row[0] for row in results_shown([one], each_evaluation=False).rows]
-    assert not [x for x in labels if x.startswith("Evaluation loss, ")]
+    assert not [name for name in shown(one, each_evaluation=False) if ", step" in name]
+    exact = {row["name"]: row for row in read(results([one]))}
+    assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
 
 
-def test_results_csv_is_in_full_precision(one):
-    rows = {row["name"]: row for row in read(results([one]).csv())}
-    assert float(rows["train_loss"]["one"]) == loss_at(400, 1)
-    assert rows["eval_loss"]["measure"] == "Final evaluation loss"
-
-
-def test_a_bad_end_is_shown_and_not_replaced_by_an_earlier_value(folder):
+def test_a_bad_end_is_shown_and_a_run_without_lines_has_a_table(folder):
     run = build_run(folder / "bad", steps=50, finished=False)
     with run.metrics_path.open("a") as file:
         file.write(json.dumps({"kind": "train", "step": 60, "time": stamp(99), "attempt": 0, "loss": "NaN"}) + "\n")
-    assert dict(results_shown([view(run)]).rows)["Final training loss"] == "NaN"
-
-
-def test_a_run_without_lines_has_a_table(folder):
-    run = build_run(folder / "empty", steps=50)
+    assert shown(view(run))["Final training loss"] == "NaN"
     run.metrics_path.unlink()
-    assert dict(results_shown([view(run)]).rows)["Steps"] == "0"
-
-
-def test_speeds_of_equal_work_average_harmonically():
-    track = Track({"step": np.array([1.0, 2.0, 3.0]), "tokens_per_s": np.array([100.0, 300.0, math.nan])})
-    assert harmonic_mean(track, "tokens_per_s") == pytest.approx(150)
-    assert harmonic_mean(track, "mfu") is None
+    assert shown(view(run))["Steps"] == "0"
 
 
 def test_the_tail_is_the_last_tenth_of_the_steps():
@@ -112,78 +123,132 @@ def test_the_tail_is_the_last_tenth_of_the_steps():
     assert tail_mean(track, "loss") == pytest.approx(np.mean(np.arange(90.0, 100.0)))
 
 
-def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs():
+def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs(one):
     steps = np.array([0.0, 251.0, 501.0, 620.0])
     track = Track({"step": steps, "epoch": steps / 250.4, "loss": steps})
     assert evaluation_names(track, "1 epoch") == ["before training", "epoch 1", "epoch 2", "step 620"]
     assert evaluation_names(track, 0.25) == ["before training", "step 251", "step 501", "step 620"]
     half = Track({"step": np.array([126.0]), "epoch": np.array([126 / 250.4]), "loss": np.array([1.0])})
     assert evaluation_names(half, "0.5 epochs") == ["epoch 0.5"]
-
-
-def test_the_evaluations_of_each_suite(one):
-    found = {suite: table for table, suite in evaluations(one)}
-    assert list(found) == ["loss", "hellaswag"]
-    rows = read(found["loss"].csv())
-    assert [int(row["step"]) for row in rows] == list(range(0, 401, 50))
-    assert float(rows[3]["loss"]) == one.evals["loss"]["loss"][3]
-    assert found["hellaswag"].columns[4:] == ("accuracy", "accuracy_norm", "items")
+    tables = evaluations(one)
+    assert [int(row["step"]) for row in read(tables["loss"])] == list(range(0, 401, 50))
+    assert [column.name for column in tables["hellaswag"].columns[4:]] == ["accuracy", "accuracy_norm", "items"]
 
 
 def test_settings_that_differ_come_first_then_those_changed(three):
-    found = all_settings(three)
-    assert [s.key for s in found[:2]] == ["run.seed", "optim.lr"]
-    assert [s.key for s in differing(three)] == ["run.seed", "optim.lr"]
-    changed = [s for s in found if s.changed and not s.differs]
-    assert found[2 : 2 + len(changed)] == changed
-    assert found[1].values == (1e-2, 1e-3, 1e-4)
-    assert found[1].meaning == "Peak learning rate."
+    rows = all_settings(three)
+    changed = [row for row in rows if row.changed and not row.differs]
+    assert [row.key for row in rows[:2]] == ["run.seed", "optim.lr"] and rows[2 : 2 + len(changed)] == changed
+    assert (rows[1].values, rows[1].meaning) == ((1e-2, 1e-3, 1e-4), "Peak learning rate.")
     assert settings_table(three).rows[1] == ("optim.lr", 1e-2, 1e-3, 1e-4)
 
 
 def test_the_comparison_has_a_row_a_run_and_what_differs_first(three):
-    table = comparison(three)
-    assert table.columns[:4] == ("run", "run.seed", "optim.lr", "state")
-    rows = read(table.csv())
-    assert [row["run"] for row in rows] == ["a", "b", "c"]
-    assert [float(row["optim.lr"]) for row in rows] == [1e-2, 1e-3, 1e-4]
-    assert [float(row["train_loss"]) for row in rows] == [
-        loss_at(100, i + 1, lr) for i, lr in enumerate((1e-2, 1e-3, 1e-4))
-    ]
-    assert rows[2]["mem_alloc_mb"] == ""
+    rows = read(comparison(three))
+    assert list(rows[0])[:4] == ["run", "run.seed", "optim.lr", "state"]
+    assert [(row["run"], float(row["optim.lr"])) for row in rows] == [("a", 1e-2), ("b", 1e-3), ("c", 1e-4)]
+    losses = [loss_at(100, i + 1, lr) for i, lr in enumerate((1e-2, 1e-3, 1e-4))]
+    assert [float(row["train_loss"]) for row in rows] == losses and rows[2]["mem_alloc_mb"] == ""
 
 
 def test_curves_are_the_ledger_to_the_last_digit(one):
-    rows = read(curves(one).csv())
+    rows = read(curves(one))
     assert [float(row["loss"]) for row in rows] == list(one.train["loss"])
     assert [int(row["step"]) for row in rows] == list(range(10, 401, 10))
 
 
-def test_the_best_score_of_another_measure_is_told_with_its_name(folder):
+def test_the_best_score_of_another_measure_has_its_name(folder):
     settings = ["eval.suites=['loss', 'hellaswag']", "checkpoint.best=hellaswag.acc_norm"]
-    run = build_run(folder / "scored", *settings, steps=100, ranks=1, finished=False)
-    text = run.metrics_path.read_text().replace('"accuracy_norm"', '"acc_norm"')
-    run.metrics_path.write_text(text)
-    found = measures(view(run))  # no summary yet: of the evaluations so far
-    assert (found["best_measure"], found["best_score_step"]) == ("hellaswag.acc_norm", 100)
-    assert found["best_score"] == pytest.approx(0.26 + 100 / 8000)
-    summary = {
-        "kind": "summary",
-        "step": 100,
-        "time": stamp(900),
-        "best_measure": "squad.f1",
-        "best_score": 61.5,
-        "best_step": 50,
-    }
-    with run.metrics_path.open("a") as file:
-        file.write(json.dumps(summary) + "\n")
-    shown = dict(results_shown([view(run)]).rows)
-    assert (shown["Best checkpoint by"], shown["Best score of that measure"]) == ("squad.f1", "61.5000")
-    assert shown["Step of that score"] == "50"
-    row = next(r for r in csv.DictReader(io.StringIO(results([view(run)]).csv())) if r["name"] == "best_score")
-    assert float(row["scored"]) == 61.5
-    assert ("Best squad.f1", "61.5000", "at step 50") in _one_headline(view(run))
+    run = build_run(folder / "scored", *settings, steps=100, ranks=1)
+    run.metrics_path.write_text(run.metrics_path.read_text().replace('"accuracy_norm"', '"acc_norm"'))
+    values = measures(view(run))
+    assert (values["best_measure"], values["best_score_step"]) == ("hellaswag.acc_norm", 100)
+    assert values["best_score"] == pytest.approx(0.26 + 100 / 8000)
 
 
-def test_the_loss_is_no_measure_of_its_own(one):
-    assert "best_measure" not in measures(one)
+# --- texts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (4.7323456, "loss", "4.7323"), (0.00123456, "loss", "0.00123"), (1.234e-9, "loss", "1.23e-09"), (0.0, "loss", "0"),
+        (1234.56, "rate", "1,234.6"), (5.234, "rate", "5.23"), (819200, "count", "819,200"), (0.8254, "share", "82.5 %"),
+        (math.nan, "loss", "NaN"), (math.inf, "loss", "∞"), (-math.inf, "loss", "−∞"), (None, "loss", "–"), ("", "", "–"),
+        (True, "", "yes"), ([0.9, 0.95], "", "0.9, 0.95"), ([], "", "none"), (3e-4, "", "0.0003"), (1e15, "rate", "1e+15"),
+        (31.7, "duration", "31.7 s"), ("words", "loss", "words"), (1764.2, "mb", "1,764"), (3.14159, "mb", "3.1"),
+        (1969.5, "amount", "1,969.5"), (2.0, "amount", "2"), (0.20309, "amount", "0.203"),
+    ],
+)  # fmt: skip
+def test_show(value, kind, text):
+    assert show(value, kind) == text
+
+
+def test_durations_and_compact_counts():
+    seconds = (0, 59.94, 250, 3599.7, 11_100, 187_000)
+    assert [duration(s) for s in seconds] == ["0.0 s", "59.9 s", "4 min 10 s", "1 h 00 min", "3 h 05 min", "2 d 04 h"]
+    assert [compact(v) for v in (812, 9999, 12_345, 599_910_400, 1.2e9)] == ["812", "9,999", "12.3 k", "600 M", "1.2 B"]
+
+
+@given(st.floats(min_value=1e-12, max_value=1e11), st.integers(0, 4))
+def test_fixed_is_right_to_its_last_digit(value, decimals):
+    text = fixed(value, decimals).replace(",", "")
+    assert float(text) == pytest.approx(value, rel=0.051, abs=0.51 * 10.0**-decimals if value >= 0.1 else 0)
+
+
+def test_control_characters_pipes_and_tags_are_made_safe():
+    assert printable("a\x1b[31m\x00\n\tb\x85") == "a\ufffd[31m\ufffd\n\tb\ufffd"
+    assert markdown_cell("a|b\n<script> `x` *y*") == "a\\|b &lt;script&gt; \\`x\\` \\*y\\*"
+    assert markdown_table(["A", "B"], [["1", "2"]], [1]) == "| A | B |\n| --- | ---: |\n| 1 | 2 |\n"
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(allow_nan=False), st.text(alphabet=st.characters(exclude_characters="\r\x00"))), min_size=1
+    )
+)
+def test_csv_reads_back_exactly(rows):
+    lines = list(csv.reader(io.StringIO(csv_text(["x", "y"], rows), newline="")))
+    assert lines[0] == ["x", "y"] and [(float(x), y) for x, y in lines[1:]] == rows
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------------
+
+NOTHING = (np.array([]), np.array([]))
+
+
+def test_a_straight_line_is_drawn_from_corner_to_corner():
+    x = np.linspace(0, 1, 500)
+    lines = plot(x, x, NOTHING, 30, 6).splitlines()
+    gutter, columns = lines[0].index("┤") + 1, len(lines[-2].strip()) - 1
+    bits = [
+        (0x01, 0, 0),
+        (0x02, 0, 1),
+        (0x04, 0, 2),
+        (0x40, 0, 3),
+        (0x08, 1, 0),
+        (0x10, 1, 1),
+        (0x20, 1, 2),
+        (0x80, 1, 3),
+    ]
+    dots = [
+        (2 * column + dx, 4 * row + dy)
+        for row, line in enumerate(lines[:-2])
+        for column, character in enumerate(line[gutter:])
+        for bit, dx, dy in bits
+        if 0 < ord(character) - 0x2800 < 256 and (ord(character) - 0x2800) & bit
+    ]
+    assert {column for column, _ in dots} == set(range(2 * columns)) and max(map(len, lines)) <= 30
+    for column, row in dots:
+        assert row == pytest.approx((1 - column / (2 * columns - 1)) * 23, abs=1.5)
+
+
+@pytest.mark.parametrize(("x", "y"), [([1.0], [2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0, 2.0], [math.nan, math.inf])])
+def test_degenerate_curves_do_not_fail(x, y):
+    assert (plot(np.array(x), np.array(y), NOTHING, 40, 8) == "") == (not np.isfinite(y).any())
+
+
+def test_the_curve_of_a_run(one):
+    lines = curve(one, width=72).splitlines()
+    assert "training" in lines[0] and "o validation" in lines[0] and lines[-1].endswith("400 steps")
+    assert max(map(len, lines)) <= 72 and "o" in "".join(lines[1:])

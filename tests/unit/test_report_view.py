@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from report_fixtures import BEGIN, STEP_SECONDS, build_run, loss_at, stamp
 
-from windlass.reports.view import Clock, interpolate, labels, number, seconds_of, view, views
+from windlass.reports import view as view_module
+from windlass.reports.view import Clock, interpolate, number, timestamp, view, views
 from windlass.run import Run
 
 
@@ -31,10 +32,10 @@ def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_on
     assert list(resumed.evals["loss"]["step"]) == list(range(0, 401, 50))
 
 
-def test_the_seam_lies_at_the_checkpoint_it_went_on_from(resumed, straight):
-    assert [(s.step, s.what, s.attempt) for s in resumed.seams] == [(200, "resumed", 1)]
-    assert resumed.seams[0].tokens == 200 * 2048
-    assert straight.seams == []
+def test_the_restart_lies_at_the_checkpoint_that_was_resumed(resumed, straight):
+    assert [(r.step, r.what, r.tokens) for r in resumed.restarts] == [(200, "resumed", 200 * 2048)]
+    assert straight.restarts == []
+    assert resumed.steps_at(resumed.train["hours"]) == pytest.approx(resumed.train["step"])
 
 
 def test_hours_leave_out_the_pause_the_start_up_and_the_steps_done_twice(resumed, straight):
@@ -69,7 +70,7 @@ def test_what_is_not_finite_stays_visible(folder):
                 json.dumps({"kind": "train", "step": step, "time": stamp(99), "attempt": 0, "loss": loss}) + "\n"
             )
     seen = view(run)
-    assert seen.nonfinite_steps == [60, 70]
+    assert list(seen.train["step"][seen.nonfinite]) == [60, 70]
     assert math.isinf(seen.train["loss"][-1])
     assert seen.state == "failed"
 
@@ -79,10 +80,10 @@ def test_a_run_without_a_line_is_a_view_without_lines(folder):
     run.metrics_path.unlink()
     seen = view(run)
     assert len(seen.train) == 0
-    assert (seen.step, seen.hours, seen.seams, seen.evals, seen.wall) == (0, 0.0, [], {}, {})
+    assert (seen.step, seen.hours, seen.restarts, seen.evals, seen.wall) == (0, 0.0, [], {}, {})
 
 
-def test_a_rewind_is_a_seam_and_its_steps_are_done_again():
+def test_a_rewind_is_a_restart_and_its_steps_are_done_again():
     lines = [
         {"kind": "event", "event": "started", "step": 0, "time": stamp(0), "attempt": 0},
         {"kind": "train", "step": 10, "time": stamp(10), "attempt": 0},
@@ -91,8 +92,8 @@ def test_a_rewind_is_a_seam_and_its_steps_are_done_again():
     ]
     clock = Clock(lines)
     assert [(a.start - BEGIN.timestamp(), a.before) for a in clock.attempts] == [(0, 0), (25, 10)]
-    assert clock.hours(seconds_of(stamp(35)), 1) == pytest.approx(20 / 3600)
-    assert math.isnan(clock.hours(seconds_of(stamp(20))))
+    assert clock.hours(timestamp(stamp(35)), 1) == pytest.approx(20 / 3600)
+    assert math.isnan(clock.hours(timestamp(stamp(20))))
 
 
 def test_numbers_as_the_ledger_writes_them():
@@ -100,8 +101,8 @@ def test_numbers_as_the_ledger_writes_them():
     assert math.isnan(number("NaN"))
     assert [math.isnan(number(x)) for x in (None, True, "words", [1])] == [True] * 4
     assert number(3) == 3.0
-    assert math.isnan(seconds_of("yesterday"))
-    assert seconds_of("2026-03-01T09:00:00.000Z") == BEGIN.timestamp()
+    assert math.isnan(timestamp("yesterday"))
+    assert timestamp("2026-03-01T09:00:00.000Z") == BEGIN.timestamp()
 
 
 def test_interpolation_holds_the_ends_and_knows_nothing_of_nothing():
@@ -110,25 +111,18 @@ def test_interpolation_holds_the_ends_and_knows_nothing_of_nothing():
     assert np.isnan(interpolate(x, np.array([]), np.array([]))).all()
 
 
-def test_every_run_gets_a_name_of_its_own(tmp_path):
-    runs = [Run(tmp_path / "x" / "a"), Run(tmp_path / "y" / "a"), Run(tmp_path / "b"), Run(tmp_path / "b")]
-    found = labels(runs)
-    assert found[:2] == ["x/a", "y/a"]
-    assert len(set(found)) == 4
+def test_every_run_gets_a_name_of_its_own_and_keeps_its_place(tmp_path, folder, straight):
+    paths = [build_run(tmp_path / name / "a", steps=20).path for name in ("y", "x")] + [folder / "straight"] * 2
+    labels = [seen.label for seen in views([Run(path) for path in paths])]
+    assert labels[:2] == ["y/a", "x/a"] and len(set(labels)) == 4
 
 
 def test_large_device_files_are_sampled_evenly(folder, monkeypatch):
-    from windlass.reports import devices
-
     run = build_run(folder / "large", steps=400, ranks=1)
     whole = view(run).ranks[0]
-    monkeypatch.setattr(devices, "MAX_BYTES", 30_000)
-    monkeypatch.setattr(devices, "BLOCK", 2_000)
+    monkeypatch.setattr(view_module, "MAX_DEVICE_BYTES", 30_000)
+    monkeypatch.setattr(view_module, "BLOCK", 2_000)
     part = view(run).ranks[0]
     assert 0.1 < len(part["hours"]) / len(whole["hours"]) < 0.9
     assert part["hours"].max() > 0.9 * whole["hours"].max()
     assert np.nanmean(part["mem_alloc_mb"]) == pytest.approx(np.nanmean(whole["mem_alloc_mb"]), rel=0.01)
-
-
-def test_views_of_several_runs_keep_their_order(folder, resumed, straight):
-    assert [v.label for v in views([Run(folder / "straight"), Run(folder / "resumed")])] == ["straight", "resumed"]

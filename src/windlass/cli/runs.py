@@ -93,7 +93,9 @@ def _watch(top: Path, sort: str, every: float) -> None:
 
     terminal = _terminal()
     try:
-        with Live(table(overview(top, sort)), console=terminal, auto_refresh=False, screen=terminal.is_terminal) as live:
+        with Live(
+            table(overview(top, sort)), console=terminal, auto_refresh=False, screen=terminal.is_terminal
+        ) as live:
             while True:
                 time.sleep(every)
                 live.update(table(overview(top, sort)), refresh=True)

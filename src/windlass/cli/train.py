@@ -98,15 +98,13 @@ def show_end(run: Run) -> None:
     if os.environ.get("WINDLASS_QUIET_END"):
         return
     try:
-        from windlass.reports import write_report
-        from windlass.reports.terminal import loss_curve
-        from windlass.reports.text import printable
+        from windlass.reports import report as write_report
+        from windlass.reports.terminal import curve, last_sample
+        from windlass.reports.view import view
 
-        typer.echo(loss_curve(run))
-        if samples := run.lines("sample"):
-            typer.echo(f"sample at step {samples[-1]['step']}:")
-            typer.echo("\n".join(f"  | {line}" for line in printable(samples[-1]["text"]).splitlines()))
-        typer.echo(f"report: {write_report([run], run.report_dir).page}")
+        seen = view(run)
+        typer.echo("\n".join(part for part in (curve(seen), last_sample(seen)) if part))
+        typer.echo(f"report: {write_report(run).page}")
     except BrokenPipeError:
         raise
     except Exception as error:

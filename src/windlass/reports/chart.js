@@ -20,6 +20,9 @@ function html(name, className, text, parent) {
 
 // ---------------------------------------------------------------- numbers
 
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = `11.5px ${getComputedStyle(document.body).fontFamily}`; // as `.drawing` in page.css
+const widthOf = (text) => ruler.measureText(text).width;
 const compact = new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 4 });
 const signed = (text) => text.replaceAll("-", "\u2212");
 
@@ -146,7 +149,7 @@ class Chart {
     const width = Math.max(200, this.host.clientWidth);
     const d = this.domains();
     const yTicks = (y.log ? logTicks : linearTicks)(d.bottom, d.top, height > 260 ? 7 : 5);
-    const left = Math.max(28, 9 + 6.6 * Math.max(...yTicks.map((t) => t.text.length), 1));
+    const left = Math.max(28, 12 + Math.max(...yTicks.map((t) => widthOf(t.text))));
     const box = { left, right: width - 10, top: 10, bottom: height - 24 };
     this.box = box;
     this.sx = scaleOf(x.log, d.low, d.high, box.left, box.right);
@@ -181,8 +184,8 @@ class Chart {
       const at = this.sx(value);
       if (at < left - 1 || at > right + 1) return;
       const words = place === 0 ? `${text} ${x.label(d.high)}` : text;
-      const half = 3.4 * text.length;
-      const overhang = Math.max(0, at - half + 6.4 * words.length - right - 8);
+      const half = widthOf(text) / 2;
+      const overhang = Math.max(0, at - half + widthOf(words) - right - 8);
       if (at + half > taken - 10 && place > 0) return;
       make("line", { class: "base", x1: at, x2: at, y1: bottom, y2: bottom + 4 }, group);
       taken = at - half - overhang;
@@ -207,42 +210,23 @@ class Chart {
   curve(one, plot, d) {
     const from = Math.max(0, lowerBound(one.x, d.low) - 1);
     const to = Math.min(one.x.length, lowerBound(one.x, d.high) + 2);
-    const good = (i, values) => values[i] !== null && !(this.model.y.log && values[i] <= 0) && !(this.model.x.log && one.x[i] <= 0);
+    const { x, y } = this.model;
+    const good = (i, values) => i >= from && i < to && values[i] !== null && !(y.log && values[i] <= 0) && !(x.log && one.x[i] <= 0);
+    const places = one.x.map((_, i) => i).filter((i) => good(i, one.y));
     const at = (i, values) => `${this.sx(one.x[i]).toFixed(1)} ${this.sy(values[i]).toFixed(1)}`;
-    const trace = (values) => {
-      let path = "";
-      let pen = false;
-      for (let i = from; i < to; i++) {
-        const down = good(i, values);
-        if (down) path += (pen ? "L" : "M") + at(i, values);
-        if (down && !pen && (i + 1 >= to || !good(i + 1, values))) path += "h.01"; // a lone point is a dot
-        pen = down;
-      }
-      return path;
-    };
-    if (one.band) {
-      const [lows, highs] = one.band;
-      const places = [];
-      for (let i = from; i < to; i++) if (good(i, lows) && good(i, highs)) places.push(i);
-      const forth = places.map((i) => at(i, highs));
-      const back = places.map((i) => at(i, lows)).reverse();
-      if (places.length) make("path", { class: "band", d: `M${[...forth, ...back].join("L")}Z` }, plot).style.fill = one.color;
+    if (one.band && places.length) {
+      const [back, forth] = one.band.map((values) => places.filter((i) => good(i, values)).map((i) => at(i, values)));
+      make("path", { class: "band", d: `M${[...forth, ...back.reverse()].join("L")}Z` }, plot).style.fill = one.color;
     }
     if (!one.pointsOnly) {
-      const path = make("path", { class: one.faint ? "curve faint" : "curve", d: trace(one.y) }, plot);
-      path.style.stroke = one.color;
-      if (one.width) path.style.strokeWidth = one.width;
-      if (one.dash) path.style.strokeDasharray = one.dash;
+      const step = (i) => (good(i - 1, one.y) ? "L" : "M") + at(i, one.y) + (good(i - 1, one.y) || good(i + 1, one.y) ? "" : "h.01"); // a lone point is a dot
+      const path = make("path", { class: one.faint ? "curve faint" : "curve", d: places.map(step).join("") }, plot);
+      Object.assign(path.style, { stroke: one.color, strokeWidth: one.width ?? "", strokeDasharray: one.dash ?? "" });
     }
-    if (one.points && to - from <= 200) {
-      for (let i = from; i < to; i++) {
-        if (!good(i, one.y)) continue;
-        const dot = make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: 3.2 }, plot);
-        dot.style.stroke = one.color;
-      }
+    if (one.points && places.length <= 200) for (const i of places) {
+      make("circle", { class: "dot", cx: this.sx(one.x[i]).toFixed(1), cy: this.sy(one.y[i]).toFixed(1), r: 3.2 }, plot).style.stroke = one.color;
     }
-    for (const bad of one.bad || []) {
-      if (bad < d.low || bad > d.high) continue;
+    for (const bad of one.bad.filter((value) => value >= d.low && value <= d.high)) {
       make("path", { class: "bad", d: `M${this.sx(bad) - 4} ${this.box.top}l8 8m0 -8l-8 8` }, plot);
     }
   }
@@ -251,23 +235,23 @@ class Chart {
 
   listen() {
     const host = this.host;
-    const place = (event) => event.clientX - this.svg.getBoundingClientRect().left;
+    const place = (event) => Math.min(this.box.right, Math.max(this.box.left, event.clientX - this.svg.getBoundingClientRect().left));
     host.addEventListener("pointermove", (event) => {
-      if (this.drag !== null && event.pointerType === "mouse") this.select(place(event));
-      this.hooks.hover(this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, place(event)))), this);
+      const [low, high] = [place(event), this.drag ?? place(event)].sort((a, b) => a - b);
+      for (const [key, value] of [["x", low], ["width", high - low], ["visibility", high - low > 4 ? "visible" : "hidden"]]) this.selection.setAttribute(key, value);
+      this.hooks.hover(this.sx.invert(place(event)), this);
     });
     host.addEventListener("pointerleave", () => this.hooks.hover(null, this));
     host.addEventListener("pointerdown", (event) => {
-      if (event.pointerType !== "mouse" || event.button !== 0) return;
+      if (event.pointerType !== "mouse" || event.button !== 0) return; // a finger scrolls the page
       this.drag = place(event);
       host.setPointerCapture(event.pointerId);
     });
     host.addEventListener("pointerup", (event) => {
-      const [from, clamp] = [this.drag, (at) => this.sx.invert(Math.min(this.box.right, Math.max(this.box.left, at)))];
+      const [low, high] = [place(event), this.drag ?? place(event)].sort((a, b) => a - b);
       this.drag = null;
       this.selection.setAttribute("visibility", "hidden");
-      if (from === null || Math.abs(place(event) - from) < 8) return;
-      this.hooks.zoom([clamp(Math.min(from, place(event))), clamp(Math.max(from, place(event)))]);
+      if (high - low >= 8) this.hooks.zoom([this.sx.invert(low), this.sx.invert(high)]);
     });
     host.addEventListener("dblclick", () => this.hooks.zoom(null));
     host.addEventListener("keydown", (event) => {
@@ -280,13 +264,6 @@ class Chart {
       this.hooks.hover(first.x[Math.max(0, Math.min(first.x.length - 1, next))], this);
     });
     host.addEventListener("blur", () => this.hooks.hover(null, this));
-  }
-
-  select(at) {
-    const [low, high] = [Math.min(at, this.drag), Math.max(at, this.drag)].map((v) => Math.min(this.box.right, Math.max(this.box.left, v)));
-    this.selection.setAttribute("x", low);
-    this.selection.setAttribute("width", high - low);
-    this.selection.setAttribute("visibility", high - low > 4 ? "visible" : "hidden");
   }
 
   /** The series that the cross-hair snaps to: the one with the most points. */

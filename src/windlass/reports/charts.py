@@ -131,9 +131,9 @@ def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
         found.append(replace(chart, note="; ".join(x for x in (note, cut) if x)))
     for suite in dict.fromkeys(suite for seen in views for suite in seen.evals if suite != "loss"):
         tracks = [seen.evals.get(suite) for seen in views]
-        columns = dict.fromkeys(n for t in tracks if t is not None for n in t.measures() if n not in NO_SCORES)
-        named = {name: name.replace("_", " ") for name in columns}
-        series = _columns(views, tracks, named, several, limit, points="line")
+        names = dict.fromkeys(n for t in tracks if t is not None for n in t.measures() if n not in NO_SCORES)
+        labels = {name: name.replace("_", " ") for name in names}
+        series = _columns(views, tracks, labels, several, limit, points="line")
         slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in suite)
         title = {"hellaswag": "HellaSwag", "squad": "SQuAD"}.get(suite, suite)
         found += [Chart(f"suite-{slug}", title, "", series, marks)] if series else []
@@ -183,7 +183,9 @@ def _columns(
         present = [name for name in columns if track.has(name)][: 1 if several else None]
         for index, name in enumerate(present):
             one = _series(track, name, limit, factor=factor, run=run, points=points, smooth=smooth, minor=index > 0)
-            series.append(replace(one, name=seen.label if several else columns[name], colour=None if several else index))
+            series.append(
+                replace(one, name=seen.label if several else columns[name], colour=None if several else index)
+            )
     return series
 
 
@@ -213,7 +215,7 @@ def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> l
             continue
         hours, table = on_grid(tracks, column)
         steps = seen.steps_at(hours)
-        axes = {"run": run, "step": steps, "tokens": seen.tokens_at(steps), "hours": hours}
+        axes: dict[str, Any] = {"run": run, "step": steps, "tokens": seen.tokens_at(steps), "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
         many, chosen = len(tracks) > FEW_RANKS, list(range(len(tracks)))
         if several or many:

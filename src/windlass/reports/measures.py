@@ -93,7 +93,7 @@ def measures(view: RunView) -> dict[str, Value]:
         "train_loss_tail": tail_mean(train, "loss"),
         "eval_loss": last_value(loss, "loss"),
         "eval_perplexity": last_value(loss, "perplexity"),
-        "train_samples_per_s": first(speed and speed.samples_per_s or None),
+        "train_samples_per_s": first((speed and speed.samples_per_s) or None),
         "train_tokens_per_s": first(speed and speed.tokens_per_s),
         "train_steps_per_s": first(speed and speed.steps_per_s),
         "eval_samples_per_s": evaluation_speed(loss),

@@ -51,7 +51,7 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
 
     def known(row: RunRow) -> bool:
         value = getattr(row, field)
-        return value is not None and value == value  # NaN is not equal to itself
+        return value is not None and not (isinstance(value, float) and math.isnan(value))
 
     ordered = sorted(filter(known, rows), key=lambda row: getattr(row, field), reverse=largest_first)
     return ordered + [row for row in rows if not known(row)]

@@ -154,7 +154,9 @@ def _head(views: Sequence[RunView]) -> dict[str, Any]:
         for view in views:
             states[view.state] = states.get(view.state, 0) + 1
         values = [measures(view) for view in views]
-        scored = [(v["best_eval_loss"], view.label) for v, view in zip(values, views, strict=True) if "best_eval_loss" in v]
+        scored = [
+            (v["best_eval_loss"], view.label) for v, view in zip(values, views, strict=True) if "best_eval_loss" in v
+        ]
         best = min(scored, default=None)
         figures = [("Best validation loss", show(best[0], "loss"), best[1])] if best else []
         names = [view.label for view in views]
@@ -261,7 +263,9 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
             steps = [steps[round(i * (len(steps) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
         for one in view.samples:
             if one.step in steps:
-                samples.append({"run": run, "step": one.step, "prompt": one.prompt, "text": one.text.removeprefix(one.prompt)})
+                samples.append(
+                    {"run": run, "step": one.step, "prompt": one.prompt, "text": one.text.removeprefix(one.prompt)}
+                )
     return samples
 
 
@@ -274,7 +278,7 @@ def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
         return ", ".join(" ".join(f"{k} {v}" for k, v in x.items()) if isinstance(x, dict) else str(x) for x in value)
 
     facts = [{key: text(value) for key, value in flatten(view.environment).items()} for view in views]
-    rows = [(key, *(one.get(key, MISSING) for one in facts)) for key in dict.fromkeys(key for one in facts for key in one)]
+    rows = [
+        (key, *(one.get(key, MISSING) for one in facts)) for key in dict.fromkeys(key for one in facts for key in one)
+    ]
     return sorted(rows, key=lambda row: len(set(row[1:])) == 1)
-
-

@@ -121,7 +121,7 @@ def draw(
         label = series.name if shown and not (several and series.points == "only") else None
         named.add(series.name)
         _draw_series(axes, series, keep, colour, label, weight)
-        bad = series.step[keep & ~np.isfinite(series.y)] if series.bad else []
+        bad = series.step[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
             axes.plot(
                 bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), linestyle="none", marker="x", zorder=5,
@@ -150,7 +150,9 @@ def _draw_series(axes: Any, series: Series, keep: Any, colour: str, label: str |
     width = 1.1 if series.minor or series.points == "line" else 1.6
     marker = RING if series.points or len(x) == 1 else {}
     style = "none" if series.points == "only" else dash
-    axes.plot(x, y, color=colour, linestyle=style, linewidth=width, label=label, zorder=4 if series.points else 2, **marker)
+    axes.plot(
+        x, y, color=colour, linestyle=style, linewidth=width, label=label, zorder=4 if series.points else 2, **marker
+    )
 
 
 def _axes(axes: Any, chart: Chart, first_step: float) -> None:

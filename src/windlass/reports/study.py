@@ -56,7 +56,7 @@ class StudyView:
     @property
     def states(self) -> str:
         """`5 finished, 1 waiting`."""
-        counts = {state: 0 for state in dict.fromkeys(r.state for r in self.results)}
+        counts = dict.fromkeys(dict.fromkeys(r.state for r in self.results), 0)
         for result in self.results:
             counts[result.state] += 1
         return ", ".join(f"{count} {state}" for state, count in counts.items())

@@ -130,7 +130,11 @@ def evaluations(view: RunView) -> dict[str, Table]:
         rows = []
         for i, what in enumerate(evaluation_names(track, view.settings.get("eval.every"))):
             rows.append((what, *(plain(track[name][i]) for name in ("step", "epoch", "tokens", *names))))
-        columns = [Column("evaluation", "Evaluation"), Column("step", "Step", "count"), Column("epoch", "Epoch", "amount")]
+        columns = [
+            Column("evaluation", "Evaluation"),
+            Column("step", "Step", "count"),
+            Column("epoch", "Epoch", "amount"),
+        ]
         columns.append(Column("tokens", "Tokens", "count"))
         for name in names:
             kind = "duration" if name == "runtime_s" else "rate" if name.endswith("_per_s") else "loss"

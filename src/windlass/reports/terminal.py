@@ -81,7 +81,9 @@ def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, hei
     return "\n".join(lines)
 
 
-def _braille(x: Numbers, y: Numbers, box: tuple[float, float, float, float], columns: int, rows: int) -> list[list[str]]:
+def _braille(
+    x: Numbers, y: Numbers, box: tuple[float, float, float, float], columns: int, rows: int
+) -> list[list[str]]:
     """The curve on a canvas of characters of 2 × 4 dots: in each column of dots the mean, joined to the one before."""
     left, right, bottom, top = box
     bits = np.zeros((rows, columns), dtype=np.int64)
@@ -95,7 +97,10 @@ def _braille(x: Numbers, y: Numbers, box: tuple[float, float, float, float], col
         from_column, from_dot = before or (column, dot)
         count = max(column - from_column, abs(dot - from_dot), 1)
         for i in range(count + 1):
-            at, row = from_column + round((column - from_column) * i / count), from_dot + round((dot - from_dot) * i / count)
+            at, row = (
+                from_column + round((column - from_column) * i / count),
+                from_dot + round((dot - from_dot) * i / count),
+            )
             bits[row // 4, at // 2] |= DOTS[row % 4][at % 2]
         before = (column, dot)
     return [[chr(0x2800 + int(cell)) if cell else " " for cell in line] for line in bits]

@@ -25,9 +25,10 @@ from windlass.telemetry.timing import Throughput, device_hours, throughput, wall
 
 Numbers = NDArray[np.float64]
 
-BOOKKEEPING = frozenset(
-    "kind step time attempt epoch samples samples_trained tokens suite event index runtime_s hours".split()
-)
+BOOKKEEPING = (
+    "kind", "step", "time", "attempt", "epoch", "samples", "samples_trained", "tokens", "suite", "event", "index",
+    "runtime_s", "hours",
+)  # fmt: skip
 """Fields that say where a line belongs and measure nothing."""
 
 STARTS = {"started": "started again", "resumed": "resumed", "branched": "branched", "rewound": "rewound"}
@@ -36,7 +37,7 @@ COUNTING = (*STARTS, "checkpoint", "finished")
 """Events at which time was spent on steps that count; other events may come from steps that were done again."""
 
 DEVICE_FIELDS = (
-    "util_pct", "machine_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
+    "util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
     "power_w", "temperature_c",
 )  # fmt: skip
 MAX_DEVICE_BYTES = 8_000_000
@@ -315,7 +316,10 @@ def _track(lines: Sequence[Line], clock: Clock) -> Track:
     )
     columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
     hours = [clock.hours(timestamp(line.get("time")), int(line.get("attempt", 0))) for line in lines]
-    columns |= {"step": np.array([line["step"] for line in lines], dtype=np.float64), "hours": np.array(hours, dtype=np.float64)}
+    columns |= {
+        "step": np.array([line["step"] for line in lines], dtype=np.float64),
+        "hours": np.array(hours, dtype=np.float64),
+    }
     columns.setdefault("tokens", np.full(len(lines), math.nan))
     return Track(columns)
 

@@ -11,7 +11,16 @@ from windlass.fileio import write_atomic
 from windlass.recipe import Recipe, presets
 from windlass.reports.charts import Chart, charts
 from windlass.reports.page import SIDE_BY_SIDE, page
-from windlass.reports.study import StudyView, cell_table, heats, looks, read_study, seed_table, sweep_charts, winner_text
+from windlass.reports.study import (
+    StudyView,
+    cell_table,
+    heats,
+    looks,
+    read_study,
+    seed_table,
+    sweep_charts,
+    winner_text,
+)
 from windlass.reports.tables import (
     PRINCIPAL,
     Table,
@@ -91,7 +100,9 @@ def open_runs(sources: Sequence[str | Path | Run]) -> list[Run]:
         elif not Path(source).exists() and source in presets():
             run = Run(Recipe.load(str(source)).run_dir)
             if not run.recipe_path.is_file():
-                raise UserError(f"{source} has not been trained here: there is no {run.path}; `windlass train {source}` does it")
+                raise UserError(
+                    f"{source} has not been trained here: there is no {run.path}; `windlass train {source}` does it"
+                )
             runs.append(run)
         else:
             runs.append(Run.open(source))
@@ -140,7 +151,9 @@ def _long_tables(seen: Sequence[RunView]) -> dict[str, Table]:
 def _markdown(seen: Sequence[RunView]) -> str:
     if len(seen) > 1:
         text = f"# {len(seen)} runs\n\n## Results\n\n{comparison(seen, PRINCIPAL).markdown()}"
-        return text + (f"\n### Every measure\n\n{results_for_people(seen).markdown()}" if len(seen) <= SIDE_BY_SIDE else "")
+        return text + (
+            f"\n### Every measure\n\n{results_for_people(seen).markdown()}" if len(seen) <= SIDE_BY_SIDE else ""
+        )
     view = seen[0]
     restarts = "".join(f" {r.what.capitalize()} at step {r.step:,.0f} ({r.time})." for r in view.restarts)
     text = f"# {markdown_cell(view.label)}\n\nState: {view.state}, {view.step:,} steps.{restarts}\n"
