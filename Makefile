@@ -31,11 +31,12 @@ test-full: lint  ## with the slower proofs
 test-gpu:  ## on a bare machine with one CUDA device: no set-up, the packages that python3 has
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
 
-lint: $(STAMP)  ## style, types, layers, generated pages
+lint: $(STAMP)  ## style, types, layers, lengths, generated pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/shape.py
 	$(BIN)/python docs/generate.py --check
 
 format: $(STAMP)  ## make the style so

@@ -1,0 +1,70 @@
+"""`make lint`: files of at most 400 lines, functions of at most 60, and no import circle, imports in functions counted."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "src" / "windlass"
+FILE_LINES, FUNCTION_LINES = 400, 60
+LONGER = {"training/trainer.py:loop": 100}
+"""The training loop stays in one piece."""
+
+
+def main() -> int:
+    """Print what is too long or goes in a circle; the exit code says whether anything does."""
+    problems, imports = [], {}
+    for path in sorted(ROOT.rglob("*.py")):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        tree = ast.parse(text)
+        if (lines := text.count("\n")) > FILE_LINES:
+            problems.append(f"{name}: {lines} lines, more than {FILE_LINES}: it holds two things")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines, most = node.end_lineno - node.lineno + 1, LONGER.get(f"{name}:{node.name}", FUNCTION_LINES)
+                if lines > most:
+                    problems.append(f"{name}:{node.lineno}: {node.name} has {lines} lines, more than {most}")
+        imports[module_name(path)] = imported(tree)
+    modules = set(imports)
+    graph = {name: {target for target in targets & modules if target != name} for name, targets in imports.items()}
+    problems += [f"import circle: {' -> '.join(circle)}" for circle in circles(graph)]
+    print("\n".join(problems) or f"{len(modules)} modules: lengths and imports are fine")
+    return bool(problems)
+
+
+def module_name(path: Path) -> str:
+    """`windlass.room.module` of a file."""
+    return ".".join(("windlass", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Everything a file imports, also inside functions and for types alone."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names - {"windlass"}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """One circle for each group of modules that import each other."""
+    found, done = [], set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append([*path[path.index(name) :], name])
+        elif name not in done:
+            for target in sorted(graph[name]):
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
