@@ -115,8 +115,7 @@ def test_mistakes_are_one_message_and_exit_code_2(
         (("eval", tmp_path), str(tmp_path)),
         (("sample", tmp_path / "nowhere"), "nowhere"),
         (("sample", run, "--top-p", "2"), "top-p"),
-        (("export", run, tmp_path / "out", "--to", "onnx"), "hf"),
-        (("export", f"{run}@7", tmp_path / "out"), "step 7"),
+        (("sample", f"{run}@7"), "step 7"),
     ):
         assert typed(*command) == 2
         error = capsys.readouterr().err
