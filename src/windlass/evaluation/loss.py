@@ -51,9 +51,7 @@ def evaluate_loss(
     Returns:
         `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`,
         `batches` (of this rank), `first_batch_s`, and `bits_per_byte` where the bytes are known.
-
-    Raises:
-        UserError: Every label of the validation set is masked.
+    Raises UserError where every label is masked.
     """
     started = time.perf_counter()
     count = min(limit, len(samples)) if limit else len(samples)
@@ -81,16 +79,7 @@ def evaluate_loss(
     if not all_tokens:
         raise UserError("every label of the validation set is masked: look at data.eval_source")
     loss, runtime_s = loss_sum / all_tokens, time.perf_counter() - started
-    result = {
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "tokens": int(all_tokens),
-        "samples": count,
-        "runtime_s": runtime_s,
-        "samples_per_s": count / runtime_s,
-        "batches": batches,
-        "first_batch_s": first_batch_s,
-    }
-    if all_bytes:
-        result["bits_per_byte"] = loss_sum / (math.log(2) * int(all_bytes))
-    return result
+    result = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    result |= {"tokens": int(all_tokens), "samples": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}
+    result |= {"batches": batches, "first_batch_s": first_batch_s}
+    return result | ({"bits_per_byte": loss_sum / (math.log(2) * int(all_bytes))} if all_bytes else {})

@@ -1,5 +1,8 @@
 """Cross-entropy from hidden states, without ever holding all logits where the vocabulary is large.
 
+Unusual: the gradient of a sum of cross-entropies is known up to the factor that arrives in the backward pass, so it is
+computed in the forward pass, while a chunk's logits are there: three products with the head's matrix in all, none repeated.
+
 Legend: N tokens, D model width, V vocabulary.
 """
 
@@ -33,12 +36,12 @@ def cross_entropy_sum(
     cap: float = 0.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """Sum of the cross-entropy over the tokens that count.
+    """Sum of the cross-entropy over the unmasked labels.
 
     Args:
         x: Hidden states [..., D].
         weight: The head's matrix [V, D].
-        labels: The tokens that follow [...], int64; -100 where none counts.
+        labels: The tokens that follow [...], int64; IGNORE_INDEX where they are masked.
         bias: The head's bias [V].
         cap: Soft bound of the logits, 0 for none.
         chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0: all, through autograd.
@@ -64,55 +67,49 @@ def _chunk(tokens: int, vocab: int, device: str) -> int:
     return 0 if chunks <= 1 else -(-tokens // chunks)
 
 
-def _arithmetic(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype in which the head's products are made: autocast's where it is on, else the weight's."""
-    kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return weight.dtype
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Logits, loss and gradients, a chunk of tokens at a time.
-
-    The gradient of a sum of cross-entropies is known up to the factor that arrives in the backward pass, so it is made
-    while the chunk's logits are there: three products with the head's matrix in all, none of them repeated.
-    """
+    """Logits, loss and gradients, a chunk of tokens at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cap: float, chunk: int, grad: bool
     ) -> Tensor:
-        dtype = _arithmetic(x, weight)
+        dtype, device = weight.dtype, x.device.type
+        if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         total = torch.float64 if dtype == torch.float64 else torch.float32
         wants = [grad and need for need in ctx.needs_input_grad[:3]]
         dx = torch.empty_like(x, dtype=dtype) if wants[0] else None
         dw = torch.zeros_like(weight, dtype=total) if wants[1] else None
         db = torch.zeros_like(bias, dtype=total) if wants[2] and bias is not None else None
         loss = torch.zeros((), dtype=total, device=x.device)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(labels), chunk):
                 part = slice(start, start + chunk)
-                counts = (labels[part] != IGNORE_INDEX).unsqueeze(1)
-                rows = x[part].to(dtype).masked_fill(~counts, 0.0)  # so that nothing comes of those that do not count
+                unmasked = (labels[part] != IGNORE_INDEX).unsqueeze(1)
+                rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)  # a NaN in a masked row has no effect
                 logits = F.linear(rows, head, shift).to(total)
-                slope = _squash_(logits, cap) if cap else None
+                slope = None
+                if cap:  # in place: the capped logits, and the slope of the cap at each of them
+                    logits.div_(cap).tanh_()
+                    slope = 1 - logits.square()
+                    logits.mul_(cap)
                 log_p = logits.log_softmax(1)
-                del logits  # what is done with is let go: a chunk of logits is large
+                del logits  # a chunk of logits is large: freed as soon as possible
                 target = labels[part].clamp(min=0).unsqueeze(1)
-                loss -= log_p.gather(1, target).mul_(counts).sum()
+                loss -= log_p.gather(1, target).mul_(unmasked).sum()
                 if not any(wants):
                     continue
                 d = log_p.exp_()  # the gradient: the probabilities, less 1 at the target
                 d.scatter_(1, target, d.gather(1, target) - 1)
                 d = (d if slope is None else d.mul_(slope)).to(dtype)
                 if dx is not None:
-                    dx[part] = (d @ head).masked_fill_(~counts, 0.0)
+                    dx[part] = (d @ head).masked_fill_(~unmasked, 0.0)
                 if dw is not None:
                     dw.addmm_(d.t(), rows) if dtype == total else dw.add_(d.t() @ rows)
                 if db is not None:
-                    db += counts.squeeze(1).to(dtype) @ d
+                    db += unmasked.squeeze(1).to(dtype) @ d
                 del d, log_p, slope
         ctx.grads = tuple(
             None if g is None or t is None else g.to(t.dtype) for g, t in ((dx, x), (dw, weight), (db, bias))
@@ -122,14 +119,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> Any:
-        assert ctx.grads is not None, "the gradients of a chunked loss are handed out once"
+        assert ctx.grads is not None, "a chunked loss has one backward pass"
         grads, ctx.grads = ctx.grads, None
         return (*(None if g is None else g.mul_(factor) for g in grads), None, None, None, None)
-
-
-def _squash_(logits: Tensor, cap: float) -> Tensor:
-    """Cap logits in place; gives the slope of the cap at each of them."""
-    logits.div_(cap).tanh_()
-    slope = 1 - logits.square()
-    logits.mul_(cap)
-    return slope
