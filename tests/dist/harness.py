@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -17,8 +18,8 @@ import torch
 import torch._dynamo  # DDP imports it: once here, before the forks, instead of 4 s in each of them
 import torch.distributed as dist
 
-from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 
 FORK = multiprocessing.get_context("fork")
@@ -80,11 +81,10 @@ def _rank(
     fn: Callable[..., Any], rank: int, world: int, listening: socket.socket, sender: Connection, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    code = 1
+    code, store = 1, None
     try:
         host, port = listening.getsockname()
         place = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
-        store = None
         if world > 1:
             fd = listening.detach() if rank == 0 else None
             store = dist.TCPStore(host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
@@ -94,22 +94,14 @@ def _rank(
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sender.close()
-        time.sleep(
-            0.5 if code and world > 1 else 0
-        )  # the first traceback is the cause: let it arrive before its echoes
-        _linger(store, rank, world) if code == 0 and world > 1 else None
+        if code and world > 1:
+            time.sleep(0.5)  # the first traceback is the cause: it arrives before those of the others
+        elif store is not None:
+            with contextlib.suppress(Exception):  # the store lives in rank 0, which therefore leaves last
+                store.set(f"left/{rank}", "1")
+                if rank == 0:
+                    store.wait([f"left/{other}" for other in range(world)])
         os._exit(code)  # no tear-down of what the parent owns
-
-
-def _linger(store: dist.Store | None, rank: int, world: int) -> None:
-    """The store lives in rank 0, which therefore leaves last."""
-    try:
-        assert store is not None
-        store.set(f"left/{rank}", "1")
-        if rank == 0:
-            store.wait([f"left/{other}" for other in range(world)])
-    except Exception:
-        pass
 
 
 def _collect(receivers: list[Connection], ranks: list[Any], deadline: float) -> list[Any]:

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
 from windlass.parallel import collectives
-from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize
 from windlass.training import checks
 

@@ -11,17 +11,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from bare_trainer import bare_trainer
 from harness import recipe as make_recipe
 from harness import run_ranks
-from windlass.data.loader import Loader
 
+from bare_trainer import bare_trainer
+from windlass.data.loader import Loader
 from windlass.data.samples import Rows
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import named_parameters, unwrap, parallelize
+from windlass.parallel.parallelize import named_parameters, parallelize, unwrap
 from windlass.recipe import Horizon
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37

@@ -12,8 +12,8 @@ from memory_meter import MemoryMeter
 import hf_fixtures
 from windlass.estimate.memory import layout_of, memory
 from windlass.model.build import build_model
-from windlass.model.hf import read_sizes
 from windlass.model.gpt import initialise
+from windlass.model.hf import read_sizes
 from windlass.optim.build import build_optimizer
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap

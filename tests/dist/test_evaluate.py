@@ -13,18 +13,17 @@ from harness import Join, recipe, run_ranks
 from windlass.data.samples import Rows
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
-from windlass.evaluation.generate import generate
-from windlass.evaluation.lm_eval import generate_until
+from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.loss import evaluate_loss
-from windlass.evaluation.generate import Sampling
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel.env import DistEnv
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import unwrap, parallelize
+from windlass.parallel.env import DistEnv
+from windlass.parallel.parallelize import parallelize, unwrap
 
 pytestmark = pytest.mark.dist
 

@@ -71,16 +71,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def step(
-    model: nn.Module, join: Join, ranks: Any, settings: Any, accumulation: int, divisor: float = 1.0
-) -> torch.Tensor:
+def step(model: nn.Module, join: Join, ranks: Any, settings: Any, accumulation: int) -> torch.Tensor:
     """Forward and backward of one step as the training does it; returns this rank's share of the loss."""
     mine = batches(join.world, accumulation, join.rank)
     valid = sum_async([int(sum((labels != -100).sum() for _, labels in mine))], ranks).wait()[0]
     total = torch.zeros((), dtype=torch.float64)
     for k, (tokens, labels) in enumerate(mine):
         with sync_gradients(model, k == len(mine) - 1), autocast(settings, ranks.device):
-            loss = model(tokens, labels) / (valid / divisor)
+            loss = model(tokens, labels) / valid
         loss.backward()
         total += loss.detach()
     return total
@@ -130,32 +128,6 @@ def test_loss_gradient_and_norm_are_those_of_one_process(measured: Any, case: st
         for name, grad in wanted["grads"].items():
             assert torch.allclose(2 * found["grads"][name], grad, rtol=0, atol=1e-9), name
     assert len({rank[case]["norm"].item() for rank in everyone}) == 1
-
-
-def wrong_ways(join: Join) -> dict[str, tuple[float, float]]:
-    """Loss and norm with what is easily got wrong: the rank's own divisor, and a mean over the ranks."""
-    settings, found = recipe(train__precision="fp64", parallel__strategy="full_shard"), {}
-    for wrong in ("own divisor", "mean over ranks", "nothing"):
-        with join(settings) as ranks:
-            model = parallelize(toy(), ranks, settings)
-            mine = sum(int((labels != -100).sum()) for _, labels in batches(join.world, 1, join.rank))
-            everyone = sum_async([mine], ranks).wait()[0]
-            if wrong == "mean over ranks":
-                for module in model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_gradient_divide_factor(float(join.world))
-            divisor = everyone / max(1, mine) / join.world if wrong == "own divisor" else 1.0
-            loss = sum_over_ranks(step(model, join, ranks, settings, 1, divisor), ranks)
-            found[wrong] = (loss.item(), global_grad_norm(model.parameters(), ranks).item())
-    return found
-
-
-def test_a_wrong_divisor_would_be_seen():
-    found, wanted = run_ranks(wrong_ways, 2)[0], reference(2, 1)
-    right = found.pop("nothing")
-    assert right == pytest.approx((wanted["loss"], wanted["norm"]), abs=1e-9)
-    for loss, norm in found.values():
-        assert abs(norm - wanted["norm"]) > 1e-3 or abs(loss - wanted["loss"]) > 1e-3
 
 
 def exchanges(join: Join) -> dict[str, tuple[int, int]]:
@@ -322,51 +294,25 @@ def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
     assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads[how], strict=True))
 
 
-def saved_bytes(how: str) -> int:
-    """What autograd keeps from the forward pass, in bytes."""
-    settings, kept = recipe(parallel__strategy="single", parallel__activation_checkpointing=how), []
-    with init_ranks(DistEnv(), settings) as ranks:
-        model = parallelize(toy(dtype=torch.float32), ranks, settings)
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in weights:
-                kept.append(tensor.nbytes)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(*micro_batch(2, rows=4, length=16))
-    return sum(kept)
-
-
-def test_recomputing_whole_blocks_keeps_less():
-    assert saved_bytes("full") < saved_bytes("none") / 3
-
-
-def products_in_backward(how: str) -> dict[str, int]:
-    """How often the matrix products and the attention of the forward pass run again in the backward pass."""
-    settings, seen = (
-        recipe(parallel__strategy="single", parallel__activation_checkpointing=how),
-        collections.Counter[str](),
-    )
+@pytest.mark.parametrize(
+    ("how", "products", "attention", "gelu"), [("full", 6, 3, 3), ("selective", 0, 0, 3), ("none", 0, 0, 0)]
+)
+def test_what_runs_again_in_the_backward_pass(how: str, products: int, attention: int, gelu: int):
+    """Matrix products (of 9: the last one of a block is not needed again), attention and the rest."""
+    seen = collections.Counter[str]()
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
+    settings = recipe(parallel__strategy="single", parallel__activation_checkpointing=how)
     with init_ranks(DistEnv(), settings) as ranks:
         loss = parallelize(toy(dtype=torch.float32), ranks, settings)(*micro_batch(2))
         with Count():
             loss.backward()
-    forward = ("aten.addmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.gelu.default")
-    return {name: seen[name] for name in forward}
-
-
-def test_selective_recomputes_all_but_products_and_attention():
-    assert list(products_in_backward("full").values()) == [6, 3, 3]  # of 9: the last one of a block is not needed again
-    assert list(products_in_backward("selective").values()) == [0, 0, 3]
-    assert list(products_in_backward("none").values()) == [0, 0, 0]
+    names = ("aten.addmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.gelu.default")
+    assert [seen[name] for name in names] == [products, attention, gelu]
 
 
 def test_attention_that_draws_dropout_is_recomputed():

@@ -70,8 +70,9 @@ def test_variables_set_by_hand():
     ],
 )
 def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError) as error:
         detect_env(environ, unread)
+    assert says in str(error.value)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
@@ -113,20 +114,7 @@ def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
         # a shell of `salloc` with an interactive step
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290"},
         # `srun -n 1`, and `srun --pty bash` in an allocation of more
-        {
-            "SLURM_JOB_ID": "9",
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "1",
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_TASKS": "1",
-        },
-        {
-            "SLURM_JOB_ID": "9",
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "4",
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_TASKS": "1",
-        },
+        *({"SLURM_PROCID": "0", "SLURM_NTASKS": n, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"} for n in "14"),
     ],
 )
 def test_a_process_that_srun_did_not_start_as_one_of_many_is_no_rank(shell: dict[str, str]):

@@ -89,6 +89,7 @@ def test_states(run):
 
 
 def test_a_directory_that_is_no_run_is_one_message(tmp_path):
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError) as error:
         Run.open(tmp_path)
+    assert "recipe.toml" in str(error.value) and "windlass runs" in str(error.value)
     assert list(read_lines(tmp_path / "none.jsonl")) == []
