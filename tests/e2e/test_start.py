@@ -258,7 +258,7 @@ def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
         run, end = Run(tmp_path / "run"), time.monotonic() + 90
         while not run.lines("train") and time.monotonic() < end and living.poll() is None:
             time.sleep(0.05)
-        monkeypatch.setattr("windlass.training.start.set_aside", lambda path: set_aside(path, seconds=0.2))
+        monkeypatch.setattr(setup, "set_aside", lambda path: set_aside(path, seconds=0.2))
         with pytest.raises(UserError) as error:
             train(Recipe.load("quickstart", overrides), fresh=True)
         assert says(error, f"process {living.pid} on ")

@@ -47,13 +47,22 @@ from windlass.telemetry.environment import describe, describe_rank, write_enviro
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import start_trackers
-from windlass.training import start
 from windlass.training.checks import tie_groups, uses_dropout
 from windlass.training.measure import Measurements
 from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
 from windlass.training.record import ModelFacts, Recorder
 from windlass.training.saves import Saves
-from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.start import (
+    StartPlan,
+    acquire_run_lock,
+    candidate_checkpoints,
+    decide_on_rank_0,
+    hash_without_steps,
+    resolve_start,
+    set_aside,
+    write_start,
+    write_tokenizer,
+)
 from windlass.training.state import TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.trainer import OnStep, Trainer
@@ -99,7 +108,7 @@ def train(
         Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
     """
     with StopSignals() as stop, ExitStack() as stack:
-        plan = start.resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        plan = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return plan.run
         trainer = set_up(plan, model, data, on_step, stop, stack, stop_at)
@@ -139,7 +148,7 @@ def set_up(
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     meta = {
-        "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
+        "recipe": recipe.config_hash, "line": hash_without_steps(recipe), "data": data.fingerprint,
         "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
         "micro_batch": batch.micro_batch,
     }  # fmt: skip
@@ -188,16 +197,16 @@ def open_run_directory(
 
     def prepare() -> tuple[int, str]:
         if plan.fresh:
-            start.set_aside(run.path)
+            set_aside(run.path)
         Files().make_dirs(run.path)
-        if (lock := start.acquire_run_lock(run.path)) is not None:
+        if (lock := acquire_run_lock(run.path)) is not None:
             stack.enter_context(lock)
         if not plan.resuming and run.recipe_path.exists():
             raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
         run.heartbeat_path.touch()
         if not plan.resuming:
-            start.write_start(plan, choice)
-        start.write_tokenizer(run, data)
+            write_start(plan, choice)
+        write_tokenizer(run, data)
         attempt = max((int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)), default=-1) + 1
         return attempt, secrets.token_hex(4)
 
@@ -207,7 +216,7 @@ def open_run_directory(
 
 def choose_checkpoint(plan: StartPlan, ranks: Ranks, horizon: Horizon) -> Choice | None:
     """The checkpoint to start from, of which every rank hashes its share; None: step 0. Changes nothing."""
-    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, start.candidate_checkpoints(plan, horizon))))
+    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidate_checkpoints(plan, horizon))))
     return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
 
 
@@ -223,7 +232,7 @@ def resume_run(
         if choice is not None:
             checkpoints.set_aside(choice, plan.run.path)
         if plan.new_lineage:
-            start.write_start(plan, choice)
+            write_start(plan, choice)
 
     if plan.resuming:
         decide_on_rank_0(ranks, "settle", settle)
