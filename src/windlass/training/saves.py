@@ -38,6 +38,7 @@ class Saves:
     """What every checkpoint says beside its tensors: hashes of recipe and data, optimizer, micro-batch."""
     step: int
     """The newest step that is saved, or is being saved; -1: none, or the last save failed."""
+    failed_in_a_row: int = 0
 
     def save(self, reason: str = PERIODIC) -> None:
         """Copy the state to the host; it is written in the background."""
@@ -79,10 +80,12 @@ class Saves:
         recorder = self.recorder
         for outcome in outcomes:
             if outcome.error:
+                self.failed_in_a_row += 1
                 self.step = -1 if outcome.step == self.step else self.step
                 recorder.event("save_failed", outcome.step, reason=outcome.error)
                 recorder.console.warning(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
                 continue
+            self.failed_in_a_row = 0
             if self.ranks.main:
                 recorder.ledger.sync()  # the lines up to a committed step must survive what the checkpoint survives
                 recorder.event(

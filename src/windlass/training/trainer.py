@@ -156,7 +156,7 @@ class Trainer:
                 if first and self.facts.custom:
                     check_ids(self.model, batch)
                 self.stop.training = True  # from here on a signal saves before it ends the process
-                agreement.post([self.stop.requested, self.saves.saver.failures])
+                agreement.post([self.stop.requested, self.saves.failed_in_a_row])
                 result = self.step(batch, factor(recipe.optim.schedule, horizon, state.step))
                 stop_requested, failed_saves = agreement.result() or (0, 0)
                 state.step += 1
