@@ -20,11 +20,10 @@ import pytest
 from filelock import FileLock
 
 from windlass.recipe import Recipe
-from windlass.run import Run, read_lines
+from windlass.run import read_lines
 from windlass.telemetry import trackers
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import start_trackers
-from windlass.telemetry.trackers.exporter_process import Follower
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 20
@@ -306,22 +305,3 @@ def test_two_exporters_do_not_write_into_one_tracker(tmp_path):
         assert not list(run.glob("tensorboard/*"))
     notes += handle.finish(60)
     assert list(run.glob("tensorboard/*")) and not any(note.warning for note in notes)
-
-
-def test_a_kill_while_writing_gives_no_duplicate(tmp_path):
-    """What may be in TensorBoard's file already is in the next one once."""
-    from windlass.telemetry.trackers.tensorboard import Backend
-
-    class Killed(Backend):
-        def write(self, points, marks):
-            super().write(points, marks)
-            self._file.close()
-            raise KeyboardInterrupt
-
-    run = tmp_path / "run"
-    prepare(run, "tensorboard")
-    train(run, [])
-    with pytest.raises(KeyboardInterrupt):
-        Follower(Run(run), Killed, live=True).flush()
-    Follower(Run(run), Backend, live=False).finish()
-    assert shown_by_tensorboard(run) == list(range(1, STEPS + 1))

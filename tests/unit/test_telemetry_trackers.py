@@ -129,15 +129,6 @@ def test_each_line_once_through_a_resume_and_a_second_time(run):
     assert len({info.id for info in tracker.infos}) == 1, "one run in the tracker, whatever its attempts"
 
 
-def test_a_replay_sends_the_effective_ledger(run):
-    write(run, 0, 0, 8)
-    write(run, 1, 5, 10, "finished", value=2.0)
-    tracker = FakeTracker()
-    follower(run, tracker, live=False).finish()
-    assert [loss for _, loss in tracker.rows if loss] == [1, 2, 3, 4, 5, 12, 14, 16, 18, 20]
-    assert tracker.ended == ["finished"]
-
-
 def test_where_the_run_goes_back_the_tracker_is_opened_again(run):
     tracker = FakeTracker()
     live = follower(run, tracker)
