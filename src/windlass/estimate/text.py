@@ -141,12 +141,10 @@ def _disk(plan: Plan) -> list[Fact]:
     assert disk is not None
     facts = [("a checkpoint", _bytes(disk.checkpoint_bytes))]
     if disk.checkpoints is not None and disk.peak_bytes is not None:
-        facts.append(
-            (
-                "at most",
-                f"{_bytes(disk.peak_bytes)}: {disk.checkpoints:,} checkpoints, and one more while it is written",
-            )
+        more = (
+            ", and one more while it is written" if disk.peak_bytes > disk.checkpoints * disk.checkpoint_bytes else ""
         )
+        facts.append(("in all", f"{disk.checkpoints:,} checkpoints at the end{more}: {_bytes(disk.peak_bytes)}"))
     if disk.tokens_bytes:
         facts.append(("tokens", f"about {_bytes(disk.tokens_bytes)} (data.max_tokens)"))
     return facts
