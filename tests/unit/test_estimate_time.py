@@ -130,7 +130,6 @@ def test_costs_of_evaluations_and_saves(tmp_path):
 @pytest.mark.parametrize(
     ("first", "cost"),
     [
-        ({"batches": 5, "first_batch_s": 36.0}, 5.0),  # the other four took 1 s each
         ({"tokens": 60_000}, 2.0),  # a third of the 6 s that training on them takes
         ({}, 40.0),  # nothing to tell the start-up from
     ],
@@ -227,7 +226,7 @@ def test_measured_steps_are_multiplied_by_the_accumulation(tmp_path):
 # ---------------------------------------------------------------- predicted beside actual
 
 
-@pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}, {"batches": 10, "first_batch_s": 10.0}])
+@pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])
 def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, first_eval):
     """12 s at step 0 and 2 s from then on: after 5 % the time to finish is predicted within 10 %."""
     slow = 12.0 if first_eval else 2.0

@@ -128,13 +128,11 @@ def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
 
 
 def _without_warmup(line: Line, tokens_per_s: float) -> float:
-    """What the first evaluation would take again: by its batches after the first one, or else by the speed of training."""
-    runtime, first, batches = line["runtime_s"], line.get("first_batch_s"), line.get("batches", 0)
-    if first is not None and batches > 1:
-        return float((runtime - first) / (batches - 1) * batches)
-    if line.get("suite", "loss") == "loss" and line.get("tokens"):
-        return float(min(runtime, line["tokens"] / tokens_per_s / 3))  # a forward pass is a third of a step's FLOPs
-    return float(runtime)
+    """What the first evaluation would take again: of the loss at most as long as the forward passes of training take."""
+    if line.get("suite", "loss") != "loss" or not line.get("tokens"):
+        return float(line["runtime_s"])
+    forward = line["tokens"] / tokens_per_s / 3  # a third of a step's FLOPs
+    return float(min(line["runtime_s"], forward))
 
 
 def project(speeds: Sequence[Speed], world: int) -> Speed:
@@ -162,7 +160,10 @@ def project(speeds: Sequence[Speed], world: int) -> Speed:
     near = b if world > high else a
     tokens_per_s = near.tokens_per_s * (world / near.world) ** exponent
     efficiency = tokens_per_s / (by_world[worlds[0]].tokens_per_s * world / worlds[0])
-    detail = f"measured at {', '.join(map(str, worlds))} ranks, continued as world^{exponent:.2f}: efficiency {100 * efficiency:.0f} % of {worlds[0]} rank(s)"
+    detail = (
+        f"measured at {', '.join(map(str, worlds))} ranks, continued as world^{exponent:.2f}: "
+        f"efficiency {100 * efficiency:.0f} % of {worlds[0]} rank(s)"
+    )
     return Speed(tokens_per_s, world, PROJECTED, detail, near.costs, near.device)
 
 

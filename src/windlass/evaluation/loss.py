@@ -49,15 +49,14 @@ def evaluate_loss(
         token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
 
     Returns:
-        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`,
-        `batches` (of this rank), `first_batch_s`, and `bits_per_byte` where the bytes are known.
+        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
+        `bits_per_byte` where the bytes are known.
     Raises UserError where every label is masked.
     """
     started = time.perf_counter()
     count = min(limit, len(samples)) if limit else len(samples)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    tokens = text_bytes = batches = 0
-    first_batch_s = 0.0
+    tokens = text_bytes = 0
     agreement = StopAgreement(ranks, poll)
     model = unwrap(model)
     with evaluating(model), torch.no_grad():
@@ -68,9 +67,6 @@ def evaluate_loss(
                 text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
             with autocast():
                 total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
-            batches += 1
-            if batches == 1:  # of a run's first evaluation it pays for compilation and allocations: plans leave it out
-                first_batch_s = time.perf_counter() - started
             if agreement.stop():
                 return None
     agreement.finish()
@@ -81,5 +77,4 @@ def evaluate_loss(
     loss, runtime_s = loss_sum / all_tokens, time.perf_counter() - started
     result = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
     result |= {"tokens": int(all_tokens), "samples": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}
-    result |= {"batches": batches, "first_batch_s": first_batch_s}
     return result | ({"bits_per_byte": loss_sum / (math.log(2) * int(all_bytes))} if all_bytes else {})
