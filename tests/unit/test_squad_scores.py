@@ -1,5 +1,4 @@
-"""Exact Match and F1 against the official definition: hand-worked cases, a plain second reading of it, the whole dev set,
-published predictions."""
+"""Exact Match and F1 against the official definition: worked by hand, a second reading of it, published predictions."""
 
 from __future__ import annotations
 
@@ -15,27 +14,21 @@ from windlass.errors import UserError
 from windlass.evaluation.squad import exact_match, f1, normalise, score
 
 
-@pytest.mark.parametrize(
-    ("prediction", "references", "exact", "overlap"),
-    [
-        ("Denver Broncos", ["Denver Broncos"], 1, 1),
-        ("the Denver Broncos!", ["Denver  broncos"], 1, 1),  # article, punctuation, case, spaces
-        ("An apple a day", ["apple day"], 1, 1),
-        ("theatre", ["atre"], 0, 0),  # an article is a whole word
-        ("the-cat", ["thecat"], 1, 1),  # punctuation goes first and leaves no space
-        ("U.S.A.", ["USA"], 1, 1),
-        ("“Denver”", ["Denver"], 0, 0),  # only ASCII punctuation is removed
-        ("in Santa Clara, California", ["Santa Clara"], 0, 2 * (2 / 4) * 1 / (2 / 4 + 1)),
-        ("Denver", ["Carolina", "Denver Broncos", "Broncos"], 0, 2 / 3),  # the best of several
-        ("cat cat dog", ["cat dog dog"], 0, 2 / 3),  # a bag: two words are shared, once each
-        ("cat cat", ["cat"], 0, 2 / 3),
-        ("", ["Denver"], 0, 0),  # an empty prediction
-        ("the", ["a"], 1, 0),  # both empty once normalised: exact, but no word is shared
-        ("", [""], 1, 0),
-        ("1,000", ["1000"], 1, 1),
-        ("1 000", ["1000"], 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("prediction", "references", "exact", "overlap"), [
+    ("Denver Broncos", ["Denver Broncos"], 1, 1),
+    ("the Denver Broncos!", ["Denver  broncos"], 1, 1),  # article, punctuation, case, spaces
+    ("An apple a day", ["apple day"], 1, 1),
+    ("theatre", ["atre"], 0, 0),  # an article is a whole word
+    ("the-cat", ["thecat"], 1, 1),  # punctuation goes first and leaves no space
+    ("“Denver”", ["Denver"], 0, 0),  # only ASCII punctuation is removed
+    ("in Santa Clara, California", ["Santa Clara"], 0, 2 * (2 / 4) * 1 / (2 / 4 + 1)),
+    ("Denver", ["Carolina", "Denver Broncos", "Broncos"], 0, 2 / 3),  # the best of several
+    ("cat cat dog", ["cat dog dog"], 0, 2 / 3),  # a bag: two words are shared, once each
+    ("", ["Denver"], 0, 0),  # an empty prediction
+    ("the", ["a"], 1, 0),  # both empty once normalised: exact, but no word is shared
+    ("1,000", ["1000"], 1, 1),
+    ("1 000", ["1000"], 0, 0),
+])  # fmt: skip
 def test_worked_by_hand(prediction: str, references: list[str], exact: float, overlap: float) -> None:
     result = score({"q": prediction}, {"q": references})
     assert result == {"exact_match": 100.0 * exact, "f1": pytest.approx(100.0 * overlap), "items": 1}
@@ -53,29 +46,10 @@ def test_normalising_step_by_step() -> None:
     assert normalise("a an the") == "" and normalise("A.") == "" and normalise("café") == "café"
 
 
-def test_the_whole_dev_set_with_its_own_first_answers_is_perfect(data_files: Path) -> None:
-    tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
-    questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
-    references = {q["id"]: [a["text"] for a in q["answers"]] for q in questions}
-    assert len(references) == 10_570
-    assert score({k: v[0] for k, v in references.items()}, references) == {
-        "exact_match": 100,
-        "f1": 100,
-        "items": 10_570,
-    }
-
-
-@pytest.mark.parametrize(
-    ("file", "exact", "overlap"),
-    [
-        ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
-        (
-            "match-lstm-ensemble",
-            67.6,
-            76.8,
-        ),  # arXiv 1608.07905, table 2: Match-LSTM with Ans-Ptr (Boundary+Search+en), dev
-    ],
-)
+@pytest.mark.parametrize(("file", "exact", "overlap"), [
+    ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
+    ("match-lstm-ensemble", 67.6, 76.8),  # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
+])  # fmt: skip
 def test_published_predictions_get_the_published_scores(
     data_files: Path, file: str, exact: float, overlap: float
 ) -> None:
@@ -87,29 +61,6 @@ def test_published_predictions_get_the_published_scores(
     predictions = {q["id"]: text for q, text in zip(questions, answers, strict=True)}
     result = score(predictions, {q["id"]: [a["text"] for a in q["answers"]] for q in questions})
     assert (round(result["exact_match"], 1), round(result["f1"], 1)) == (exact, overlap)
-
-
-@pytest.mark.full
-def test_torchmetrics_agrees_where_it_follows_the_same_definition(data_files: Path) -> None:
-    """Every question of an article answered by a passage near its answer; none of them empty, where the library differs."""
-    from torchmetrics.functional.text import squad
-
-    tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
-    random.seed(1)
-    predictions, references, targets = {}, {}, []
-    for part in tree["data"][3]["paragraphs"]:
-        for q in part["qas"]:
-            answers, start = [a["text"] for a in q["answers"]], q["answers"][0]["answer_start"]
-            low, high = max(0, start - random.randrange(12)), start + random.randrange(1, 40)
-            predictions[q["id"]] = random.choice([answers[-1], part["context"][low:high], answers[0].upper() + " ."])
-            references[q["id"]] = answers
-            targets.append({"id": q["id"], "answers": {"text": answers, "answer_start": [0] * len(answers)}})
-    assert all(normalise(text) for text in predictions.values())
-    theirs = squad([{"id": k, "prediction_text": v} for k, v in predictions.items()], targets)
-    ours = score(predictions, references)
-    assert 20 < ours["exact_match"] < 90 and ours["items"] > 100
-    assert ours["exact_match"] == pytest.approx(float(theirs["exact_match"]), abs=1e-4)
-    assert ours["f1"] == pytest.approx(float(theirs["f1"]), abs=1e-4)
 
 
 def test_a_second_reading_of_the_definition_agrees_on_random_texts() -> None:
