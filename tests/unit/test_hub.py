@@ -123,25 +123,27 @@ def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked
 
 
 def test_what_the_hub_refuses_is_said_with_what_to_do(asked: list[str]) -> None:
-    with pytest.raises(UserError, match=r"model\.name: some/gated is gated: accept its licence.*HF_TOKEN"):
-        hub.directory("some/gated")
-    with pytest.raises(UserError, match=r"data\.tokenizer: some/missing is not on the Hub, or is private: .*HF_TOKEN"):
-        hub.directory("some/missing", key="data.tokenizer")
-    with pytest.raises(UserError, match=r"some/open@v9 has no such revision on the Hub: name a commit, a tag"):
-        hub.directory("some/open", "v9")
+    for name, revision, key, words in (
+        ("some/gated", "", "model.name", ["licence", "HF_TOKEN"]),
+        ("some/missing", "", "data.tokenizer", ["private", "HF_TOKEN"]),
+        ("some/open", "v9", "model.name", ["some/open@v9", "commit"]),
+    ):
+        with pytest.raises(UserError) as refused:
+            hub.directory(name, revision, key)
+        assert all(word in str(refused.value) for word in [key, name, *words]), refused.value
     assert asked
 
 
 def test_a_missing_package_is_named() -> None:
-    for module, said in (
-        ("peft.tuners", r"needs the package peft: install windlass\[hf\]"),
-        ("einops", "needs the package einops"),
-    ):
-        with pytest.raises(UserError, match=f"model.name: x {said}"), hub.explained("model.name: x"):
-            raise ImportError(name=module)
     code = "This modeling file requires the following packages that were not found in your environment: einops."
-    with pytest.raises(UserError, match="not found in your environment: einops"), hub.explained("model.name: x"):
-        raise ImportError(code)
+    for error, words in (
+        (ImportError(name="peft.tuners"), ["peft", "windlass[hf]"]),
+        (ImportError(name="einops"), ["einops"]),
+        (ImportError(code), ["einops"]),
+    ):
+        with pytest.raises(UserError) as refused, hub.explained("model.name: x"):
+            raise error
+        assert all(word in str(refused.value) for word in ["model.name: x", *words])
 
 
 def test_a_local_directory_has_no_commit(tmp_path: Path) -> None:
