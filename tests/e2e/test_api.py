@@ -29,7 +29,7 @@ def recipe(place: Path, *more: str) -> Recipe:
 
 def test_a_model_and_samples_of_ones_own(tmp_path):
     page, seen = shown(), []
-    mine = page["Mine"]()
+    mine = page["MyModel"]()
     run = train(
         recipe(tmp_path / "run"), mine, page["data"], lambda step, result: seen.append((step, float(result.loss)))
     )
@@ -46,12 +46,13 @@ def test_ids_past_the_embedding_of_a_model_of_ones_own(tmp_path):
     import torch
 
     page = shown()
-    mine = page["Mine"]()
+    mine = page["MyModel"]()
     table = next(m for m in mine.modules() if isinstance(m, torch.nn.Embedding))
     assert not hasattr(mine, "vocab")
     table.weight, table.num_embeddings = torch.nn.Parameter(table.weight[:3].detach().clone()), 3
-    with pytest.raises(UserError, match=r"'embedding' has 3 rows and was given the id \d+: it needs a row for every"):
+    with pytest.raises(UserError) as error:
         train(recipe(tmp_path / "run"), mine, page["data"])
+    assert "3 rows" in str(error.value) and "vocab" in str(error.value)
 
 
 def test_it_stops_and_goes_on_to_the_same_end(tmp_path):
@@ -61,7 +62,7 @@ def test_it_stops_and_goes_on_to_the_same_end(tmp_path):
 
     def model():
         torch.manual_seed(0)
-        return page["Mine"]()
+        return page["MyModel"]()
 
     train(recipe(tmp_path / "whole"), model(), page["data"])
     with pytest.raises(Exception, match="--stop-at 3"):
@@ -90,7 +91,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path, more, says)
         pytest.skip("there is a GPU, which has fp16")
     page = shown()
     with pytest.raises(UserError, match=says):
-        train(recipe(tmp_path / "run", *more), page["Mine"](), page["data"])
+        train(recipe(tmp_path / "run", *more), page["MyModel"](), page["data"])
     assert not (tmp_path / "run").exists()
 
 

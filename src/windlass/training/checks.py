@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,6 @@ from windlass.parallel import collectives
 from windlass.parallel.parallelize import clean_name, named_parameters, unwrap
 
 if TYPE_CHECKING:
-    from windlass.data.loader import StepBatch
     from windlass.parallel.dist import Ranks
 
 HASH_WORDS = 2**20
@@ -112,25 +112,22 @@ def fingerprint(tensor: Tensor) -> int:
     return int(total)
 
 
-def check_ids(model: nn.Module, batch: StepBatch) -> None:
-    """Raise UserError where a user's own model has no embedding row for a token id of its first batch.
+def check_ids(model: nn.Module, tokens: np.ndarray) -> None:
+    """Raise UserError where a user's own model has no embedding row for one of these token ids.
 
-    A model with `vocab` was checked before it started. Another one is checked where the table of its tokens can be told: it
+    A model with `vocab` is compared with the tokenizer. Another one is checked where the table of its tokens can be told: it
     has `get_input_embeddings()`, or one embedding alone.
     """
-    model = unwrap(model)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if hasattr(model, "get_input_embeddings"):
         tables = [model.get_input_embeddings()]
-    if hasattr(model, "vocab") or len(tables) != 1 or not batch.micro:
+    if hasattr(model, "vocab") or len(tables) != 1:
         return
-    rows = tables[0].num_embeddings
-    low = min(int(micro.tokens.min()) for micro in batch.micro)
-    high = max(int(micro.tokens.max()) for micro in batch.micro)
+    rows, low, high = tables[0].num_embeddings, int(tokens.min()), int(tokens.max())
     if low < 0 or high >= rows:
         raise UserError(
             f"the model's embedding has {rows:,} rows, and the data has the token id {low if low < 0 else high:,}: it needs a "
-            "row for every token of the data. A model with an attribute `vocab` is checked before the run starts"
+            "row for every token. A model with an attribute `vocab` is compared with the tokenizer"
         )
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,7 +48,7 @@ from windlass.telemetry.environment import describe, describe_rank, write_enviro
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import start_trackers
-from windlass.training.checks import tie_groups, uses_dropout
+from windlass.training.checks import check_ids, tie_groups, uses_dropout
 from windlass.training.measure import Measurements
 from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
 from windlass.training.record import ModelFacts, Recorder
@@ -254,6 +255,8 @@ def prepare_model(
             f"the model has {rows:,} token embeddings, and the tokenizer {data.vocab:,} tokens: set model.vocab to 0 or to at "
             "least that"
         )
+    if custom is not None:
+        check_ids(custom, data.train.read(np.arange(min(len(data.train), recipe.train.global_batch)))[0])
     precision, cuda = resolve_precision(recipe.train.precision, ranks.device), ranks.device.type == "cuda"
     hf = sizes_of(model) if isinstance(model, HfModel) and custom is None else None
     flops = hf.flops_per_token() if hf else None

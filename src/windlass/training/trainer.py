@@ -31,7 +31,7 @@ from windlass.optim.build import set_lr
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, sync_gradients
-from windlass.training.checks import check_ids, replicas, startup_checks
+from windlass.training.checks import replicas, startup_checks
 from windlass.training.record import start_profiler
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import TrainState
@@ -153,8 +153,6 @@ class Trainer:
         try:
             while state.step < horizon.steps:
                 batch = self.next_batch(loader)
-                if first and self.facts.custom:
-                    check_ids(self.model, batch)
                 self.stop.training = True  # from here on a signal saves before it ends the process
                 agreement.post([self.stop.requested, self.saves.failed_in_a_row])
                 result = self.step(batch, factor(recipe.optim.schedule, horizon, state.step))
