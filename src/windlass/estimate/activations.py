@@ -1,11 +1,11 @@
 """What a forward pass of our GPT keeps for the backward pass, in bytes, tensor by tensor.
 
-Legend: N tokens of the micro-batch, D width, K width of all keys, F hidden width, H heads, V vocabulary; c bytes of a number
-in matrix products, m bytes of a master weight. The residual stream and the norms stay in the master precision; matrix
-products and what follows them are in the precision of the pass.
+Legend: N tokens of the micro-batch, D width, K width of all keys, F hidden width, H heads, V vocabulary; c bytes of a
+number in matrix products, m bytes of a master weight. The residual stream and the norms stay in the master precision;
+matrix products and what follows them are in the precision of the pass.
 
-The tests compare these sums with what autograd saves and PyTorch's allocator hands out, on a CPU. On CUDA norms and dropout
-have kernels of their own, which keep less.
+The tests compare these sums with what autograd saves and PyTorch's allocator hands out, on a CPU. On CUDA norms and
+dropout have kernels of their own, which keep less.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def recomputed(p: Pass, checkpointing: str) -> int:
 
 
 def backward_bytes(p: Pass) -> int:
-    """Gradients of activations beside what a block saved: of the stream, and of the inside of the feed-forward layer."""
+    """Gradients of activations beside what a block saved: of the stream, and inside the feed-forward layer."""
     copies = {"swiglu": 2, "relu2": 3}.get(p.model.activation, 1)  # the derivative of a square takes two copies more
     return p.stream + copies * p.hidden
 

@@ -70,8 +70,8 @@ def options(base: Layout) -> Iterator[Layout]:
     """Layouts for the same world, device and precision, the cheapest in time first.
 
     Sharding moves parameters over the network, recomputation costs up to a third more arithmetic, and offload moves
-    everything over the host's bus: they come in that order. Keeping gathered parameters (`shard_grad_op`) moves less than
-    `full_shard`; from 4 ranks on `hybrid_shard`, which gathers among half of them, comes before gathering among all.
+    everything over the host's bus: they come in that order. Keeping gathered parameters (`shard_grad_op`) moves less
+    than `full_shard`; from 4 ranks on `hybrid_shard`, which gathers among half of them, comes before all.
     """
     strategies = ["ddp", "shard_grad_op", "full_shard"] if base.world > 1 else ["single"]
     if base.world > 3:
@@ -100,7 +100,7 @@ def largest_micro_batch(task: Task, layout: Layout) -> int:
 
 
 def recommend(task: Task, base: Layout) -> Recommendation:
-    """The first option that fits with a micro-batch large enough to keep a device busy, else the first that fits at all.
+    """The first option that fits with a micro-batch that keeps a device busy, else the first that fits at all.
 
     `base` has world, device and precision; its micro-batch where the recipe sets one, else 0.
     """
@@ -120,9 +120,10 @@ def recommend(task: Task, base: Layout) -> Recommendation:
     least = min(fit.memory.total for fit in fits)
     large = [d for d in map(find_device, device_names()) if (d.usable_bytes or 0) >= least]
     name = f" ({min(large, key=lambda d: d.memory_bytes or 0).name})" if large and base.device == "cuda" else ""
+    enough = f"a device with more than {least / USABLE / 1e9:.3g} GB{name}"
     why = (
-        f"nothing fits: the least is {least / 1e9:.3g} GB. Use a device with more than {least / USABLE / 1e9:.3g} GB{name}, "
-        "more ranks (--world), a lower train.precision, or a smaller train.micro_batch or model.context"
+        f"nothing fits: the least is {least / 1e9:.3g} GB. Use {enough}, more ranks (--world), a lower train.precision, "
+        "or a smaller train.micro_batch or model.context"
     )
     return Recommendation(False, why, {})
 

@@ -1,9 +1,9 @@
 """Memory of one rank at the peak of a training step, for every strategy, precision, checkpointing and micro-batch.
 
-The method: walk through a step event by event (the loss, its backward pass, each block's backward pass from the last to the
-first, the update), add up what is allocated at each, and take the largest sum. Only tensors are counted; a device's driver,
-libraries and the allocator's rounding come on top (`devices.USABLE`). tests/dist/test_estimate_memory.py compares the sums
-with real steps on real ranks.
+The method: walk through a step event by event (the loss, its backward pass, each block's backward pass from the last to
+the first, the update), add up what is allocated at each, and take the largest sum. Only tensors are counted; a device's
+driver, libraries and the allocator's rounding come on top (`devices.USABLE`). tests/dist/test_estimate_memory.py
+compares the sums with real steps on real ranks.
 
 Of a model of `transformers` only weights, gradients and optimizer state are known, from its number of parameters.
 """
@@ -94,12 +94,13 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     return Layout(
         strategy, world, shard_size(strategy, world, recipe.parallel.shard_size), precision,
-        recipe.parallel.activation_checkpointing, recipe.parallel.offload, batch.micro_batch, batch.accumulation, device,
+        recipe.parallel.activation_checkpointing, recipe.parallel.offload, batch.micro_batch, batch.accumulation,
+        device,
     )  # fmt: skip
 
 
 def shard_size(strategy: str, world: int, setting: int = 0) -> int:
-    """Ranks in a sharding group; for `hybrid_shard` without `parallel.shard_size` half of them, as on one of two hosts."""
+    """Ranks in a sharding group; for `hybrid_shard` without `parallel.shard_size` half of all, as on two hosts."""
     if strategy == "hybrid_shard":
         return setting or max(1, world // 2)
     return world if strategy in SHARDED else 1
@@ -234,8 +235,8 @@ def _plain_events(step: _Step) -> Iterator[Memory]:
 def _fsdp_events(step: _Step) -> Iterator[Memory]:
     """FSDP2: blocks are gathered one by one, or stay gathered until their backward pass (`shard_grad_op`).
 
-    A block that is gathered is in memory twice for a moment (as it was received, and as parameters), and what was received
-    is kept until the next one has arrived; likewise a gradient before and while it is reduced.
+    A block that is gathered is in memory twice for a moment (as it was received, and as parameters), and what was
+    received is kept until the next one has arrived; likewise a gradient before and while it is reduced.
     """
     p, layers, shard = step.p, step.p.model.layers, step.layout.shard
     several, keeps = step.layout.accumulation > 1, step.layout.strategy == "shard_grad_op"

@@ -1,4 +1,4 @@
-"""What happens in a run and at which step: turns of the schedule, saves, evaluations, epochs, the end; and disk space."""
+"""What happens in a run and at which step: turns of the schedule, saves, evaluations, epochs, the end."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def known_vocab(recipe: Recipe) -> int | None:
 
 
 def vocab_of(recipe: Recipe, parameters: int | None = None) -> int | None:
-    """Rows of the embedding of a run: from its recipe, or from its number of parameters, which is linear in the rows."""
+    """Rows of the embedding of a run: from its recipe, or from its number of parameters (linear in them)."""
     from windlass.model.size import count
 
     vocab = known_vocab(recipe)
@@ -62,8 +62,8 @@ def resolve_steps(
     """The run's optimizer steps, for every way `train.steps` can be written.
 
     Args:
-        recipe: `train.steps` is a number, `"compute-optimal"`, or `"N epochs"` (rounded up: the run ends at the first step
-            at or past the epoch's end).
+        recipe: `train.steps` is a number, `"compute-optimal"`, or `"N epochs"` (rounded up: the run ends at the first
+            step at or past the epoch's end).
         vocab: rows of the embedding where the recipe leaves them to the tokenizer.
         tokens_per_sample: real tokens in a sample on average; None: `model.context`, as in packed data.
         samples_per_epoch: of the prepared training data, for `"N epochs"`.
@@ -80,15 +80,15 @@ def resolve_steps(
     if steps != "compute-optimal":
         if not samples_per_epoch:
             raise UserError(
-                f'train.steps = "{steps}" needs the number of samples in the prepared data: run `windlass prepare` first, '
-                "or write a number of steps"
+                f'train.steps = "{steps}" needs the number of samples in the prepared data: run `windlass prepare` '
+                "first, or write a number of steps"
             )
         return max(1, Horizon(0, samples_per_epoch, recipe.train.global_batch).steps_in(steps))
     if parameters is None:
         if recipe.model.kind != "gpt":
             raise UserError(
-                "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its configuration, "
-                "which could not be read: write train.steps as a number or in epochs"
+                "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its "
+                "configuration, which could not be read: write train.steps as a number or in epochs"
             )
         vocab = recipe.model.vocab or vocab or known_vocab(recipe)
         if not vocab:

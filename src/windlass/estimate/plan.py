@@ -1,7 +1,8 @@
 """The plan of a recipe before it runs, or of a run that is under way: `plan` assembles it, `Plan` holds it.
 
 All of it is arithmetic, without torch (but for the parameters of a Hugging Face model, which are counted on the meta
-device). What cannot be known yet, as a rule because the data is not prepared, is None, and `Plan.unknown` has the reason.
+device). What cannot be known yet, as a rule because the data is not prepared, is None, and `Plan.unknown` has the
+reason.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def speeds_of(subject: Subject, runs: Sequence[Run]) -> list[Speed]:
     if not same:
         there = sorted({speed.device for _, speed in measured})
         raise UserError(
-            f"{where}: its speed was measured on {' and '.join(there)}, and the plan is for {subject.device.name}. Leave "
-            "--device out, or leave --from out and have the speed assumed from the peak"
+            f"{where}: its speed was measured on {' and '.join(there)}, and the plan is for {subject.device.name}. "
+            "Leave --device out, or leave --from out and have the speed assumed from the peak"
         )
     if other := next((run for run, _ in same if run.recipe.model != subject.recipe.model), None):
         raise UserError(f"--from {other.path}: it trains another model; name a run of the same one, or use --measure")
@@ -101,8 +101,8 @@ def measure_here(subject: Subject, notify: Callable[[str], None]) -> Speed:
     here = this_device(cpu=subject.device.kind == "cpu").name
     if not same_device(here, subject.device.name):
         raise UserError(
-            f"--measure makes its steps here, on {here}, and the plan is for {subject.device.name}: leave --device out, or "
-            "take the speed of a run that was made there, with --from RUN"
+            f"--measure makes its steps here, on {here}, and the plan is for {subject.device.name}: leave --device "
+            "out, or take the speed of a run that was made there, with --from RUN"
         )
     recipe = subject.recipe.with_overrides(**{"parallel.device": subject.device.kind})
     notify(f"measuring: {STEPS} steps, {subject.world} x {here}; missing data is prepared first")

@@ -149,7 +149,7 @@ def _common_device(runs: Sequence[Run]) -> str:
 
 
 def _with_hf_sizes(subject: Subject) -> Subject:
-    """The sizes of a Hugging Face model, or the reason why they are not known; the rest of the plan is made all the same."""
+    """The sizes of a Hugging Face model, or why they are not known; the rest of the plan does not need them."""
     try:
         from windlass.model.hf import read_sizes  # needs torch
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from windlass.run import Line, Run
 
 ASSUMED_MFU = 0.4
-"""Share of the peak that is assumed where nothing was measured. Published GPU and TPU trainings report 0.3 to 0.55 (0.46
-for PaLM, arXiv 2204.02311); a small model or a slow network gives less."""
+"""Share of the peak that is assumed where nothing was measured. Published GPU and TPU trainings report 0.3 to 0.55
+(0.46 for PaLM, arXiv 2204.02311); a small model or a slow network gives less."""
 
 MEASURED, PROJECTED, ASSUMED, BOUND = "measured", "projected", "assumed", "at best"
 
@@ -47,8 +47,8 @@ class Speed:
     """Real tokens, padding not counted."""
     world: int
     basis: str
-    """`measured`; `projected` with measured efficiency; `assumed` from a peak; `at best`: scaled to more ranks as if nothing
-    were lost."""
+    """`measured`; `projected` with measured efficiency; `assumed` from a peak; `at best`: scaled to more ranks as if
+    nothing were lost."""
     detail: str
     """The same in words: which run, which peak, which efficiency."""
     costs: dict[str, float] = field(default_factory=dict)
@@ -84,8 +84,8 @@ def measured_speed(run: Run) -> Speed | None:
 def speed_of_ledger(ledger: Sequence[Line], name: str) -> Speed | None:
     """The speed that the effective lines of a ledger show.
 
-    Steps are taken from the last start alone, without the first lines (compilation, caches) where there are more than four;
-    the mean leaves out the fastest and slowest tenth.
+    Steps are taken from the last start alone, without the first lines (compilation, caches) where there are more than
+    four; the mean leaves out the fastest and slowest tenth.
     """
     lines = [x for x in ledger if x["kind"] == "train" and x.get("step_ms") and x.get("tokens_per_s")]
     if not lines:
@@ -128,7 +128,7 @@ def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
 
 
 def _without_warmup(line: Line, tokens_per_s: float) -> float:
-    """What the first evaluation would take again: of the loss at most as long as the forward passes of training take."""
+    """What the first evaluation would take again: the loss at most as long as training's forward passes."""
     if line.get("suite", "loss") != "loss" or not line.get("tokens"):
         return float(line["runtime_s"])
     forward = line["tokens"] / tokens_per_s / 3  # a third of a step's FLOPs
@@ -136,7 +136,7 @@ def _without_warmup(line: Line, tokens_per_s: float) -> float:
 
 
 def project(speeds: Sequence[Speed], world: int) -> Speed:
-    """The speed on a number of ranks, from at least one speed measured on some; of several on one world the median counts.
+    """The speed on a number of ranks, from at least one speed; of several on one world the median counts.
 
     Between two measured worlds and beyond the largest, the speed is taken to grow as world^s with the s that the two
     nearest measurements show. From one world alone no efficiency follows: the result is what the world would reach if
@@ -261,7 +261,7 @@ def _without_pauses(raw: Sequence[Line]) -> float:
 
 
 def _peak_memory(run: Run) -> PredictedAndActual:
-    """The peak of the fullest rank from the run's summary, beside the memory of its device or, on a CPU, its machine."""
+    """The peak of the fullest rank from the run's summary, beside the memory of its device or machine."""
     peak, environment = run.summary.get("peak_mem_mb"), run.environment
     sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
     total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")

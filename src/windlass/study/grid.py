@@ -58,7 +58,7 @@ class Cell:
 
     @cached_property
     def key(self) -> str:
-        """Identifies the cell: the recipe's hash, and what the hash leaves out (strategy, ranks, ...) where the cell sets it."""
+        """Identifies the cell: the recipe's hash, with what the hash leaves out (strategy, ranks) where that is set."""
         other = {
             name: value for name, value in sorted(self.assignment.items()) if name.startswith((WORLD, *NON_SEMANTIC))
         }

@@ -106,7 +106,8 @@ class CellResult:
     def row(self) -> dict[str, Any]:
         """What the cell sets and how it stands, as plain values for a table or JSON."""
         names = (
-            "state", "reason", "step", "steps", "loss", "eval_loss", "best_loss", "score", "tokens", "tokens_per_s", "device_hours",
+            "state", "reason", "step", "steps", "loss", "eval_loss", "best_loss", "score", "tokens", "tokens_per_s",
+            "device_hours",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
@@ -193,8 +194,8 @@ class Study:
         """The study at `path`.
 
         Raises:
-            UserError: there is none, it is damaged, or its recipe.toml or this version of Windlass makes other cells of it
-                than those it was begun with.
+            UserError: there is none, it is damaged, or its recipe.toml or this version of Windlass makes other cells of
+                it than those it was begun with.
         """
         path = Path(path)
         if not Study.is_study(path):
@@ -210,8 +211,8 @@ class Study:
         cells = expand(recipe, [parse_axis(text) for text in axes])
         if [cell.key for cell in cells] != keys:
             raise UserError(
-                f"{path}: its cells have other recipes now than when the study was begun: its recipe.toml was edited, or "
-                "this version of Windlass has other settings. Restore what it was begun with, or give another --dir"
+                f"{path}: its cells have other recipes now than when the study was begun: its recipe.toml was edited, "
+                "or this version of Windlass has other settings. Restore what it was begun with, or give another --dir"
             )
         return Study(path, recipe, axes, cells)
 
@@ -286,8 +287,8 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
         """The command that trains an assignment in full on `world` ranks (or as many as it sets itself), and a remark.
 
-        Where the study's recipe is a preset with changes, those are repeated, but for a number of steps that was cut down
-        for the study; else the study's own recipe file is named.
+        Where the study's recipe is a preset with changes, those are repeated, but for a number of steps that was cut
+        down for the study; else the study's own recipe file is named.
         """
         source, overrides, remark = f"{self.path.as_posix()}/recipe.toml", dict(assignment), ""
         if self.recipe.preset in presets():
@@ -312,7 +313,7 @@ class Study:
         return read_json(self.path / "statuses.json")
 
     def _ledger(self, run: Run) -> tuple[list[Line], list[Line]]:
-        """A run's raw events and effective lines; read again only where the file has changed: a sweep looks twice a second."""
+        """A run's raw events and effective lines; read again only where the file has changed."""
         try:
             stat = run.metrics_path.stat()
         except OSError:
@@ -326,15 +327,15 @@ class Study:
 
 
 def _check_same(study: Study, base: Recipe, axes: Sequence[str]) -> None:
-    """Raise UserError where a study on disk has other axes or another recipe: its cells would run with the old settings."""
+    """Raise UserError where a study on disk has other axes or settings: its cells would keep the old ones."""
     if [parse_axis(text) for text in study.axes] != [parse_axis(text) for text in axes]:
         raise UserError(f"{study.path} holds another study, with the axes {' '.join(study.axes)}; give another --dir")
     old, new = study.recipe.flat(), base.flat()
     changed = [f"{key}={typed(new[key])} (there {typed(old[key])})" for key in new if new[key] != old.get(key)]
     if changed:
         raise UserError(
-            f"{study.path} holds a study of the same grid with other settings: {', '.join(changed)}. Its cells keep the "
-            "settings they were begun with: leave out what differs, or give another --dir"
+            f"{study.path} holds a study of the same grid with other settings: {', '.join(changed)}. Its cells keep "
+            "the settings they were begun with: leave out what differs, or give another --dir"
         )
 
 
@@ -391,7 +392,7 @@ def _number(value: Any) -> float | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock: the tasks of an array job write statuses at the same time. Where there are no locks, go on without."""
+    """Hold a lock: the tasks of an array job write statuses at the same time. Not on a file system without locks."""
     with path.open("a") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes

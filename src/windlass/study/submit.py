@@ -17,7 +17,8 @@ from windlass.study.study import Axes, Study
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 SLURM_NAMES = {
     "-J": "--job-name", "-a": "--array", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-o": "--output",
-    "-G": "--gpus-per-task", "--gpus": "--gpus-per-task", "--gres": "--gpus-per-task", "--gpus-per-node": "--gpus-per-task",
+    "-G": "--gpus-per-task", "--gpus": "--gpus-per-task", "--gres": "--gpus-per-task",
+    "--gpus-per-node": "--gpus-per-task",
 }  # fmt: skip
 """Other names of what the script asks for, so that a user's argument replaces it."""
 
@@ -89,10 +90,10 @@ def array_script(
 ) -> str:
     """The batch script for the cells with these numbers; a pure function of its arguments.
 
-    An array job, but for a single cell of PBS, which has no array of one. A rank gets a core and, unless the recipe says
-    `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own (`--time=04:00:00`) and replace what would be
-    asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time runs out gets a signal, saves and
-    exits with 75; submitting again resumes it.
+    An array job, but for a single cell of PBS, which has no array of one. A rank gets a core and, unless the recipe
+    says `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own (`--time=04:00:00`) and replace what
+    would be asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time runs out gets a signal,
+    saves and exits with 75; submitting again resumes it.
     """
     chosen = [study.cells[number] for number in cells]
     ranks = max(cell.world or world for cell in chosen)
@@ -125,7 +126,7 @@ def array_script(
 
 
 def _option(text: str, scheduler: str) -> str:
-    """What an argument of a scheduler sets, by its long name; for PBS's resources with the first one's name: `-l select`."""
+    """What an argument of a scheduler sets, by its long name; for PBS's resources `-l` and the first one's name."""
     words = re.split(r"[=\s]+", text.strip(), maxsplit=2)
     if scheduler == "slurm":
         word = words[0] if words[0].startswith("--") else words[0][:2]  # also -c4

@@ -201,7 +201,7 @@ class Sweep:
             process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> None:
-        """Write down why a cell ended, where its ledger does not say; queue it again where that was not its own doing."""
+        """Write down why a cell ended, where its ledger does not say; queue it again where it was interrupted."""
         process.log.close()
         cell, result = process.cell, self.study.result(process.cell)
         if self.pruner:  # it may have ended between two looks, and later cells are compared with it
@@ -261,7 +261,7 @@ class CellProcess:
             self.process.wait()
 
     def failure(self, code: int) -> str:
-        """One line on why a cell that exited with `code` did not finish; empty where it finished or saved and stopped."""
+        """One line on why a cell that exited with `code` did not finish; empty where it finished or stopped."""
         if code in (DONE, STOPPED):
             return ""
         lines = [line.strip() for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
@@ -273,9 +273,9 @@ class CellProcess:
 class Halving:
     """Asynchronous successive halving over a study's ledgers (arXiv 1810.05934), by Optuna's pruner.
 
-    At each rung (the 1st, 2nd, 4th, ... evaluation) a cell goes on only if it is in the better half of those that came to
-    the rung before it; the first to come goes on. Evaluations of earlier sweeps are read from the ledgers and reported in
-    the order in which they happened, so that a sweep that was killed decides as before.
+    At each rung (the 1st, 2nd, 4th, ... evaluation) a cell goes on only if it is in the better half of those that came
+    to the rung before it; the first to come goes on. Evaluations of earlier sweeps are read from the ledgers and
+    reported in the order in which they happened, so that a sweep that was killed decides as before.
     """
 
     def __init__(self, study: Study):
