@@ -14,7 +14,7 @@ from report_fixtures import build_run
 from windlass.reports.charts import charts, on_grid, smoothed, thin
 from windlass.reports.page import numbers, payload, rounded
 from windlass.reports.plots import draw
-from windlass.reports.view import RankTrack, Track, view
+from windlass.reports.view import Track, view
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_the_pages_script_smooths_as_the_pictures_do():
 
 
 def test_a_grid_averages_what_falls_into_each_span():
-    track = RankTrack(0, {"hours": np.array([0.0, 0.1, 0.9, 1.0]), "x": np.array([1.0, 3.0, math.nan, 7.0])})
-    late = RankTrack(1, {"hours": np.array([0.95]), "x": np.array([5.0])})
+    track = Track({"hours": np.array([0.0, 0.1, 0.9, 1.0]), "x": np.array([1.0, 3.0, math.nan, 7.0])})
+    late = Track({"hours": np.array([0.95]), "x": np.array([5.0])})
     hours, table = on_grid([track, late], "x")  # four spans, of which two are empty
     assert hours == pytest.approx([0.125, 0.875])
     assert table[0] == pytest.approx([2, 7]) and table[1] == pytest.approx([math.nan, 5], nan_ok=True)
@@ -111,9 +111,6 @@ def test_only_charts_with_numbers_are_drawn(one, folder):
     ]  # fmt: skip
     cpu = described(view(build_run(folder / "cpu", device="cpu", ranks=1, steps=30)))
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
-    uneven = one.train["tokens_per_s"] / np.linspace(100, 200, len(one.train))
-    other = replace(one, train=Track({**one.train.columns, "samples_per_s": uneven}))
-    assert "samples_per_s" in described(other), "samples of different lengths"
 
 
 @pytest.mark.parametrize(("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.reports.measures import NO_SCORES
-from windlass.reports.view import Numbers, RankTrack, Restart, RunView, Track
+from windlass.reports.view import Numbers, Restart, RunView, Track, tokens_at
 from windlass.study.study import diverged
 
 POINTS = 2400
@@ -100,7 +100,6 @@ TRAIN: tuple[tuple[str, str, str, dict[str, str], bool, float], ...] = (
     ("lr", "Learning rate", "", {"lr": "learning rate"}, False, 1),
     ("grad_norm", "Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, True, 1),
     ("throughput", "Throughput", "tokens/s, all ranks", {"tokens_per_s": "tokens/s"}, True, 1),
-    ("samples_per_s", "Throughput in samples", "samples/s, all ranks", {"samples_per_s": "samples/s"}, True, 1),
     ("step_time", "Time of a step", "ms", {
         "step_ms": "whole step", "forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer",
         "data_ms": "waiting for data",
@@ -140,8 +139,7 @@ def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
     trains = [seen.train for seen in views]
     for key, title, unit, columns, smooth, factor in TRAIN:
         series = _columns(views, trains, columns, several, limit, smooth=smooth, factor=factor)
-        if series and (key != "samples_per_s" or any(map(_samples_differ, trains))):
-            found.append(Chart(key, title, unit, series, marks, zero=True))
+        found += [Chart(key, title, unit, series, marks, zero=True)] if series else []
     for key, title, unit, columns in RANKS:
         series = [one for i, seen in enumerate(views) for one in _ranks(seen, i, columns, several)]
         found += [Chart(key, title, unit, series, marks, zero=True)] if series else []
@@ -195,27 +193,18 @@ def _series(track: Track, column: str, limit: int, factor: float = 1, **rest: An
     return Series(step=step, tokens=tokens, hours=hours, y=track[column][keep] * factor, **{"name": "", **rest})
 
 
-def _samples_differ(train: Track) -> bool:
-    """Whether samples/s is no mere multiple of tokens/s, as it is where all samples are equally long."""
-    tokens, samples = train["tokens_per_s"], train["samples_per_s"]
-    good = np.isfinite(samples) & (samples > 0)
-    length = tokens[good] / samples[good]
-    length = length[np.isfinite(length)]
-    return bool(good.any() and (not len(length) or np.ptp(length) > 0.02 * np.mean(length)))
-
-
 def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> list[Series]:
     """The ranks' lines on one grid of time; of many ranks (and of several runs) their mean and range."""
     series = []
     for place, (column, what) in enumerate(list(columns.items())[: 1 if several else None]):
         tracks = [track for track in seen.ranks if track.has(column)]
         if column == "util_pct" and any((track["training"] > 0).any() for track in tracks):
-            tracks = [track for track in map(RankTrack.training_only, tracks) if track.has(column)]
+            tracks = [own for track in tracks if (own := track.only(track["training"] > 0)).has(column)]
         if not tracks:
             continue
         hours, table = on_grid(tracks, column)
         steps = seen.steps_at(hours)
-        axes: dict[str, Any] = {"run": run, "step": steps, "tokens": seen.tokens_at(steps), "hours": hours}
+        axes: dict[str, Any] = {"run": run, "step": steps, "tokens": tokens_at(steps, seen.train), "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
         many, chosen = len(tracks) > FEW_RANKS, list(range(len(tracks)))
         if several or many:
@@ -232,7 +221,7 @@ def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> l
     return series
 
 
-def on_grid(ranks: Sequence[RankTrack], column: str) -> tuple[Numbers, Numbers]:
+def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
     """The mean of a field in equal spans of time: hours [spans] and values [ranks, spans], NaN without a sample there."""
     everything = np.concatenate([track["hours"] for track in ranks])
     spans = min(RANK_POINTS, max(len(track["hours"]) for track in ranks))

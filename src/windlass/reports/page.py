@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -23,8 +24,8 @@ from windlass.recipe.load import flatten
 from windlass.reports.charts import Chart, Look, Series, smoothing
 from windlass.reports.measures import PARTS, Value, goodput, measures
 from windlass.reports.study import StudyView, cell_table, heats, looks, seed_table, short, sweep_charts, winner_text
-from windlass.reports.tables import PRINCIPAL, Table, all_settings, comparison, evaluations, results_for_people
-from windlass.reports.text import MISSING, compact, duration, printable, show
+from windlass.reports.tables import PRINCIPAL, all_settings, comparison, evaluations, results_for_people
+from windlass.reports.text import MISSING, duration, printable, show
 from windlass.reports.view import RunView
 
 SIDE_BY_SIDE = 6
@@ -68,7 +69,7 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         "data": Markup(as_json(payload(views, [*charts, *sweeps], run_looks))),
         "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps, "heats": heats(study) if study else [],
         "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
-        "comparison": _comparison(views), "side_by_side": len(views) <= SIDE_BY_SIDE,
+        "comparison": comparison(views, PRINCIPAL) if len(views) > 1 else None, "side_by_side": len(views) <= SIDE_BY_SIDE,
         "measures": results_for_people(views, each_evaluation=len(views) > 1),
         "evaluations": evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show, "MISSING": MISSING,
         "sample_limit": SAMPLES,
@@ -149,72 +150,61 @@ def as_json(value: Any) -> str:
 
 
 def _head(views: Sequence[RunView]) -> dict[str, Any]:
+    """Kicker, title, lede, notes and figures of one run's page or of a comparison."""
+    values = [measures(view) for view in views]
     if len(views) > 1:
-        states: dict[str, int] = {}
-        for view in views:
-            states[view.state] = states.get(view.state, 0) + 1
-        values = [measures(view) for view in views]
-        scored = [
-            (v["best_eval_loss"], view.label) for v, view in zip(values, views, strict=True) if "best_eval_loss" in v
-        ]
-        best = min(scored, default=None)
-        figures = [("Best validation loss", show(best[0], "loss"), best[1])] if best else []
-        names = [view.label for view in views]
+        names, states = [view.label for view in views], Counter(view.state for view in views)
+        scored = [(v["best_eval_loss"], name) for v, name in zip(values, names, strict=True) if "best_eval_loss" in v]
+        figures = [("Best validation loss", show(min(scored)[0], "loss"), min(scored)[1])] if scored else []
         return {
             "kicker": "A comparison of runs", "title": ", ".join(names) if len(names) <= 3 else f"{len(names)} runs",
             "state": "", "lede": f"{len(views)} runs: {', '.join(f'{n} {state}' for state, n in states.items())}", "notes": "",
             "figures": [*figures, ("Runs", str(len(views)), ""), *_totals(values)],
         }  # fmt: skip
-    view, values_of_run = views[0], measures(views[0])
-    planned, restarts, world = view.settings.get("train.steps"), len(view.restarts), values_of_run.get("world")
+    view, own = views[0], values[0]
+    planned, world = view.settings.get("train.steps"), own.get("world")
     lede = [f"{view.step:,} of {planned:,} steps" if isinstance(planned, int) else f"{view.step:,} steps"]
-    if "parameters" in values_of_run:
-        lede.append(f"{show(values_of_run['parameters'], 'count')} parameters")
-    if isinstance(world, (int, float)):
-        lede.append(f"{world:.0f} rank{'s' if world != 1 else ''}")
-    if restarts:
-        times = {1: "once", 2: "twice"}.get(restarts, f"{restarts} times")
-        lede.append(f"interrupted {times} and drawn as one curve")
+    lede += [f"{show(own['parameters'], 'count')} parameters"] if "parameters" in own else []
+    lede += [f"{show(world, 'count')} rank{'' if world == 1 else 's'}"] if world else []
+    lede += [f"started {1 + len(view.restarts)} times and drawn as one curve"] if view.restarts else []
     return {
         "kicker": "A run", "title": view.label, "state": view.state, "lede": ", ".join(lede),
-        "notes": view.settings.get("run.notes") or "", "figures": _figures(values_of_run),
+        "notes": view.settings.get("run.notes") or "", "figures": _figures(own),
     }  # fmt: skip
 
 
 def _figures(values: Mapping[str, Value]) -> list[Figure]:
-    """The figures at the top of the page of one run."""
-
-    def at_step(value: str, step: str) -> str:
-        return f"{value}at step {show(values[step], 'count')}" if values.get(step) is not None else ""
-
-    best = ""
-    if values.get("best_eval_loss") != values.get("eval_loss"):
-        best = at_step(f"best {show(values.get('best_eval_loss'), 'loss')} ", "best_eval_step")
-    tokens = values.get("tokens")
-    epochs = f"{values['epochs']:.3g} epochs" if values.get("epochs") else ""
-    hours = f"{show(values['device_hours'], 'hours')} device-hours" if "device_hours" in values else ""
-    candidates = [
-        ("Validation loss", "eval_loss", show(values.get("eval_loss"), "loss"), best),
-        (f"Best {values.get('best_measure')}", "best_score", show(values.get("best_score"), "score"), at_step("", "best_score_step")),
-        ("Training loss", "train_loss", show(values.get("train_loss"), "loss"), ""),
-        ("Tokens", "tokens", compact(float(tokens)) if isinstance(tokens, (int, float)) else "", epochs),
-        ("Tokens per second", "train_tokens_per_s", show(values.get("train_tokens_per_s"), "count"), ""),
-        ("MFU", "mfu", show(values.get("mfu"), "share"), ""),
-        ("Goodput", "goodput", show(values.get("goodput"), "share"), "of wall time in steps"),
-        ("Runtime", "runtime_s", show(values.get("runtime_s"), "duration"), hours),
-    ]  # fmt: skip
-    return [(name, value, remark) for name, key, value, remark in candidates if key in values]
+    """The figures at the top of the page of one run, each with a remark."""
+    remarks = {"goodput": "of wall time in steps"}
+    if "best_eval_loss" in values and values["best_eval_loss"] != values.get("eval_loss"):
+        at = show(values["best_eval_step"], "count")
+        remarks["eval_loss"] = f"best {show(values['best_eval_loss'], 'loss')} at step {at}"
+    if "best_score" in values:
+        remarks["best_score"] = f"at step {show(values['best_score_step'], 'count')}"
+    if values.get("epochs"):
+        remarks["tokens"] = f"{values['epochs']:.3g} epochs"
+    if "device_hours" in values:
+        remarks["runtime_s"] = f"{show(values['device_hours'], 'hours')} device-hours"
+    shown = {
+        "eval_loss": ("Validation loss", "loss"), "best_score": (f"Best {values.get('best_measure')}", "score"),
+        "train_loss": ("Training loss", "loss"), "tokens": ("Tokens", "compact"),
+        "train_tokens_per_s": ("Tokens per second", "count"), "mfu": ("MFU", "share"), "goodput": ("Goodput", "share"),
+        "runtime_s": ("Runtime", "duration"),
+    }  # fmt: skip
+    return [
+        (name, show(values[key], kind), remarks.get(key, "")) for key, (name, kind) in shown.items() if key in values
+    ]
 
 
 def _totals(values: Sequence[Mapping[str, Value]]) -> list[Figure]:
     figures = []
-    for name, key, text in (
-        ("Tokens in all", "tokens", compact),
-        ("Runtime in all", "runtime_s", duration),
-        ("Device-hours in all", "device_hours", lambda value: show(value, "hours")),
+    for name, key, kind in (
+        ("Tokens", "tokens", "compact"),
+        ("Runtime", "runtime_s", "duration"),
+        ("Device-hours", "device_hours", "hours"),
     ):
         known = [float(value) for one in values if isinstance(value := one.get(key), (int, float))]
-        figures += [(name, text(sum(known)), "")] if known else []
+        figures += [(f"{name} in all", show(sum(known), kind), "")] if known else []
     return figures
 
 
@@ -236,10 +226,6 @@ def _study_head(study: StudyView) -> dict[str, Any]:
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------------
-
-
-def _comparison(views: Sequence[RunView]) -> Table | None:
-    return comparison(views, PRINCIPAL) if len(views) > 1 else None
 
 
 def _times(views: Sequence[RunView]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ is the one that `checkpoint.best` names: the evaluation loss, or a score such as
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from windlass.checkpoint.retention import LOSS, better
 from windlass.reports.charts import Chart, Look, Series
-from windlass.reports.measures import measures
+from windlass.reports.measures import MEASURES, measures
 from windlass.reports.tables import Column, Table
 from windlass.reports.text import show
 from windlass.reports.view import RunView, view
@@ -56,9 +57,7 @@ class StudyView:
     @property
     def states(self) -> str:
         """`5 finished, 1 waiting`."""
-        counts = dict.fromkeys(dict.fromkeys(r.state for r in self.results), 0)
-        for result in self.results:
-            counts[result.state] += 1
+        counts = Counter(result.state for result in self.results)
         return ", ".join(f"{count} {state}" for state, count in counts.items())
 
     def swept(self) -> dict[str, list[Any]]:
@@ -110,16 +109,17 @@ def winner_text(seen: StudyView, group: Group) -> tuple[str, str]:
 def cell_table(seen: StudyView) -> Table:
     """A row a cell, in the order of the grid: what it sets, its state, scores, tokens, speed and device-hours."""
     keys, runs = seen.study.keys, {one.run.path: one for one in seen.views}
-    columns = [
-        Column("state", "State"),
-        Column("steps", "Steps", "count"),
-        Column("tokens", "Tokens", "count"),
-        Column("train_loss", "Final training loss", "loss"),
-        Column("eval_loss", "Final evaluation loss", "loss"),
-        Column("best_eval_loss", "Best evaluation loss", "loss"),
-        Column("train_tokens_per_s", "Tokens/s", "rate"),
-        Column("device_hours", "Device-hours", "hours"),
-    ]
+    names = (
+        "state",
+        "steps",
+        "tokens",
+        "train_loss",
+        "eval_loss",
+        "best_eval_loss",
+        "train_tokens_per_s",
+        "device_hours",
+    )
+    columns = [Column(name, *MEASURES[name]) for name in names]
     own = [] if seen.study.measure == LOSS else [Column("score", f"Best {seen.title}", "score")]
     reason = [Column("reason", "Reason")] if any(r.reason for r in seen.results) else []
     rows = []

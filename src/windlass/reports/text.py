@@ -20,7 +20,7 @@ def show(value: Any, kind: str = "") -> str:
 
     Args:
         value: anything that a recipe or a ledger holds; None is shown as a dash.
-        kind: `loss`, `score`, `rate`, `count`, `amount` (with a fraction), `mb`, `share` (a fraction, shown as %),
+        kind: `loss`, `score`, `rate`, `count`, `compact` (`3.28 M`), `amount` (with a fraction), `mb`, `share` (a fraction, shown as %),
             `duration` (seconds), `hours`; empty: six significant digits.
     """
     if value is None or value == "":
@@ -40,6 +40,8 @@ def show(value: Any, kind: str = "") -> str:
             return duration(value)
         case "share":
             return f"{100 * value:.1f} %"
+        case "compact":
+            return compact(value)
         case "count":
             return f"{value:,.0f}"
         case "amount":

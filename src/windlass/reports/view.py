@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,7 @@ DEVICE_FIELDS = (
     "power_w", "temperature_c",
 )  # fmt: skip
 MAX_DEVICE_BYTES = 8_000_000
-"""The sample files of all ranks are read whole up to this size together; of larger ones evenly spaced blocks."""
-BLOCK = 16_384
+"""The sample files of all ranks are parsed whole up to this size together; of larger ones every n-th line."""
 
 
 def number(value: Any) -> float:
@@ -65,9 +64,13 @@ def timestamp(text: Any) -> float:
 
 @dataclass(frozen=True)
 class Track:
-    """Columns of equal length along the run: `step`, `tokens`, `hours`, and what was measured there."""
+    """Columns of equal length: `step`, `tokens`, `hours` along the run, and what was measured there.
+
+    A rank's device samples have `hours`, `training` (1 in the phase `train`) and some of DEVICE_FIELDS.
+    """
 
     columns: Mapping[str, Numbers]
+    rank: int = 0
 
     def __getitem__(self, name: str) -> Numbers:
         """The column, all NaN where nothing of that name was written."""
@@ -75,7 +78,7 @@ class Track:
         return np.full(len(self), math.nan) if column is None else column
 
     def __len__(self) -> int:
-        return len(self.columns["step"])
+        return len(self.columns["hours"])
 
     def has(self, name: str) -> bool:
         """Whether the column holds a finite number."""
@@ -90,26 +93,9 @@ class Track:
         finite = self[name][np.isfinite(self[name])]
         return float(finite[-1]) if len(finite) else None
 
-
-@dataclass(frozen=True)
-class RankTrack:
-    """One rank's device samples in order: `hours`, `training` (1 in the phase `train`) and DEVICE_FIELDS."""
-
-    rank: int
-    columns: Mapping[str, Numbers]
-
-    def __getitem__(self, name: str) -> Numbers:
-        column = self.columns.get(name)
-        return np.full(len(self.columns["hours"]), math.nan) if column is None else column
-
-    def has(self, name: str) -> bool:
-        """Whether the column holds a finite number."""
-        return bool(np.isfinite(self[name]).any())
-
-    def training_only(self) -> RankTrack:
-        """The samples taken in training steps: an evaluation or a save is no idle device."""
-        keep = self["training"] > 0
-        return RankTrack(self.rank, {name: values[keep] for name, values in self.columns.items()})
+    def only(self, keep: NDArray[np.bool_]) -> Track:
+        """Some of its rows."""
+        return Track({name: values[keep] for name, values in self.columns.items()}, self.rank)
 
 
 @dataclass(frozen=True)
@@ -130,7 +116,6 @@ class Sample:
     """A generated text."""
 
     step: int
-    index: int
     prompt: str
     text: str
 
@@ -145,7 +130,7 @@ class RunView:
     settings: Mapping[str, Any]
     train: Track
     evals: Mapping[str, Track]
-    ranks: Sequence[RankTrack]
+    ranks: Sequence[Track]
     restarts: Sequence[Restart]
     samples: Sequence[Sample]
     events: Sequence[Line]
@@ -175,10 +160,6 @@ class RunView:
             return np.zeros(len(self.train), dtype=bool)
         return ~np.isfinite(self.train["loss"])
 
-    def tokens_at(self, steps: Numbers) -> Numbers:
-        """Tokens trained on after so many steps, interpolated between the `train` lines; 0 at step 0."""
-        return tokens_at(steps, self.train)
-
     def steps_at(self, hours: Numbers) -> Numbers:
         """Steps done after so many hours of training, interpolated between lines and restarts."""
         known = {(0.0, 0.0), *zip(self.train["hours"], self.train["step"], strict=True)}
@@ -187,8 +168,7 @@ class RunView:
         return interpolate(hours, pairs[:, 0], pairs[:, 1])
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One start of the run: its clock in seconds since 1970, and the seconds of training before it."""
 
     number: int
@@ -204,20 +184,19 @@ class Clock:
         spans: dict[int, list[float]] = {}
         starts: dict[int, float] = {}
         for line in ledger:
-            attempt, at = int(line.get("attempt", 0)), timestamp(line.get("time"))
+            attempt, at, event = int(line.get("attempt", 0)), timestamp(line.get("time")), line.get("event")
             if math.isnan(at):
                 continue
-            event = line.get("event")
             if event in STARTS:
                 starts.setdefault(attempt, at)
             if line["kind"] != "event" or event in COUNTING:
                 spans.setdefault(attempt, []).append(at)
         self.attempts: list[Attempt] = []
         before = 0.0
-        for attempt in sorted(spans):
-            start = starts.get(attempt, min(spans[attempt]))
-            end = max(start, *spans[attempt])
-            self.attempts.append(Attempt(attempt, start, end, before))
+        for number in sorted(spans):
+            start = starts.get(number, min(spans[number]))
+            end = max(start, *spans[number])
+            self.attempts.append(Attempt(number, start, end, before))
             before += end - start
 
     def hours(self, at: float, attempt: int | None = None) -> float:
@@ -225,14 +204,11 @@ class Clock:
 
         Without `attempt` (device samples do not have one) it is the attempt that ran at that time.
         """
-        if attempt is None:
-            begun = [a for a in self.attempts if a.start <= at]
-            current = begun[-1] if begun else None
-            if current is not None and at > current.end and len(begun) < len(self.attempts):
-                return math.nan
-        else:
-            current = next((a for a in self.attempts if a.number == attempt), None)
-        if current is None or math.isnan(at):
+        begun = [a for a in self.attempts if (a.start <= at if attempt is None else a.number == attempt)]
+        if not begun or math.isnan(at):
+            return math.nan
+        current = begun[-1]
+        if attempt is None and at > current.end and current is not self.attempts[-1]:
             return math.nan
         return (current.before + max(0.0, at - current.start)) / 3600
 
@@ -246,7 +222,7 @@ def interpolate(x: Numbers, known_x: Numbers, known_y: Numbers) -> Numbers:
 
 
 def tokens_at(steps: Numbers, train: Track) -> Numbers:
-    """See `RunView.tokens_at`."""
+    """Tokens trained on after so many steps, interpolated between the `train` lines; 0 at step 0."""
     return interpolate(steps, np.append(0.0, train["step"]), np.append(0.0, train["tokens"]))
 
 
@@ -283,7 +259,7 @@ def view(run: Run, label: str | None = None) -> RunView:
         ranks=_read_ranks(run.devices_dir, clock),
         restarts=restarts,
         samples=[
-            Sample(line["step"], int(line.get("index") or 0), str(line.get("prompt") or ""), str(line["text"]))
+            Sample(line["step"], str(line.get("prompt") or ""), str(line["text"]))
             for line in ledger
             if line["kind"] == "sample" and line.get("text") is not None
         ],
@@ -324,7 +300,7 @@ def _track(lines: Sequence[Line], clock: Clock) -> Track:
     return Track(columns)
 
 
-def _read_ranks(folder: Path, clock: Clock) -> list[RankTrack]:
+def _read_ranks(folder: Path, clock: Clock) -> list[Track]:
     """Every rank's samples, without those in a pause or in work that was done again."""
     files = {int(m[1]): path for path in folder.glob("rank-*.jsonl") if (m := re.search(r"rank-(\d+)", path.name))}
     tracks = []
@@ -340,23 +316,14 @@ def _read_ranks(folder: Path, clock: Clock) -> list[RankTrack]:
         columns["hours"] = np.array([hours for hours, _ in rows], dtype=np.float64)
         columns["training"] = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=np.float64)
         if rows:
-            tracks.append(RankTrack(rank, columns))
+            tracks.append(Track(columns, rank))
     return tracks
 
 
 def _read_samples(path: Path, limit: int) -> Iterator[dict[str, Any]]:
-    """The samples in a file; of a file over `limit` bytes those in evenly spaced blocks, the same ones each time."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= limit:
-            raw = file.read().split(b"\n")
-        else:
-            blocks = max(2, limit // BLOCK)
-            raw = []
-            for block in range(blocks):
-                file.seek(block * (size - BLOCK) // (blocks - 1))
-                raw += file.read(BLOCK).split(b"\n")[1:-1]  # a block starts and ends in the middle of a line
-    for text in raw:
+    """The samples in a file; of a file over `limit` bytes every n-th line, for parsing is what takes time."""
+    lines = path.read_bytes().split(b"\n")
+    for text in lines[:: 1 + path.stat().st_size // limit]:
         with suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict) and line.get("kind", "sample") == "sample":

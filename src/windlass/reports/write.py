@@ -9,6 +9,7 @@ from pathlib import Path
 from windlass.errors import UserError
 from windlass.fileio import write_atomic
 from windlass.recipe import Recipe, presets
+from windlass.reports import tables
 from windlass.reports.charts import Chart, charts
 from windlass.reports.page import SIDE_BY_SIDE, page
 from windlass.reports.study import (
@@ -20,18 +21,6 @@ from windlass.reports.study import (
     seed_table,
     sweep_charts,
     winner_text,
-)
-from windlass.reports.tables import (
-    PRINCIPAL,
-    Table,
-    all_settings,
-    comparison,
-    curves,
-    evaluations,
-    results,
-    results_for_people,
-    settings_table,
-    stacked,
 )
 from windlass.reports.text import markdown_cell
 from windlass.reports.view import RunView, views
@@ -120,29 +109,29 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
 
         maps = heats(study) if study else []
         drawn = write_plots(seen, [*sweeps, *described], out / "plots", skip, run_looks, maps)
-    tables = {"settings.csv": settings_table(seen), **_long_tables(seen)}
+    files = {"settings.csv": tables.settings_table(seen), **_long_tables(seen)}
     if study:
-        tables |= {"cells.csv": cell_table(study), "results.csv": comparison(seen)}
-        tables |= {"seeds.csv": seeds} if (seeds := seed_table(study)) else {}
+        files |= {"cells.csv": cell_table(study), "results.csv": tables.comparison(seen)}
+        files |= {"seeds.csv": seeds} if (seeds := seed_table(study)) else {}
     else:
-        tables["results.csv"] = comparison(seen) if len(seen) > 1 else results(seen)
-    for name, table in tables.items():
+        files["results.csv"] = tables.comparison(seen) if len(seen) > 1 else tables.results(seen)
+    for name, table in files.items():
         write_atomic(out / name, table.csv())
     pictures = _pictures([*sweeps, *described], drawn)
     write_atomic(out / "report.md", (_study_markdown(study) if study else _markdown(seen)) + pictures + _settings(seen))
     write_atomic(out / "index.html", page(seen, described, study))
-    return Report(out / "index.html", out / "report.md", [out / name for name in tables], drawn)
+    return Report(out / "index.html", out / "report.md", [out / name for name in files], drawn)
 
 
-def _long_tables(seen: Sequence[RunView]) -> dict[str, Table]:
+def _long_tables(seen: Sequence[RunView]) -> dict[str, tables.Table]:
     """The `train` lines and the evaluations of all runs, the run's name first where there are several."""
     if len(seen) == 1:
-        tables = {"train.csv": curves(seen[0])}
-        parts = [((suite,), table) for suite, table in evaluations(seen[0]).items()]
-        return tables | ({"evaluations.csv": stacked(parts, ["suite"])} if parts else {})
-    tables = {"train.csv": stacked([((view.label,), curves(view)) for view in seen], ["run"])}
-    every = [((view.label, suite), table) for view in seen for suite, table in evaluations(view).items()]
-    return tables | ({"evaluations.csv": stacked(every, ["run", "suite"])} if every else {})
+        files = {"train.csv": tables.curves(seen[0])}
+        parts = [((suite,), table) for suite, table in tables.evaluations(seen[0]).items()]
+        return files | ({"evaluations.csv": tables.stacked(parts, ["suite"])} if parts else {})
+    files = {"train.csv": tables.stacked([((view.label,), tables.curves(view)) for view in seen], ["run"])}
+    every = [((view.label, suite), table) for view in seen for suite, table in tables.evaluations(view).items()]
+    return files | ({"evaluations.csv": tables.stacked(every, ["run", "suite"])} if every else {})
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------------
@@ -150,15 +139,15 @@ def _long_tables(seen: Sequence[RunView]) -> dict[str, Table]:
 
 def _markdown(seen: Sequence[RunView]) -> str:
     if len(seen) > 1:
-        text = f"# {len(seen)} runs\n\n## Results\n\n{comparison(seen, PRINCIPAL).markdown()}"
+        text = f"# {len(seen)} runs\n\n## Results\n\n{tables.comparison(seen, tables.PRINCIPAL).markdown()}"
         return text + (
-            f"\n### Every measure\n\n{results_for_people(seen).markdown()}" if len(seen) <= SIDE_BY_SIDE else ""
+            f"\n### Every measure\n\n{tables.results_for_people(seen).markdown()}" if len(seen) <= SIDE_BY_SIDE else ""
         )
     view = seen[0]
     restarts = "".join(f" {r.what.capitalize()} at step {r.step:,.0f} ({r.time})." for r in view.restarts)
     text = f"# {markdown_cell(view.label)}\n\nState: {view.state}, {view.step:,} steps.{restarts}\n"
-    text += f"\n## Results\n\n{results_for_people(seen).markdown()}"
-    for suite, table in evaluations(view).items():
+    text += f"\n## Results\n\n{tables.results_for_people(seen).markdown()}"
+    for suite, table in tables.evaluations(view).items():
         text += f"\n## Evaluations: {markdown_cell(suite)}\n\n{table.markdown()}"
     return text
 
@@ -185,6 +174,6 @@ def _pictures(described: Sequence[Chart], drawn: Mapping[str, Path]) -> str:
 
 
 def _settings(seen: Sequence[RunView]) -> str:
-    rows = [row for row in all_settings(seen) if row.differs or row.changed]
+    rows = [row for row in tables.all_settings(seen) if row.differs or row.changed]
     first = "Those that differ between the runs first, then those" if len(seen) > 1 else "Those"
-    return f"\n## Settings\n\n{first} changed from the defaults.\n\n{settings_table(seen, rows).markdown()}"
+    return f"\n## Settings\n\n{first} changed from the defaults.\n\n{tables.settings_table(seen, rows).markdown()}"
