@@ -20,7 +20,7 @@ from windlass.checkpoint.load import Choice, open_checkpoint
 from windlass.checkpoint.reshard import Slice, State, divide_rows
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Outcome, Saver
-from windlass.fileio import Files, Output
+from windlass.fileio import Files
 
 SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_avg": (6, 4)}
 KILLED = -signal.SIGKILL
@@ -85,9 +85,7 @@ class Recorder(Files):
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
 
-    def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-    ) -> None:
+    def about_to(self, operation, path, output=None, data=None):
         self.log.append((operation, path.name))
 
 
@@ -97,9 +95,7 @@ class Killer(Files):
     def __init__(self, at: int):
         self.at, self.count = at, 0
 
-    def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-    ) -> None:
+    def about_to(self, operation, path, output=None, data=None):
         if self.count == self.at:
             if output is not None and data is not None:
                 os.write(output.descriptor, data[: len(data) // 2])
@@ -115,9 +111,7 @@ class Failer(Files):
         self.at, self.code, self.lasting, self.only, self.count = at, code, lasting, only, 0
         self.failed = 0
 
-    def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-    ) -> None:
+    def about_to(self, operation, path, output=None, data=None):
         hit = self.count >= self.at if self.lasting else self.count == self.at
         self.count += 1
         if hit and (not self.only or operation in self.only):

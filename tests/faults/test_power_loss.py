@@ -20,7 +20,7 @@ from saving import hidden, save, step_seen, tally
 from windlass.checkpoint.format import list_entries
 from windlass.checkpoint.load import Choice, choose, recover
 from windlass.errors import UserError
-from windlass.fileio import Files, Output
+from windlass.fileio import Files
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.start import LEFT_OVER, StartPlan, write_start
@@ -78,9 +78,7 @@ class Disk(Files):
     def _place(self, path: Path) -> tuple[Folder, str]:
         return self._at(path.parent), path.name
 
-    def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-    ) -> None:
+    def about_to(self, operation, path, output=None, data=None):
         self.moments.append((f"{operation} {path.name}", copy.deepcopy(self.root)))
         parent, name = self._place(path)
         thing = parent.now.get(name)
@@ -237,9 +235,7 @@ class Forgetful(Disk):
         super().__init__(root)
         self.forgets, self.forgotten = (operation, name), 0
 
-    def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-    ) -> None:
+    def about_to(self, operation, path, output=None, data=None):
         name = path.name if not path.name.startswith(".saving") else "saving"
         if (operation, name) == self.forgets:
             self.forgotten += 1
@@ -289,9 +285,7 @@ def test_the_model_knows_a_lost_file(scratch: Path) -> None:
     """A disk that is never synced loses everything: the test above would see it."""
 
     class Hasty(Disk):
-        def about_to(
-            self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-        ) -> None:
+        def about_to(self, operation, path, output=None, data=None):
             if operation not in ("fsync", "fsync_dir"):
                 super().about_to(operation, path, output, data)
 

@@ -28,7 +28,7 @@ from windlass.checkpoint.reshard import Slice, State, divide_rows, gather_state,
 from windlass.checkpoint.retention import EMERGENCY, Policy
 from windlass.checkpoint.save import HostBuffer, Saver
 from windlass.errors import UserError
-from windlass.fileio import O_DIRECT, Files, Output
+from windlass.fileio import O_DIRECT, Files
 
 
 class Net(nn.Module):
@@ -220,9 +220,7 @@ class Gate(Files):
         self.open = threading.Event()
         self.reached = threading.Event()
 
-    def about_to(
-        self, operation: str, path: Path, output: Output | None = None, data: memoryview | None = None
-    ) -> None:
+    def about_to(self, operation, path, output=None, data=None):
         if operation == "create":
             self.reached.set()
             assert self.open.wait(30)
