@@ -122,23 +122,12 @@ class Muon(torch.optim.Optimizer):
                     "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
                 }
         states = [self.state[p] for p in parameters]
+        first, second, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
-            parameters,
-            [p.grad for p in parameters],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=g["fused"] or None,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=g["betas"][0],
-            beta2=g["betas"][1],
-            lr=g["lr"],
-            weight_decay=g["weight_decay"],
-            eps=g["eps"],
-            maximize=False,
-        )
+            parameters, [p.grad for p in parameters], first, second, [], steps, fused=g["fused"] or None,
+            found_inf=self.found_inf, amsgrad=False, beta1=g["betas"][0], beta2=g["betas"][1], lr=g["lr"],
+            weight_decay=g["weight_decay"], eps=g["eps"], maximize=False,
+        )  # fmt: skip
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         for p, _ in matrices:
