@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass import processes
 from windlass.errors import DONE, STOPPED, UserError, first_line
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -104,8 +105,9 @@ class Bench:
         command = [sys.executable, "-m", "windlass.verification_worker", json.dumps(task)]
         if world > 1:
             command = [sys.executable, "-m", "windlass.launch", str(world), *command]
+        environ = {**os.environ, processes.PARENT: str(os.getpid())}
         with (self.folder / f"{run}.out").open("ab") as out:
-            return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(command, stdout=out, stderr=out, env=environ, start_new_session=True)
 
     def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
         """The same to its end; raises RuntimeError with its last lines where it fails."""

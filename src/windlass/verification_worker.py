@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError
+from windlass.processes import PARENT, exit_with_parent
 
 
 class Recorder:
@@ -44,6 +45,8 @@ def main(task: dict[str, Any]) -> int:
     from windlass import Recipe, train
     from windlass.data.dataset import open_data
 
+    if parent := os.environ.pop(PARENT, ""):
+        exit_with_parent(int(parent))
     recipe = Recipe.load(task["recipe"], task["overrides"])
     data = open_data(recipe)
     recorder = Recorder(data.train)
