@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from small_runs import WSD, corpus, curve, die, recipe_of, says, settings
 
 from helpers import best_step, kept
+from windlass.checkpoint.lineage import Lineage, write_lineage
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.fileio import Files
@@ -23,7 +25,7 @@ from windlass.optim.schedule import factor
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines
 from windlass.training import setup, train
-from windlass.training.start import acquire_run_lock, resolve_start, set_aside
+from windlass.training.start import LEFT_OVER, acquire_run_lock, is_restart, job_id, resolve_start, set_aside
 
 __all__ = ["corpus"]
 
@@ -341,14 +343,6 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
         assert says(error, word)
 
 
-def test_a_full_directory_that_is_no_run_is_left_alone(corpus, tmp_path):
-    (tmp_path / "mine").mkdir()
-    Path(tmp_path / "mine" / "thesis.tex").write_text("ten days of work")
-    with pytest.raises(UserError) as error:
-        train(recipe_of(corpus, tmp_path / "mine"))
-    assert says(error, "run.dir", "--fresh")
-
-
 def test_a_branch_that_was_stopped_before_its_first_checkpoint_branches_again(corpus, tmp_path):
     """It would else begin from the seed's weights, without a word."""
     train(recipe_of(corpus, tmp_path / "origin", **{"optim.schedule.kind": "constant"}))
@@ -424,3 +418,51 @@ def test_where_the_lock_is_another_hosts_the_heartbeat_counts(tmp_path):
     assert run.alive
     run.lock_path.write_text("")
     assert run.alive
+
+
+TORCHRUN = {
+    "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a",
+}  # fmt: skip
+
+
+def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
+    run = Run(tmp_path)
+    again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert not is_restart(run, again), "nothing was begun yet"
+    write_lineage(tmp_path, Lineage(job=job_id(TORCHRUN)), Files())
+    assert not is_restart(run, TORCHRUN)
+    assert is_restart(run, again)
+    assert not is_restart(run, again | {"TORCHELASTIC_RUN_ID": "b"})
+
+
+def test_what_a_failed_start_leaves_is_no_hindrance_but_anything_else_is(tmp_path):
+    recipe = Recipe.load("quickstart", [f"run.dir='{tmp_path}'"])
+    for name in LEFT_OVER:
+        (tmp_path / name).touch()
+    assert not resolve_start(recipe).resuming
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="--fresh"):
+        resolve_start(recipe)
+
+
+def test_who_waited_for_a_lock_holds_that_of_the_directory_of_the_name(tmp_path, monkeypatch):
+    """`--fresh` renames the directory while another training waits for its lock."""
+    run = tmp_path / "run"
+    run.mkdir()
+    first = acquire_run_lock(run)
+    got: list[object] = []
+    waits, pause = threading.Event(), time.sleep
+    monkeypatch.setattr("windlass.training.start.time.sleep", lambda seconds: (waits.set(), pause(seconds)))
+    waiting = threading.Thread(target=lambda: got.append(acquire_run_lock(run, seconds=30)))
+    waiting.start()
+    assert waits.wait(30)
+    run.rename(tmp_path / "aside")
+    assert first is not None
+    first.close()
+    waiting.join()
+    with pytest.raises(UserError, match="wait for it"):
+        acquire_run_lock(run, seconds=0)
+    aside = acquire_run_lock(tmp_path / "aside", seconds=0)
+    assert aside is not None
+    for file in (aside, *got):
+        file.close()

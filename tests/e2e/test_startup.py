@@ -15,9 +15,8 @@ from torch import nn
 
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed, Stopped
-from windlass.launch.local import launch
+from windlass.launch.local import launch, worker_command
 from windlass.parallel import collectives
-from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import setup, train
 
@@ -77,17 +76,17 @@ def test_a_replica_that_drifted_ends_the_run(corpus, tmp_path, capfd, after, ste
     assert [x["step"] for x in Run(tmp_path / "run").lines("train")] == steps
 
 
-def test_a_disk_too_small_for_what_is_kept_is_said_and_one_with_room_is_not(corpus, tmp_path, monkeypatch, capsys):
+def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not(corpus, tmp_path, monkeypatch, capsys):
     """Room for two checkpoints, where three are kept and the next one is written beside them."""
     wanted = {"train.steps": 4, "checkpoint.every": 1, "checkpoint.keep_last": 3, "checkpoint.keep_best": "false"}
-    first = train(Recipe.load("quickstart", settings(corpus, tmp_path / "roomy", **wanted)))
+    first = train(recipe_of(corpus, tmp_path / "roomy", **wanted))
     assert "the run needs" not in "".join(capsys.readouterr())
     size = max(e["bytes"] for e in first.events if e["event"] == "checkpoint")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * size + RESERVE_BYTES))
-    run = train(Recipe.load("quickstart", settings(corpus, tmp_path / "tight", **wanted)))
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert said.count("the run needs") == 1 and f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in said
-    assert said.index("the run needs") < said.index(" 1/4")
+    run = train(recipe_of(corpus, tmp_path / "tight", **wanted))
+    output = " ".join("".join(capsys.readouterr()).split())
+    assert output.count("the run needs") == 1 and f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in output
+    assert output.index("the run needs") < output.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
 
 
@@ -96,10 +95,10 @@ def test_a_users_mistake_that_only_the_ranks_see_is_exit_2_on_two_ranks(corpus, 
     """All its checkpoints are damaged, which rank 0 tells inside the group: no traceback, and not the exit code of a failure."""
     overrides = settings(corpus, tmp_path / "run", "ddp")
     with pytest.raises(Stopped):
-        train(Recipe.load("quickstart", overrides), stop_at=3)
+        train(recipe_of(corpus, tmp_path / "run", **{"parallel.strategy": "ddp"}), stop_at=3)
     file = Run(tmp_path / "run").checkpoints_dir / "step-00000003" / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert launch([sys.executable, "-m", "windlass", "train", "quickstart", *overrides], 2) == 2
-    said = capfd.readouterr().err
-    assert "no checkpoint of" in said and "use --fresh to set the run aside" in said
-    assert "Traceback" not in said
+    assert launch(worker_command(["train", "quickstart", *overrides]), 2) == 2
+    output = capfd.readouterr().err
+    assert "no checkpoint of" in output and "use --fresh to set the run aside" in output
+    assert "Traceback" not in output

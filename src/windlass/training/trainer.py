@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -350,8 +351,9 @@ class Trainer:
     def stop_run(self) -> None:
         """Save where the grace allows it, and raise Stopped; all ranks come here after the same step."""
         step, saves, recorder, settings = self.state.step, self.saves, self.recorder, self.recipe.checkpoint
-        told = self.ranks.all_gather_object("signals", [self.stop.requested, self.stop.seconds_since()])
-        signalled, since = any(requested for requested, _ in told), max(seconds for _, seconds in told)
+        signals = self.ranks.all_gather_object("signals", [self.stop.requested, self.stop.seconds_since()])
+        signalled, since = any(requested for requested, _ in signals), max(seconds for _, seconds in signals)
+        deadline = time.monotonic() + settings.grace_seconds - since
         reason = self.stop.name if signalled else f"--stop-at {step}"
         needed = decide_on_rank_0(
             self.ranks, "seconds to save", lambda: saves.expected_seconds() if saves.step != step else 0.0
@@ -369,9 +371,8 @@ class Trainer:
         recorder.event("preempted", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
-        recorder.finish_trackers(
-            min(flush, settings.grace_seconds - since - TRACKER_RESERVE_SECONDS) if signalled else flush
-        )
+        left = deadline - time.monotonic() - TRACKER_RESERVE_SECONDS
+        recorder.finish_trackers(min(flush, left) if signalled else flush)
         raise Stopped(f"stopped by {reason} after step {step}, all saved; start the same command again to continue")
 
     def finish(self) -> None:
