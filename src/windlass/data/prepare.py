@@ -221,10 +221,9 @@ def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: P
     written = {file: shards.file_state(directory / file, sha256) for file, _, sha256 in shards.parts(index.shards)}
     shards.remember(directory, {file: state for file, state in written.items() if file not in preparation.inherited})
     (directory / PROGRESS).unlink(missing_ok=True)
-    for stray in [
-        p for stem in (shards.MAIN, shards.EVAL) for p in directory.glob(f"{stem}-[0-9]*") if p.name not in written
-    ]:
-        stray.unlink(missing_ok=True)  # of an earlier preparation of another corpus
+    for file in [*directory.glob(f"{shards.MAIN}-[0-9]*"), *directory.glob(f"{shards.EVAL}-[0-9]*")]:
+        if file.name not in written:
+            file.unlink(missing_ok=True)  # of an earlier preparation of another corpus
     return index
 
 
@@ -299,9 +298,8 @@ def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:
     data, seed = recipe.data, recipe.run.seed
     train: list[Any] = chat.read(data.source, data.split)
     held_out: list[Any] = []
-    if data.eval_source or data.eval_split:
-        source = data.eval_source or data.source
-        held_out = chat.read(source, data.eval_split or data.split, "data.eval_source")
+    if data.eval_source or (data.eval_split and data.source.startswith("hf:")):
+        held_out = chat.read(data.eval_source or data.source, data.eval_split or data.split, "data.eval_source")
     elif data.val_fraction and len(train) > 1:
         count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
         places = set(choose([str(i) for i in range(len(train))], count, seed, "split"))
