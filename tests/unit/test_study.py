@@ -51,14 +51,16 @@ def test_a_cell_that_would_be_another_recipe_is_one_error(study):
     file = study.path / "recipe.toml"
     file.write_text(file.read_text().replace("layers = 4", "layers = 3"))
     assert Recipe.load(file).model.layers == 3
-    with pytest.raises(UserError, match="--dir"):
+    with pytest.raises(UserError) as error:
         Study.open(study.path)
+    assert "recipe.toml" in str(error.value) and "--dir" in str(error.value)
 
 
 def test_a_damaged_study_is_said(study):
     (study.path / "study.json").write_text('{"axes": [], "cells": [{"run": "x"}]}')
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError) as error:
         Study.open(study.path)
+    assert "study.json" in str(error.value)
 
 
 def fail(path, number):
