@@ -150,5 +150,5 @@ def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path
     model = gpt(context=256, layers=1, seed=seed, init_std=0.02)
     result = evaluate_hellaswag(model, items, continuations(items, byte_tokenizer()), ALONE)
     assert result is not None
-    print({k: round(v, 4) for k, v in result.items() if k.startswith('acc')}, f"{result['tokens_per_s']:,.0f} tokens/s")
+    print({k: round(v, 4) for k, v in result.items() if k.startswith("acc")}, f"{result['tokens_per_s']:,.0f} tokens/s")
     assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015
