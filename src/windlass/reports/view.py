@@ -27,7 +27,7 @@ Numbers = NDArray[np.float64]
 
 BOOKKEEPING = (
     "kind", "step", "time", "attempt", "epoch", "samples", "samples_trained", "tokens", "suite", "event", "index",
-    "runtime_s", "hours",
+    "runtime_s", "hours", "batches", "first_batch_s",
 )  # fmt: skip
 """Fields that say where a line belongs and measure nothing."""
 
@@ -78,7 +78,7 @@ class Track:
         return np.full(len(self), math.nan) if column is None else column
 
     def __len__(self) -> int:
-        return len(self.columns["hours"])
+        return len(next(iter(self.columns.values())))
 
     def has(self, name: str) -> bool:
         """Whether the column holds a finite number."""
