@@ -84,8 +84,8 @@ def test_the_pages_script_smooths_as_the_pictures_do():
 def test_a_grid_averages_what_falls_into_each_span():
     track = Track({"hours": np.array([0.0, 0.1, 0.9, 1.0]), "x": np.array([1.0, 3.0, math.nan, 7.0])})
     late = Track({"hours": np.array([0.95]), "x": np.array([5.0])})
-    hours, table = on_grid([track, late], "x")  # two spans for four samples
-    assert hours == pytest.approx([0.25, 0.75])
+    hours, table = on_grid([track, late], "x")  # three spans for four samples, the middle one empty
+    assert hours == pytest.approx([1 / 6, 5 / 6])
     assert table[0] == pytest.approx([2, 7]) and table[1] == pytest.approx([math.nan, 5], nan_ok=True)
 
 

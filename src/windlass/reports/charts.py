@@ -224,7 +224,9 @@ def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> l
 def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
     """The mean of a field in equal spans of time: hours [spans] and values [ranks, spans], NaN without a sample there."""
     everything = np.concatenate([track["hours"] for track in ranks])
-    spans = min(RANK_POINTS, max(1, max(map(len, ranks)) // 2))  # about two samples in each, so that none is empty
+    spans = min(
+        RANK_POINTS, 1 + 2 * max(map(len, ranks)) // 3
+    )  # wider than from sample to sample: a late one leaves no gap
     low, high = float(everything.min()), float(everything.max())
     edges = np.linspace(low, high if high > low else low + 1e-6, spans + 1)
     table = np.full((len(ranks), spans), math.nan)
