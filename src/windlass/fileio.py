@@ -1,9 +1,9 @@
 """File operations that decide what is durable when, and small readers and writers of JSON.
 
-Everything a save changes on the disk goes through one `Files` object, one operation at a time, so that a test can stop, fail
-or kill the process at each of them (docs/reliability.md counts these tests). The rules of durability are the usual ones of
-POSIX: a file's bytes are on the disk after its `fsync`, a name (a new file, a rename, a removal) after the `fsync` of its
-directory; anything else may be there or not after a power cut.
+Everything a save changes on the disk goes through one `Files` object, one operation at a time, so that a test can stop,
+fail or kill the process at each of them (docs/reliability.md counts these tests). The rules of durability are the usual
+ones of POSIX: a file's bytes are on the disk after its `fsync`, a name (a new file, a rename, a removal) after the
+`fsync` of its directory; anything else may be there or not after a power cut.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Output:
     def _write_some(self, view: memoryview) -> int:
         if not self.direct:
             return os.write(self.descriptor, view)
-        # O_DIRECT takes whole pages only. Where the file system refuses it anyway (EINVAL, ENOTSUP, EIO, by system), the
-        # page cache is used from here on; a disk that is full or broken fails again there.
+        # O_DIRECT takes whole pages only. Where the file system refuses it anyway (EINVAL, ENOTSUP, EIO, by system),
+        # the page cache is used from here on; a disk that is full or broken fails again there.
         if whole := len(view) // PAGE * PAGE:
             with contextlib.suppress(OSError):
                 return os.write(self.descriptor, view[:whole])
@@ -88,8 +88,9 @@ class Files:
     def create(self, path: Path, direct: bool = False) -> Output:
         """A new, empty file for writing, in place of any file of that name.
 
-        With `direct`, where the system offers it, the bytes go from memory to the disk without a copy in the page cache,
-        which saves about a third of the writer's processor time (benchmarks/direct_write.py). For data that begin at a page.
+        With `direct`, where the system offers it, the bytes go from memory to the disk without a copy in the page
+        cache, which saves about a third of the writer's processor time (benchmarks/direct_write.py). For data that
+        begin at a page.
         """
         self.about_to("create", path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -160,7 +161,8 @@ class Files:
             output.sync()
 
     def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
-        """Put a file in place of another one, or of none: a reader sees the old or the new one, whole. One process at a time.
+        """Put a file in place of another one, or of none: a reader sees the old or the new one, whole. One process at a
+        time.
 
         With `durable` the new file is on the disk, under its name, when this returns.
         """
@@ -180,7 +182,7 @@ class Files:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file that readers see whole or not at all; raises OSError and leaves nothing behind. Not synced to disk."""
+    """Write a file that readers see whole or not at all; raises OSError, leaving nothing. Not synced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)

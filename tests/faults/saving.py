@@ -122,7 +122,9 @@ class Failer(Files):
 
 
 def tally(what: str, tried: int, **more: float) -> None:
-    """Count faults that were tried and survived, for the tables in docs/reliability.md (WINDLASS_FAULTS names the file)."""
+    """Count faults that were tried and survived, for the tables in docs/reliability.md (WINDLASS_FAULTS names the
+    file).
+    """
     if name := os.environ.get("WINDLASS_FAULTS"):
         with open(name, "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, "tried": tried, **more}) + "\n")

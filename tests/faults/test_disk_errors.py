@@ -1,4 +1,6 @@
-"""A full disk and an I/O error at every operation of a save: an outcome that says so, nothing lost, nothing left, go on."""
+"""A full disk and an I/O error at every operation of a save: an outcome that says so, nothing lost, nothing left, go
+on.
+"""
 
 from __future__ import annotations
 

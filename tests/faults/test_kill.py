@@ -1,4 +1,6 @@
-"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one, whole."""
+"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one,
+whole.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SCENES = {
     "next": ([1, 2], 3),
     "again": ([1, 3], 3),
 }
-"""By name: the steps that are there already, and the step whose save is killed (`again`: a save in place of another)."""
+"""By name: the steps that are there already, and the step whose save is killed (`again`: a save in place of another).
+"""
 
 
 def prepare(run: Path, there: list[int]) -> None:

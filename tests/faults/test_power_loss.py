@@ -1,8 +1,8 @@
 """The power goes at every operation of a save, on a disk that keeps only what was synced, or any part of the rest.
 
-A kill leaves everything that was written; a power cut leaves what had reached the disk. The model of a disk here is a strict
-one: a file's bytes are safe after its own fsync, a name (a new file, a rename, a removal) after the fsync of its directory.
-Whatever was not synced may be there or not, each change by itself and in any order.
+A kill leaves everything that was written; a power cut leaves what had reached the disk. The model of a disk here is a
+strict one: a file's bytes are safe after its own fsync, a name (a new file, a rename, a removal) after the fsync of its
+directory. Whatever was not synced may be there or not, each change by itself and in any order.
 """
 
 from __future__ import annotations
@@ -223,7 +223,9 @@ def begun(path: Path) -> tuple[int, int | None] | None:
 @pytest.mark.parametrize("scene", BEGINNINGS)
 @pytest.mark.parametrize("images", [3, pytest.param(30, marks=pytest.mark.full)])
 def test_power_cut_while_a_run_begins(scratch: Path, scene: str, images: int) -> None:
-    """New: no recipe, or all of it. A branch: never a recipe without its origin. An extension: never without its checkpoint."""
+    """New: no recipe, or all of it. A branch: never a recipe without its origin. An extension: never without its
+    checkpoint.
+    """
     moments = beginnings(scratch, scene, images, Disk(scratch))
     tally("power cut while a run begins, is branched or extended, model of a strict disk", images * moments)
 

@@ -1,4 +1,6 @@
-"""A manifest is read as what a stranger may have written: everything in it is checked, nothing outside is opened or run."""
+"""A manifest is read as what a stranger may have written: everything in it is checked, nothing outside is opened or
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """How the ranks of one save come to one checkpoint, or to none, through the file system alone. Needs no torch.
 
-Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0 waits for all parts, writes
-counters, manifest and digest, makes every byte durable, and renames the directory: that one rename is the commit. The other
-ranks watch for it. Rank 0 alone decides: it gives up when a part reports an error or is not there in time, and renames the
-directory to `.failed-...`, where the others find the reason.
+Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0 waits for all parts,
+writes counters, manifest and digest, makes every byte durable, and renames the directory: that one rename is the
+commit. The other ranks watch for it. Rank 0 alone decides: it gives up when a part reports an error or is not there in
+time, and renames the directory to `.failed-...`, where the others find the reason.
 
 What is durable when `Commit.run` returns on rank 0: everything. Before the rename no reader sees anything of the save.
 """

@@ -1,20 +1,24 @@
-"""What a checkpoint is on the disk: its names, its manifest, and whether its files are what the manifest says. Needs no torch.
+"""What a checkpoint is on the disk: its names, its manifest, and whether its files are what the manifest says. Needs no
+torch.
 
 A checkpoint is a directory `step-00000250` with
 
 - `rank-00000.safetensors` ...: rows of the weights and of the optimizer's state, in the safetensors layout;
 - `state.json`: the counters;
-- `manifest.json`: step, world, digests of recipe and data; which rows of each tensor lie where; size and SHA-256 of the files above;
+- `manifest.json`: step, world, digests of recipe and data; which rows of each tensor lie where; size and SHA-256 of the
+  files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-A directory is in one of two states. It is *whole* when `manifest.sha256` is there: every byte was on the disk before the
-directory got its name, in one rename. It is *temporary* otherwise (being written, being removed, or left by a kill): no reader
-looks at it, and recovery removes it. Whole is not undamaged: disks fail, so every byte is hashed before it is used.
+A directory is in one of two states. It is *whole* when `manifest.sha256` is there: every byte was on the disk before
+the directory got its name, in one rename. It is *temporary* otherwise (being written, being removed, or left by a
+kill): no reader looks at it, and recovery removes it. Whole is not undamaged: disks fail, so every byte is hashed
+before it is used.
 
 Two names besides: `step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name;
 `bad-step-00000250` was damaged and set aside, and nothing reads, counts or deletes it.
 
-Nothing in a checkpoint is code, and nothing that a manifest names is opened unless it is a plain name inside the directory.
+Nothing in a checkpoint is code, and nothing that a manifest names is opened unless it is a plain name inside the
+directory.
 """
 
 from __future__ import annotations
@@ -89,7 +93,7 @@ class FileInfo(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything about a checkpoint but the numbers themselves; checked when it is read, as a stranger may have written it."""
+    """Everything about a checkpoint but the numbers themselves; checked when it is read."""
 
     model_config = ConfigDict(frozen=True)
     format: Literal["windlass-checkpoint"] = "windlass-checkpoint"
@@ -172,7 +176,7 @@ def is_whole(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a whole checkpoint, itself unchanged since the commit, and all files of the right size; raises Damaged."""
+    """The manifest of a whole checkpoint, itself unchanged since the commit, its files of the right size; or Damaged."""
     digest, data = _read_small(path / DIGEST), _read_small(path / MANIFEST)
     if digest != digest_line(data):
         raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}")
@@ -197,10 +201,11 @@ def _read_small(path: Path) -> bytes:
 
 
 def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
-    """Hash every byte of the files that fall to `rank` of `world`, and raise Damaged with the first that is not as written.
+    """Hash every byte of the files that fall to `rank` of `world`, and raise Damaged with the first that is not as
+    written.
 
-    The files are dealt out by size, so that all ranks hash about as much. Together with `read_manifest` (which every rank
-    does) the ranks have then verified every byte.
+    The files are dealt out by size, so that all ranks hash about as much. Together with `read_manifest` (which every
+    rank does) the ranks have then verified every byte.
     """
     load, mine = [0] * world, []
     for name, info in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):

@@ -1,8 +1,9 @@
 """Where the run's current steps began, so that a start never resumes from steps that were given up. Needs no torch.
 
-A run goes back when it is extended from before its decay, or resumed from an earlier step; a branch and a run that resumes
-from a path start at a checkpoint outside. Until the first new save nothing in `checkpoints/` shows that: the newest commit
-still belongs to the lineage that was left. `lineage.json` does, written before the first step of the new lineage.
+A run goes back when it is extended from before its decay, or resumed from an earlier step; a branch and a run that
+resumes from a path start at a checkpoint outside. Until the first new save nothing in `checkpoints/` shows that: the
+newest commit still belongs to the lineage that was left. `lineage.json` does, written before the first step of the new
+lineage.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def read_lineage(run: Path) -> Lineage | None:
         return None
     except (OSError, ValidationError):
         raise UserError(
-            f"{path}, which says where the run's current steps began, cannot be read: restore it, or delete it and name the "
-            "checkpoint to resume from (checkpoint.resume=STEP)"
+            f"{path}, which says where the run's current steps began, cannot be read: restore it, or delete it "
+            "and name the checkpoint to resume from (checkpoint.resume=STEP)"
         ) from None
 
 

@@ -1,4 +1,6 @@
-"""What is in a run's `checkpoints`, for people: each one's step, size, scores, why it is kept, and whether it is good. No torch."""
+"""What is in a run's `checkpoints`, for people: each one's step, size, scores, why it is kept, and whether it is good.
+No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""From a run to a checkpoint that is whole and undamaged, and from a checkpoint to tensors. No code in a file is ever run.
+"""From a run to a checkpoint that is whole and undamaged, and from a checkpoint to tensors. No file is ever run
+as code.
 
-Choosing has two parts, so that many ranks can share the hashing: `candidates` lists what may be used, in order of preference,
-from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good (each rank hashes
-its share of the files, and all agree). `choose` does both in one process. Nothing here changes the disk but `recover` and
-`set_aside`, which rank 0 calls at the start of a training, before anything is saved.
+Choosing has two parts, so that many ranks can share the hashing: `candidates` lists what may be used, in order of
+preference, from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good
+(each rank hashes its share of the files, and all agree). `choose` does both in one process. Nothing here changes the
+disk but `recover` and `set_aside`, which rank 0 calls at the start of a training, before anything is saved.
 """
 
 from __future__ import annotations
@@ -155,11 +156,11 @@ class Choice:
 def candidates(
     run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
 ) -> list[Path]:
-    """The checkpoints that `checkpoint.resume` means, in the order in which they are tried; empty: there is none to resume from.
+    """The checkpoints that `checkpoint.resume` means, in the order in which they are tried; empty: there is none.
 
-    `latest` is the newest commit of the run's current lineage (see lineage.py), then the next older ones, then the checkpoint
-    that the lineage started from. `best` is the one with the best score in the ledger, then the next best. Both pass over
-    damaged checkpoints; of a step or a path that is damaged nothing else is tried.
+    `latest` is the newest commit of the run's current lineage (see lineage.py), then the next older ones, then the
+    checkpoint that the lineage started from. `best` is the one with the best score in the ledger, then the next best.
+    Both pass over damaged checkpoints; of a step or a path that is damaged nothing else is tried.
 
     Args:
         run_dir: the run.
@@ -174,8 +175,8 @@ def candidates(
     entries = list_run(run)
     if resume == "never" and entries:
         raise UserError(
-            f"{run} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to set the run "
-            "aside, or resume from it"
+            f"{run} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to set "
+            "the run aside, or resume from it"
         )
     if resume == "never":
         return []
@@ -215,8 +216,8 @@ def _latest(run: Path, entries: list[Entry], lineage: Lineage | None, up_to: int
         return paths
     if not paths and not origin.is_dir():
         raise UserError(
-            f"{run} has no checkpoint yet since it started from {origin}, and that one is gone: restore it, or name another "
-            "one to resume from (checkpoint.resume=STEP)"
+            f"{run} has no checkpoint yet since it started from {origin}, and that one is gone: restore it, or name "
+            "another one to resume from (checkpoint.resume=STEP)"
         )
     return [*paths, *([origin] if origin.is_dir() else [])]
 
@@ -284,7 +285,7 @@ def latest_step(run_dir: str | Path) -> int:
 
 
 def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
-    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a checkpoint's path; every byte verified.
+    """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a path; every byte verified.
 
     Collective over `ranks`, which share the hashing. Raises UserError where there is none, or it is damaged.
     """
@@ -305,8 +306,8 @@ def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
 def recover(directory: Path, files: Files | None = None) -> list[str]:
     """Remove every temporary directory from a run's `checkpoints`, and say what was removed.
 
-    By one process, at the start of a training, before anything is saved. A checkpoint whose replacement was cut off gets its
-    name back.
+    By one process, at the start of a training, before anything is saved. A checkpoint whose replacement was cut off
+    gets its name back.
     """
     files = files or Files()
     notes: list[str] = []
@@ -333,7 +334,7 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
 
 
 def discard(path: Path, files: Files) -> None:
-    """Remove a checkpoint. Its digest goes first, durably, so that a kill or a power cut on the way leaves a temporary directory."""
+    """Remove a checkpoint. Its digest goes first, durably: a kill or power cut leaves a temporary directory."""
     if (path / format_.DIGEST).is_file():
         files.unlink(path / format_.DIGEST)
         files.sync_dir(path)
@@ -341,7 +342,7 @@ def discard(path: Path, files: Files) -> None:
 
 
 def set_aside(choice: Choice, run: Path, files: Files | None = None) -> list[Path]:
-    """Rename the damaged checkpoints of a run that a choice passed over to `bad-...`: nothing reads, counts or overwrites them."""
+    """Rename the damaged checkpoints of a run that a choice passed over to `bad-...`, which nothing reads."""
     files, aside = files or Files(), []
     for path in choice.damaged:
         if not path.resolve().is_relative_to(run.resolve()):

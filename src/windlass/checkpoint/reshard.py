@@ -1,11 +1,13 @@
 """The state of a training as named tensors, cut so that each rank writes its share and any other world can read it.
 
-Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and `optim/<parameter>/<key>`, where a key
-with `#int`, `#float` or `#bool` at its end was a Python number. Weights that are tied have one name, the others are aliases.
+Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and `optim/<parameter>/<key>`, where a
+key with `#int`, `#float` or `#bool` at its end was a Python number. Weights that are tied have one name, the others are
+aliases.
 
-A tensor that is whole on every rank (one process, DDP, scalars, buffers) is written by all of them together: its rows are
-divided so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a mesh
-holds them several times, by its replicas together. Reading needs none of this: each rank asks for its rows by their numbers.
+A tensor that is whole on every rank (one process, DDP, scalars, buffers) is written by all of them together: its rows
+are divided so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a
+mesh holds them several times, by its replicas together. Reading needs none of this: each rank asks for its rows by
+their numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows `start`, `start + 1`, ... (along the first dimension) of a tensor of `global_shape`, for one rank to write."""
+    """Rows `start`, `start + 1`, ... (along the first dimension) of a tensor of `global_shape`, for one rank."""
 
     tensor: Tensor
     """The rows, as they lie on the device; a scalar is one row."""
@@ -50,7 +52,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class RowRange:
-    """What a rank holds of a tensor: rows `start` to `stop`, held alike by `replicas` ranks, of which it is number `replica`."""
+    """What a rank holds of a tensor: rows `start` to `stop`, as number `replica` of `replicas` ranks."""
 
     start: int
     stop: int
@@ -75,8 +77,8 @@ class State:
 def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
     """The share of model and optimizer that this rank writes. No communication; the tensors are views, not copies.
 
-    Every rank must call it with the same model and optimizer, and replicas must be equal. Under FSDP2 parameters that are
-    gathered are resharded first.
+    Every rank must call it with the same model and optimizer, and replicas must be equal. Under FSDP2 parameters that
+    are gathered are resharded first.
     """
     tensors, aliases = named_state(model, optimizer)
     ranges = {name: _row_range(tensor, rank, world) for name, tensor in tensors.items()}
@@ -95,10 +97,11 @@ def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: 
 
 
 def divide_rows(tensors: Iterable[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
-    """Divide the rows of (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by name.
+    """Divide the rows of (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by
+    name.
 
-    The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in which
-    it begins: every rank writes about as much, and few tensors are cut.
+    The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in
+    which it begins: every rank writes about as much, and few tensors are cut.
     """
     tensors = list(tensors)
     total = sum(rows * row_bytes for _, rows, row_bytes in tensors)
@@ -114,7 +117,8 @@ def divide_rows(tensors: Iterable[tuple[str, int, int]], index: int, count: int)
 
 
 def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of model and optimizer by its name (DTensors where they are sharded), and the aliases of tied weights.
+    """Every tensor of model and optimizer by its name (DTensors where they are sharded), and the aliases of tied
+    weights.
 
     Python numbers in the optimizer's state become tensors of their own.
     """
@@ -139,12 +143,13 @@ def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tens
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
     """Fill model and optimizer from a checkpoint of any world size and strategy, bit for bit.
 
-    The model has its final shape, device and wrapping; its tensors are filled in place. The optimizer's state is created
-    where the optimizer has not made a step yet, and dropped where the checkpoint has none. Each rank reads only its rows.
+    The model has its final shape, device and wrapping; its tensors are filled in place. The optimizer's state is
+    created where the optimizer has not made a step yet, and dropped where the checkpoint has none. Each rank reads only
+    its rows.
 
     Raises:
-        UserError: tensors are missing, left over, or of another shape or type, and all of them are named; or a file that was
-            whole when the checkpoint was chosen cannot be read now.
+        UserError: tensors are missing, left over, or of another shape or type, and all of them are named; or a file
+            that was whole when the checkpoint was chosen cannot be read now.
     """
     try:
         parameters, buffers, aliases = _model_tensors(model)
@@ -156,8 +161,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
             _restore_optimizer(checkpoint, parameters, optimizer)
     except (Damaged, FileNotFoundError) as error:
         raise UserError(
-            f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}; give the same command "
-            "again, and the newest one that is whole is taken"
+            f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}; give the same "
+            "command again, and the newest one that is whole is taken"
         ) from None
 
 
@@ -170,8 +175,8 @@ def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], op
     unknown = sorted(set(saved) - {name for name, _, _ in states})
     if unknown:
         raise UserError(
-            f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}, which the optimizer here does "
-            "not train: the recipe freezes other weights or names another optimizer"
+            f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}, which the optimizer here "
+            "does not train: the recipe freezes other weights or names another optimizer"
         )
     for name, parameter, state in states:
         old = dict(state)
@@ -291,7 +296,8 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     if state.shape != parameter.to_local().shape:
         return state
     return DTensor.from_local(
-        state, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        state, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Which checkpoints stay, decided purely: no disk, no torch.
 
-The scores come from the run's ledger, not from the checkpoints: a save is begun before its step is evaluated, and nothing is
-written into a checkpoint once it is committed.
+The scores come from the run's ledger, not from the checkpoints: a save is begun before its step is evaluated, and
+nothing is written into a checkpoint once it is committed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _never(step: int) -> bool:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a question about a step, and `checkpoint.best`."""
+    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a question about a step, `best`."""
 
     last: int = 10
     best: bool = True
@@ -53,7 +53,7 @@ class Policy:
 
 
 def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], start: int | None = None) -> Policy:
-    """The policy of a run, whose `keep_every` is measured against any of `horizons` (a run that is extended has two)."""
+    """The policy of a run, whose `keep_every` is measured against any of `horizons` (an extended run has two)."""
     return Policy(
         settings.keep_last, settings.keep_best, lambda step: any(h.due(settings.keep_every, step) for h in horizons),
         settings.best, start,
@@ -61,7 +61,7 @@ def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], start: 
 
 
 def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int, float]:
-    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in the `eval` lines of a ledger, by step."""
+    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in a ledger's `eval` lines, by step."""
     suite, _, name = measure.partition(".")
     scores = {}
     for line in lines:
@@ -73,7 +73,7 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int
 
 
 def better(value: float, than: float | None, measure: str) -> bool:
-    """Whether a value of the measure beats another one, or is the first finite one; a value that is not finite never wins."""
+    """Whether a value of the measure beats another one, or is the first; one that is not finite never wins."""
     if not math.isfinite(value):
         return False
     return than is None or (value < than if measure == LOSS else value > than)
@@ -91,9 +91,10 @@ def best(scores: Mapping[int, float], measure: str) -> int | None:
 def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]) -> dict[int, list[str]]:
     """Why each checkpoint is kept, by its serial number; those with an empty list may go.
 
-    The newest is always kept, and the last N of those that were due or final. One that was written because it was the best,
-    or because the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more.
-    Final ones stay: a run may be extended, and its first end is a result. So does the one that the current lineage started from.
+    The newest is always kept, and the last N of those that were due or final. One that was written because it was the
+    best, or because the run had to stop, does not push those out, and goes when it is neither the newest nor the best
+    any more. Final ones stay: a run may be extended, and its first end is a result. So does the one that the current
+    lineage started from.
 
     Args:
         checkpoints: all of a run.

@@ -1,9 +1,10 @@
 """Saving: the step waits while the state is copied to the host; a thread writes the copy while training goes on.
 
-The way of a save: `Saver.save` copies this rank's rows into a buffer that holds the file as it will be written, header first
-(`HostBuffer`), and returns. A thread writes the buffer, hashing on the way, and agrees with the other ranks through the file
-system (commit.py). Rank 0 then deletes what retention does not keep. The thread never touches a process group: its calls would
-cross the training's own collectives, and an agreement that needs all ranks alive could not be given up when one is not.
+The way of a save: `Saver.save` copies this rank's rows into a buffer that holds the file as it will be written, header
+first (`HostBuffer`), and returns. A thread writes the buffer, hashing on the way, and agrees with the other ranks
+through the file system (commit.py). Rank 0 then deletes what retention does not keep. The thread never touches a
+process group: its calls would cross the training's own collectives, and an agreement that needs all ranks alive could
+not be given up when one is not.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Outcome:
 class HostBuffer:
     """The host's copy of a rank's share, reused by every save: its pages are touched once, and its size is known.
 
-    For a state on CUDA it is page-locked, and the copies are put on the current stream, so that they see the weights of this
-    step and none of the next; an event says when they are done, and only the writer waits for it.
+    For a state on CUDA it is page-locked, and the copies are put on the current stream, so that they see the weights of
+    this step and none of the next; an event says when they are done, and only the writer waits for it.
     """
 
     def __init__(self) -> None:
@@ -72,8 +73,8 @@ class HostBuffer:
     def reserve(self, size: int, pinned: bool) -> None:
         """Have a buffer of at least `size` bytes; a smaller one is freed first.
 
-        Page-locked memory is scarce (`ulimit -l`, other processes). Without it the copy to the host is slower and the step
-        waits for it, but the save works.
+        Page-locked memory is scarce (`ulimit -l`, other processes). Without it the copy to the host is slower and the
+        step waits for it, but the save works.
         """
         if self._bytes.numel() >= size:
             return
@@ -93,8 +94,8 @@ class HostBuffer:
     def fill(self, slices: Mapping[str, Slice], rank: int) -> tuple[memoryview, dict[str, dict[str, Any]], Any]:
         """Copy the slices into the buffer, after the header that describes them.
 
-        Returns `image` and `tensors` as `commit.Request` has them, and an event that is done when the copies from the device
-        are; None where they are already.
+        Returns `image` and `tensors` as `commit.Request` has them, and an event that is done when the copies from the
+        device are; None where they are already.
         """
         order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
@@ -139,7 +140,8 @@ class _Job:
 
 
 class Saver:
-    """Saves the state of one rank. Every rank has one, with the same `attempt`, and makes the same saves in the same order.
+    """Saves the state of one rank. Every rank has one, with the same `attempt`, and makes the same saves in the same
+    order.
 
     Args:
         directory: the run's `checkpoints`, on a file system that all ranks share.
@@ -191,7 +193,7 @@ class Saver:
         return self._job is not None
 
     def remaining_seconds(self) -> float:
-        """How long the save that is being written still takes, going by the last committed one; 0 where there is none."""
+        """How long the save in progress still takes, going by the last committed one; 0 where there is none."""
         elapsed = time.monotonic() - self._began
         return max(0.0, (self.last_seconds or 0.0) - elapsed) if self.busy else 0.0
 
@@ -206,13 +208,15 @@ class Saver:
     ) -> None:
         """Take the state of a step; it may change as soon as this returns. The outcome comes by `poll` or `wait`.
 
-        Waits for the save before this one, where that is still being written. Nothing is durable before the outcome says so.
+        Waits for the save before this one, where that is still being written. Nothing is durable before the outcome
+        says so.
 
         Args:
             step: optimizer steps done.
             state: this rank's share (see `reshard.gather_state`).
             counters: JSON; what a resume needs besides tensors. Rank 0's are written.
-            meta: JSON; `reason` (see retention), digests, anything else to list. A float that is not finite becomes null.
+            meta: JSON; `reason` (see retention), digests, anything else to list. A float that is not finite becomes
+                null.
             scores: values of `policy.measure` by step, from the run's ledger: the best checkpoint is kept.
             while_waiting: called ten times a second while an earlier save is still being written.
         """
@@ -230,7 +234,8 @@ class Saver:
         finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in (meta or {}).items()}
         save_id = f"{step:08d}-{self.attempt}-{self._number}"
         request = Request(
-            step, save_id, image, tensors, state.aliases, counters_json, {"reason": PERIODIC, **finite}, state.total_bytes, failed,
+            step, save_id, image, tensors, state.aliases, counters_json, {"reason": PERIODIC, **finite},
+            state.total_bytes, failed,
         )  # fmt: skip
         job = _Job(self._number, request, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
         with self._changed:
@@ -254,7 +259,9 @@ class Saver:
         return self.poll()
 
     def close(self) -> None:
-        """End the thread: at once where it is idle, else when its save has ended, which is not waited for (`wait` first)."""
+        """End the thread: at once where it is idle, else when its save has ended, which is not waited for (`wait`
+        first).
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -336,7 +343,7 @@ class Saver:
         return 1 + max((*(s.serial for s in self._known.values()), lineage.serial if lineage else 0), default=0)
 
     def _clean_up(self, job: _Job) -> tuple[str, ...]:
-        """After a commit: remove what saves that are over have left, and the checkpoints that retention does not keep."""
+        """After a commit: remove leftovers of earlier saves, and what retention does not keep."""
         for name in format_.names_in(self.directory):
             # Not those of a later save of this attempt: another rank may have begun it.
             if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= job.number):

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from windlass.checkpoint.listing import CheckpointList
 
 MEANING = {
-    "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
+    "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run",
+    "start": "resumed from",
 }  # fmt: skip
 WIDTH = 120
 """Characters that a row may take where the terminal is narrower, so that no number and no reason is cut."""

@@ -1,7 +1,9 @@
-"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is from.
+"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is
+from.
 
-Our GPT becomes GPT-2 or Llama (model/convert.py), read from the checkpoint one tensor at a time. A model of `transformers`
-stays what it is: it is opened, its adapters are merged, and it saves itself. The directory appears whole or not at all.
+Our GPT becomes GPT-2 or Llama (model/convert.py), read from the checkpoint one tensor at a time. A model of
+`transformers` stays what it is: it is opened, its adapters are merged, and it saves itself. The directory appears whole
+or not at all.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def export(run: str | Path, directory: str | Path, adapter: bool = False) -> Pat
         adapter: of a model with `model.lora`: only the adapter, as `peft` reads it, instead of the merged model.
 
     Raises:
-        UserError: no architecture of `transformers` computes what the model does (with what differs), the directory holds
-            something, or there is no adapter.
+        UserError: no architecture of `transformers` computes what the model does (with what differs), the directory
+            holds something, or there is no adapter.
     """
     source, directory = find_source(str(run)), Path(directory)
     model = source.recipe.model
@@ -86,8 +88,8 @@ def _write_gpt(source: Source, directory: Path) -> None:
 
 
 def _generation_config(tokenizer: Tokenizer, template: Template, rows: int) -> dict[str, Any]:
-    """Where a text begins and ends; and that the rows past the tokenizer's vocabulary (of `rows` in the embedding), which
-    nothing has trained, are never chosen.
+    """Where a text begins and ends; and that the rows past the tokenizer's vocabulary (of `rows` in the embedding),
+    which nothing has trained, are never chosen.
     """
     config: dict[str, Any] = {}
     if tokenizer.eot is not None:

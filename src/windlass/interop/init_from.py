@@ -17,9 +17,10 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
 IRRELEVANT = (
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "id2label",
-    "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range", "pretraining_tp", "vocab_size",
-    "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef", "output_router_logits",
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range",
+    "pretraining_tp", "vocab_size", "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef",
+    "output_router_logits",
 )  # fmt: skip
 """Entries of a configuration that do not change what a network of the same shapes computes."""
 IRRELEVANT_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
@@ -52,7 +53,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
 
 
 def check_same_network(model: nn.Module, directory: Path) -> None:
-    """Raise UserError, with what differs, where `model` is not the network in which the weights in `directory` were trained."""
+    """Raise UserError, with what differs, where `model` is not the network of the weights in `directory`."""
     hub.prepare()
     config: Any = model.config
     with hub.explained(f"model.init_from: {directory}"):
@@ -69,8 +70,8 @@ def check_same_network(model: nn.Module, directory: Path) -> None:
     if differs:
         raise UserError(
             f"model.init_from: the weights in {directory} belong to another network than {settings.name}: "
-            f"{'; '.join(differs[:8])}{'; and more' if len(differs) > 8 else ''}. Take its own configuration (model.name), or, "
-            "where the difference is meant, lay its weights beside the config.json that you want and name that directory"
+            f"{'; '.join(differs[:8])}{'; and more' if len(differs) > 8 else ''}. Take its own configuration (model.name), "
+            "or, where the difference is meant, put its weights beside the config.json that you want and name that directory"
         )
 
 
