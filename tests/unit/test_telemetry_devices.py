@@ -40,10 +40,9 @@ def until(condition):
 def test_a_file_a_rank_with_the_phase_of_each_sample(tmp_path):
     probe = Probe()
     sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe).start()
-    sampler.phase("train")
-    until(lambda: probe.reads >= 3)
-    sampler.phase("eval")
-    until(lambda: probe.reads >= 6)
+    for phase in ("train", "eval"):
+        sampler.phase(phase)
+        until(lambda reads=probe.reads: probe.reads >= reads + 3)
     sampler.stop()
     sampler.stop()
     start, *samples = written(sampler)
