@@ -1,25 +1,49 @@
 """Windlass: train and fine-tune language models on whatever hardware there is, from one file.
 
-The public face is `Recipe`, `Run` and `train`; they are imported when first used, so that `import windlass` is cheap.
+`dir(windlass)` is the public API: a function for every verb, and the nouns `Recipe`, `Run` and `Study`. Each is imported when
+it is first used, so that `import windlass` costs nothing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["Recipe", "Run", "__version__", "train"]
-
 if TYPE_CHECKING:
+    from windlass.data.prepare import prepare
+    from windlass.estimate.plan import plan
+    from windlass.evaluation.sampling import sample
+    from windlass.evaluation.suites import evaluate
+    from windlass.interop.export import export
     from windlass.recipe import Recipe
+    from windlass.reports.write import report
     from windlass.run import Run
-    from windlass.training import train
+    from windlass.study.study import Study
+    from windlass.study.sweep import sweep
+    from windlass.telemetry.trackers import replay as track
+    from windlass.training.setup import train
+    from windlass.verification import verify
+
+__version__ = "0.1.0"
+__all__ = [
+    "Recipe", "Run", "Study", "__version__", "evaluate", "export", "plan", "prepare", "report", "sample", "sweep", "track",
+    "train", "verify",
+]  # fmt: skip
+
+_MODULES = {
+    "Recipe": "recipe", "Run": "run", "Study": "study.study", "evaluate": "evaluation.suites", "export": "interop.export",
+    "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.write", "sample": "evaluation.sampling",
+    "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    places = {"Recipe": "windlass.recipe", "Run": "windlass.run", "train": "windlass.training"}
-    if name not in places:
+    if name not in _MODULES:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}")
-    return getattr(importlib.import_module(places[name]), name)
+    module, _, attribute = _MODULES[name].partition(":")
+    return getattr(importlib.import_module(f"windlass.{module}"), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -92,7 +92,7 @@ class Bench:
 
     def here(self, run: str, **settings: Any) -> Run:
         """Train in this process, without a word on the terminal."""
-        from windlass.training import train
+        from windlass.training.setup import train
 
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
             return train(self.settings(run, **settings))

@@ -11,12 +11,12 @@ import pytest
 from small_runs import corpus, curve, settings
 
 from helpers import best_step
+from windlass import train
 from windlass.checkpoint.listing import list_checkpoints
 from windlass.checkpoint.load import find
 from windlass.errors import Stopped
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import train
 
 __all__ = ["corpus"]
 MEASURE = "hellaswag.acc_per_token"

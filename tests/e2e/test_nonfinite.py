@@ -8,9 +8,10 @@ import pytest
 import torch
 from small_runs import corpus, recipe_of, says, trainers
 
+from windlass import train
 from windlass.errors import RunFailed, Stopped
 from windlass.run import Run
-from windlass.training import setup, train
+from windlass.training import setup
 
 __all__ = ["corpus", "trainers"]
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 from small_runs import corpus, curve, evaluations, recipe_of, says, settings, start
 
+from windlass import train
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.launch.local import launch
 from windlass.run import Run
-from windlass.training import train
 
 __all__ = ["corpus"]
 

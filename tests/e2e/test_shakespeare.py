@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from windlass import train
 from windlass.launch.local import launch, worker_command
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import train
 
 
 def overrides(data_files, tmp_path) -> list[str]:

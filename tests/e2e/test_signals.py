@@ -16,6 +16,7 @@ import pytest
 from small_runs import corpus, curve, evaluations, recipe_of, says, settings, trainers
 
 from helpers import best_step
+from windlass import train
 from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
@@ -23,7 +24,7 @@ from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch, worker_command
 from windlass.run import Run
-from windlass.training import measure, train
+from windlass.training import measure
 from windlass.training.stop import StopSignals, save_fits
 
 __all__ = ["corpus", "trainers"]
@@ -141,7 +142,7 @@ import numpy as np
 from windlass.data.dataset import Data
 from windlass.errors import Stopped
 from windlass.recipe import Recipe
-from windlass.training import train
+from windlass import train
 
 class Sleepy:
     given = 0

@@ -16,6 +16,7 @@ import torch
 from small_runs import WSD, corpus, curve, die, recipe_of, says, settings
 
 from helpers import best_step, kept
+from windlass import train
 from windlass.checkpoint.lineage import Lineage, write_lineage
 from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, Stopped, UserError
@@ -24,7 +25,7 @@ from windlass.launch.local import launch
 from windlass.optim.schedule import factor
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines
-from windlass.training import setup, train
+from windlass.training import setup
 from windlass.training.start import LEFT_OVER, acquire_run_lock, is_restart, job_id, resolve_start, set_aside
 
 __all__ = ["corpus"]

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from small_runs import corpus, recipe_of, says, settings
 from torch import nn
 
+from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch, worker_command
 from windlass.parallel import collectives
 from windlass.run import Run
-from windlass.training import setup, train
+from windlass.training import setup
 
 __all__ = ["corpus"]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from windlass import train
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import setup, train, trainer
+from windlass.training import setup, trainer
 from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {

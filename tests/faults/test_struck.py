@@ -19,13 +19,13 @@ import pytest
 from saving import tally
 
 import helpers
+from windlass import train
 from windlass.checkpoint.load import choose
 from windlass.errors import Stopped
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import train
 
 pytestmark = pytest.mark.dist
 STRUCK = Path(__file__).parent / "struck.py"

@@ -32,7 +32,7 @@ def recipe(folder: Path, name: str, *more: str):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_memory_is_what_the_plan_says(tmp_path, precision, recompute, dropout):
     """Within 10 % of the allocator's peak, which is nothing but steps here."""
-    from windlass.training import train
+    from windlass import train
 
     torch.cuda.reset_peak_memory_stats()
     settings = (
@@ -51,8 +51,8 @@ def curve(run) -> list[tuple]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_resume_is_bit_exact(tmp_path, monkeypatch, precision):
+    from windlass import train
     from windlass.errors import Stopped
-    from windlass.training import train
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     settings = (f"train.precision={precision}", "model.dropout=0.1")
@@ -63,8 +63,9 @@ def test_resume_is_bit_exact(tmp_path, monkeypatch, precision):
 
 
 def test_a_bad_step_is_called_off_on_the_device_and_seen_at_the_next_log(tmp_path, monkeypatch):
+    from windlass import train
     from windlass.errors import RunFailed
-    from windlass.training import setup, train
+    from windlass.training import setup
 
     made, set_up = [], setup.set_up
     monkeypatch.setattr(setup, "set_up", lambda *a: (made.append(set_up(*a)), made[-1])[1])

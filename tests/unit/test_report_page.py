@@ -16,10 +16,10 @@ from report_fixtures import NASTY, build_run, build_study
 from windlass.cli import main
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.reports import report
 from windlass.reports.charts import charts
 from windlass.reports.page import page
 from windlass.reports.view import view
+from windlass.reports.write import report
 
 
 class Page(HTMLParser):
@@ -124,7 +124,7 @@ def test_many_runs_stand_in_rows_only(one):
 
 def test_reports_import_neither_torch_nor_matplotlib_before_they_draw():
     code = (
-        "import sys; import windlass.reports.write, windlass.cli.report; from windlass.reports import report;"
+        "import sys; import windlass.reports.write, windlass.cli.report; from windlass.reports.write import report;"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules);"
         "import windlass.reports.plots; print('torch' in sys.modules)"
     )

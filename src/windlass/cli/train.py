@@ -66,7 +66,7 @@ def train(
     from windlass.training.stop import StopSignals
 
     with StopSignals():  # importing torch takes seconds; the training then has its own
-        from windlass.training import train as run_training
+        from windlass.training.setup import train as run_training
 
         run = run_training(
             loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
@@ -98,9 +98,9 @@ def show_end(run: Run) -> None:
     if os.environ.get("WINDLASS_QUIET_END"):
         return
     try:
-        from windlass.reports import report as write_report
         from windlass.reports.terminal import curve, last_sample
         from windlass.reports.view import view
+        from windlass.reports.write import report as write_report
 
         seen = view(run)
         typer.echo("\n".join(part for part in (curve(seen), last_sample(seen)) if part))

@@ -1,0 +1,56 @@
+"""The public API: a function for every verb, typed results, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import curve, tiny_recipe
+
+import windlass
+
+
+def test_every_verb_is_a_documented_function() -> None:
+    for name in "train plan prepare evaluate sample sweep report export track verify".split():
+        function = getattr(windlass, name)
+        assert inspect.isfunction(function), name
+        assert function.__doc__
+        assert inspect.signature(function).return_annotation not in (inspect.Signature.empty, "None"), name
+    assert {"Run", "Recipe", "Study"} < set(dir(windlass))
+    with pytest.raises(AttributeError, match="trane"):
+        _ = windlass.trane
+
+
+def test_importing_it_imports_no_torch_and_no_submodule_shadows_a_function() -> None:
+    code = (
+        "import sys, windlass; assert 'torch' not in sys.modules; windlass.plan, windlass.report, windlass.sweep;"
+        "assert 'torch' not in sys.modules; import windlass.training.trainer, windlass.reports.page, windlass.evaluation.loss;"
+        "assert all(callable(getattr(windlass, n)) for n in windlass.__all__ if n != '__version__')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    architecture = {"model__position": "learned", "model__norm": "layernorm", "model__activation": "gelu_tanh"}
+    biases = {"model__attn_bias": True, "model__ff_bias": True, "model__qk_norm": False}
+    recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **architecture, **biases)
+    prepared = windlass.prepare(recipe)
+    assert prepared.made
+    assert not windlass.prepare(recipe).made
+
+    run = windlass.train(recipe)
+    assert [step for step, *_ in curve(run)] == list(range(1, 13))
+
+    measured = windlass.evaluate(run.path, ["loss"])
+    assert measured.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-5)
+    pieces = list(windlass.sample(run.path, "the ", n=2, device="cpu", max_tokens=4))
+    assert {number for number, _ in pieces} == {0, 1}
+    assert windlass.report(run).page.read_text().startswith("<!doctype html>")
+    assert windlass.plan(recipe).world == 1
+    exported = windlass.export(run.path, tmp_path / "hf")
+    assert (exported / "config.json").is_file()
+    assert (exported / "model.safetensors").is_file()
