@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import curve, tiny_recipe
 
 import windlass
+from helpers import curve, tiny_recipe
 
 
 def test_every_verb_is_a_documented_function() -> None:
-    for name in "train plan prepare evaluate sample sweep report export track verify".split():
+    for name in ["train", "plan", "prepare", "evaluate", "sample", "sweep", "report", "export", "track", "verify"]:
         function = getattr(windlass, name)
         assert inspect.isfunction(function), name
         assert function.__doc__
