@@ -83,7 +83,9 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
 
 @pytest.mark.full
 def test_a_sweep_as_an_array_job(cluster: Cluster, settings, tmp_path):
-    flags = [word for setting in settings(None) for word in ("--set", setting)]
+    flags = [
+        word for setting in [*settings(None), "parallel.device=cpu"] for word in ("--set", setting)
+    ]  # no GPUs here
     sweep = [sys.executable, "-m", "windlass", "sweep", "quickstart", "run.seed=1,2", "--dir", str(tmp_path / "study")]
     done = cluster.call(*sweep, *flags, "--submit", "slurm", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
