@@ -176,7 +176,7 @@ def is_whole(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a whole checkpoint, itself unchanged since the commit, its files of the right size; or Damaged."""
+    """The manifest of a whole checkpoint, unchanged since the commit, and its files of the right size; or Damaged."""
     digest, data = _read_small(path / DIGEST), _read_small(path / MANIFEST)
     if digest != digest_line(data):
         raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}")
