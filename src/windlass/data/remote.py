@@ -53,7 +53,10 @@ def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] 
         if isinstance(error, UserError):
             raise
         reason = getattr(error, "reason", None) or error
-        code = f"HTTP {error.code} " if isinstance(error, urllib.error.HTTPError) else ""
+        code = ""
+        if isinstance(error, urllib.error.HTTPError):
+            code = f"HTTP {error.code} "
+            error.close()  # it holds the connection
         raise UserError(
             f"{url} could not be downloaded ({code}{reason}); download it by other means and give the file's path"
         ) from None

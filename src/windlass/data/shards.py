@@ -101,7 +101,7 @@ class Index(BaseModel):
         place = {"file", "starts_file"}
         content = [
             FORMAT,
-            self.tokenizer.model_dump(exclude={"kind"}),
+            self.tokenizer.model_dump(exclude={"kind", "sha256"}),
             {name: [s.model_dump(exclude=place) for s in shards] for name, shards in self.streams.items()},
             {name: split.model_dump() for name, split in self.splits.items()},
             {name: rows.fingerprint for name, rows in self.rows.items()},

@@ -46,6 +46,8 @@ class Description(BaseModel):
     fingerprint: str
     vocab: int
     eot: int | None
+    sha256: str = ""
+    """Of the `tokenizer.json` beside it: a large one is hashed in a hundredth of the time that its fingerprint takes."""
 
 
 class Tokenizer:
@@ -55,19 +57,21 @@ class Tokenizer:
         kind: `byte`, `char`, `gpt2`, `bpe` or `hf`.
         inner: The `tokenizers.Tokenizer` that gives the same ids.
         eot: The id that separates documents; None where a corpus is one text and needs none.
+        saved: Its description, where it was saved.
     """
 
-    def __init__(self, kind: str, inner: Any, eot: int | None):
+    def __init__(self, kind: str, inner: Any, eot: int | None, saved: Description | None = None):
         self.kind, self.inner, self.eot = kind, inner, eot
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True  # what looks like a special token in a text is text
-        pieces = inner.get_vocab(with_added_tokens=True)
-        self.vocab = max(pieces.values()) + 1
-        """Number of token ids, the special ones included."""
-        probe = inner.encode(PROBE, add_special_tokens=False).ids
-        self.fingerprint = hashlib.sha256(json.dumps([sorted(pieces.items()), eot, probe]).encode()).hexdigest()
-        """Equal for tokenizers that turn every text into the same ids."""
+        if saved is None:
+            pieces = inner.get_vocab(with_added_tokens=True)
+            content = [sorted(pieces.items()), eot, inner.encode(PROBE, add_special_tokens=False).ids]
+            fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+            saved = Description(kind=kind, fingerprint=fingerprint, vocab=max(pieces.values()) + 1, eot=eot)
+        self.vocab, self.fingerprint = saved.vocab, saved.fingerprint
+        """The number of token ids, the special ones included; equal for tokenizers that give the same ids for every text."""
         self.special: dict[str, int] = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
         """Texts and ids of the special tokens: what a chat template writes, and a user does not."""
         if eot is not None:
@@ -256,8 +260,10 @@ class Tokenizer:
         """Write `directory/tokenizer`, which `load_tokenizer` reads."""
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))
-        write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
+        raw = self.inner.to_str(pretty=True).encode()
+        write_atomic(folder / JSON_FILE, raw)
+        saved = self.describe().model_copy(update={"sha256": hashlib.sha256(raw).hexdigest()})
+        write_atomic(folder / DESCRIPTION, saved.model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
         """What tells it from other tokenizers."""

@@ -86,8 +86,9 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
 
 def _load_saved(folder: Path, wanted: str) -> Tokenizer:
     try:
-        saved = Description.model_validate_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError) as error:
+        saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+        sha256 = hashlib.sha256((folder / JSON_FILE).read_bytes()).hexdigest()
+    except (OSError, ValidationError) as error:
         raise UserError(
             f"the tokenizer saved in {folder} cannot be read ({first_line(error)}); prepare the data again"
         ) from None
@@ -95,10 +96,9 @@ def _load_saved(folder: Path, wanted: str) -> Tokenizer:
         raise UserError(
             f"{folder} holds a tokenizer of kind {saved.kind}, and data.tokenizer is {wanted}: wrong tokenizer"
         )
-    tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot)
-    if tokenizer.fingerprint != saved.fingerprint:
-        raise UserError(f"the tokenizer saved in {folder} was changed after it was saved; prepare the data again")
-    return tokenizer
+    if sha256 != saved.sha256:
+        raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
+    return Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved)
 
 
 def named_tokenizer(setting: str) -> Tokenizer:
