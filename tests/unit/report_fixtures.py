@@ -40,7 +40,6 @@ class Writer:
         self.now, self.attempt = 0.0, 0
         self.seconds: dict[str, float] = {}
         (run / "devices").mkdir(parents=True, exist_ok=True)
-        (run / "samples").mkdir(exist_ok=True)
 
     def line(self, kind: str, step: int, **fields: Any) -> None:
         record: dict[str, Any] = {"kind": kind, "step": step, "time": stamp(self.now), "attempt": self.attempt}
@@ -51,37 +50,29 @@ class Writer:
             file.write(json.dumps(record) + "\n")
 
     def devices(self, seconds: float, phase: str) -> None:
+        """A sample of every rank a second; the phase takes these seconds."""
         busy = {"train": 93.0, "eval": 71.0, "save": 40.0}.get(phase, 3.0)
         for rank in range(self.ranks):
+            samples = []
+            for second in range(math.ceil(seconds)):
+                wave = 2.5 * math.sin(0.7 * (self.now + second) + rank)
+                sample = {
+                    "time": stamp(self.now + second),
+                    "rank": rank,
+                    "phase": phase,
+                    "util_pct": busy + wave - rank,
+                }
+                sample |= {"rss_mb": 2100.0 + 5 * rank} if self.device == "cpu" else {
+                    "power_w": 240 + 8 * wave, "mem_alloc_mb": 1480.0 + 60 * rank + 4 * wave,
+                    "mem_reserved_mb": 1900.0 + 60 * rank, "peak_alloc_mb": 1700.0 + 60 * rank,
+                }  # fmt: skip
+                samples.append(sample)
             with (self.run / "devices" / f"rank-{rank:05d}.jsonl").open("a") as file:
-                for second in range(math.ceil(seconds)):
-                    wave = 2.5 * math.sin(0.7 * (self.now + second) + rank)
-                    sample = {
-                        "time": stamp(self.now + second), "rank": rank, "attempt": self.attempt, "phase": phase,
-                        "util_pct": busy + wave - rank, "mem_used_mb": 2500.0, "power_w": 240 + 8 * wave,
-                        "temperature_c": 58.0 + rank, "mem_alloc_mb": 1480.0 + 60 * rank + 4 * wave,
-                        "mem_reserved_mb": 1900.0 + 60 * rank, "peak_alloc_mb": 1700.0 + 60 * rank,
-                        "peak_reserved_mb": 1900.0 + 60 * rank, "rss_mb": 2100.0 + 5 * rank,
-                    }  # fmt: skip
-                    only = (
-                        ("time", "rank", "attempt", "phase", "util_pct", "rss_mb") if self.device == "cpu" else sample
-                    )
-                    sample = {k: v for k, v in sample.items() if k in only and (k != "rss_mb" or self.device == "cpu")}
-                    file.write(json.dumps(sample) + "\n")
+                file.writelines(json.dumps(sample) + "\n" for sample in samples)
         self.now += seconds
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def start(self, event: str, step: int) -> None:
-        for rank in range(self.ranks):
-            with (self.run / "devices" / f"rank-{rank:05d}.jsonl").open("a") as file:
-                about = {
-                    "time": stamp(self.now),
-                    "rank": rank,
-                    "attempt": self.attempt,
-                    "kind": "start",
-                    "device": self.device,
-                }
-                file.write(json.dumps(about) + "\n")
         self.devices(4.0, "startup")
         self.line(
             "event", step, event=event, parameters=813_568, world=self.ranks, strategy="ddp", steps=self.steps,

@@ -84,8 +84,11 @@ def test_the_table_and_its_order(top):
     assert "100/100" in text and "20/50" in text and "3.2500" in text and "10.5k" in text
 
 
-def test_a_run_itself_and_a_directory_without_runs(top):
+def test_a_run_itself_a_study_and_a_directory_without_runs(top):
     assert [row.run for row in overview(top / "done")] == ["done"]
+    for name in ("study.json", "recipe.toml"):
+        (top / "study" / name).write_text("")
+    assert [row.run for row in overview(top / "study")] == ["cells/a"]
     assert "no runs here" in call(top / "no-run").stdout
 
 

