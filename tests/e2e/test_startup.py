@@ -101,5 +101,5 @@ def test_a_users_mistake_that_only_the_ranks_see_is_exit_2_on_two_ranks(corpus, 
     file.write_bytes(file.read_bytes()[:-1])
     assert launch(worker_command(["train", "quickstart", *overrides]), 2) == 2
     output = capfd.readouterr().err
-    assert "no checkpoint of" in output and "use --fresh to set the run aside" in output
+    assert "step 3" in output and "--fresh" in output
     assert "Traceback" not in output
