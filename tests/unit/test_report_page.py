@@ -128,7 +128,7 @@ def test_reports_import_neither_torch_nor_matplotlib_before_they_draw():
     assert done.stdout.split() == ["False", "False", "False"]
 
 
-# --- what is written --------------------------------------------------------------------------------------------------------
+# --- what is written -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

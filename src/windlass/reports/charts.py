@@ -94,7 +94,7 @@ class Chart:
         return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
 
 
-# --- the charts of runs ----------------------------------------------------------------------------------------------------
+# --- the charts of runs ----------------------------------------------------------------------------------------------
 
 TRAIN: tuple[tuple[str, str, str, dict[str, str], bool, float], ...] = (
     ("lr", "Learning rate", "", {"lr": "learning rate"}, False, 1),
@@ -222,7 +222,7 @@ def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> l
 
 
 def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
-    """The mean of a field in equal spans of time: hours [spans] and values [ranks, spans], NaN without a sample there."""
+    """The mean of a field in equal spans of time: hours [spans], values [ranks, spans], NaN without a sample."""
     everything = np.concatenate([track["hours"] for track in ranks])
     spans = min(
         RANK_POINTS, 1 + 2 * max(map(len, ranks)) // 3
@@ -240,7 +240,7 @@ def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
     return ((edges[1:] + edges[:-1]) / 2)[known], table[:, known]
 
 
-# --- thinning and smoothing ------------------------------------------------------------------------------------------------
+# --- thinning and smoothing ------------------------------------------------------------------------------------------
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:

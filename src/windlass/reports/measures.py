@@ -1,6 +1,6 @@
 """Every number of a run that a report shows, each by one name; the CSV tables have them under these names. Pure.
 
-Speeds are work divided by time, over the whole run. What the ranks measured of their devices comes from the run's `summary`
+Speeds are work divided by time, over the whole run. What the ranks measured of their devices comes from the `summary`
 line where there is one, else from the samples in `devices/`.
 """
 

@@ -1,8 +1,8 @@
-"""The report as one HTML page that opens from disk: no network, no library, everything escaped, the same bytes each time.
+"""The report as one HTML page that opens from disk: no network, everything escaped, the same bytes each time.
 
-`page.html` is a jinja2 template with autoescape; every value that it prints goes through `text.printable` too. The charts are
-drawn in the browser by chart.js and page.js from the same description that the PNG files are drawn from (`charts.Chart`), which
-stands in the page as JSON. The page's content security policy allows its script by hash, and no address at all.
+`page.html` is a jinja2 template with autoescape; every value that it prints goes through `text.printable` too. The
+charts are drawn in the browser by chart.js and page.js from the same description as the PNG files (`charts.Chart`), as
+JSON in the page. The page's content security policy allows its script by hash, and no address at all.
 """
 
 from __future__ import annotations
@@ -63,15 +63,18 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         "environment": _environment(views),
     }
     context = {
-        **(_study_head(study) if study else _head(views)), **parts, "views": views, "study": study, "version": __version__,
+        **(_study_head(study) if study else _head(views)), **parts,
+        "views": views, "study": study, "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
         "style": Markup(_asset("page.css")), "script": Markup(script), "script_hash": f"sha256-{digest}",
         "data": Markup(as_json(payload(views, [*charts, *sweeps], run_looks))),
-        "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps, "heats": heats(study) if study else [],
+        "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps,
+        "heats": heats(study) if study else [],
         "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
-        "comparison": comparison(views, PRINCIPAL) if len(views) > 1 else None, "side_by_side": len(views) <= SIDE_BY_SIDE,
+        "comparison": comparison(views, PRINCIPAL) if len(views) > 1 else None,
+        "side_by_side": len(views) <= SIDE_BY_SIDE,
         "measures": results_for_people(views, each_evaluation=len(views) > 1),
-        "evaluations": evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show, "MISSING": MISSING,
+        "evaluations": evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show,
         "sample_limit": SAMPLES,
     }  # fmt: skip
     environment = Environment(
@@ -85,7 +88,7 @@ def _asset(name: str) -> str:
     return (resources.files("windlass.reports") / name).read_text(encoding="utf-8")
 
 
-# --- the numbers that the script draws --------------------------------------------------------------------------------------
+# --- the numbers that the script draws -------------------------------------------------------------------------------
 
 
 def payload(views: Sequence[RunView], charts: Sequence[Chart], looks: Sequence[Look] = ()) -> dict[str, Any]:
@@ -99,7 +102,8 @@ def payload(views: Sequence[RunView], charts: Sequence[Chart], looks: Sequence[L
             axes[key] = len(axes), {name: numbers(values) for name, values in columns.items()}
         band = None if one.low is None or one.high is None else [numbers(one.low), numbers(one.high)]
         return {
-            "run": one.run, "name": one.name, "at": axes[key][0], "y": numbers(one.y), "band": band, "colour": one.colour,
+            "run": one.run, "name": one.name, "at": axes[key][0], "y": numbers(one.y), "band": band,
+            "colour": one.colour,
             "dash": one.dash, "minor": one.minor, "points": one.points, "smooth": one.smooth, "bad": one.bad,
             "diverged": one.diverged,
         }  # fmt: skip
@@ -146,7 +150,7 @@ def as_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# --- the head ---------------------------------------------------------------------------------------------------------------
+# --- the head --------------------------------------------------------------------------------------------------------
 
 
 def _head(views: Sequence[RunView]) -> dict[str, Any]:
@@ -158,7 +162,8 @@ def _head(views: Sequence[RunView]) -> dict[str, Any]:
         figures = [("Best validation loss", show(min(scored)[0], "loss"), min(scored)[1])] if scored else []
         return {
             "kicker": "A comparison of runs", "title": ", ".join(names) if len(names) <= 3 else f"{len(names)} runs",
-            "state": "", "lede": f"{len(views)} runs: {', '.join(f'{n} {state}' for state, n in states.items())}", "notes": "",
+            "state": "", "lede": f"{len(views)} runs: {', '.join(f'{n} {state}' for state, n in states.items())}",
+            "notes": "",
             "figures": [*figures, ("Runs", str(len(views)), ""), *_totals(values)],
         }  # fmt: skip
     view, own = views[0], values[0]
@@ -225,7 +230,7 @@ def _study_head(study: StudyView) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- the sections -----------------------------------------------------------------------------------------------------------
+# --- the sections ----------------------------------------------------------------------------------------------------
 
 
 def _times(views: Sequence[RunView]) -> list[dict[str, Any]]:

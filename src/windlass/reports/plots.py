@@ -1,6 +1,6 @@
-"""The charts as PNG and SVG-free pictures fit for a paper, drawn by matplotlib without pyplot or a display.
+"""The charts as PNG files of a size for paper, drawn by matplotlib without pyplot or a display.
 
-The same run gives the same bytes: neither date nor version is written into the files, and a user's own style is ignored.
+The same run gives the same bytes: neither date nor version is written into the files, and a user's style is ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SIZE, DPI = (6.4, 3.6), 200
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 10,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 9, "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK, "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.labelcolor": INK, "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True,
     "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": HAIR, "grid.linewidth": 0.8, "text.color": INK,
     "xtick.color": SOFT, "ytick.color": SOFT, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.major.width": 0.8,
     "ytick.major.size": 0, "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.6,

@@ -1,7 +1,7 @@
-"""What a report adds for a study: the table of its cells, the measure against each swept setting, medians over the seeds.
+"""What a report adds for a study: its cells, the measure against each swept setting, medians over the seeds.
 
-Which cell is how, what is compared and who wins is decided in `windlass.study.study`; here it is only laid out. The measure
-is the one that `checkpoint.best` names: the evaluation loss, or a score such as `squad.f1`, of which more is better.
+States of cells, what they are compared by and the winner come from `windlass.study.study`. The measure is the one
+that `checkpoint.best` names: the evaluation loss, or a score such as `squad.f1`, of which more is better.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def winner_text(seen: StudyView, group: Group) -> tuple[str, str]:
     return what, f"{of}: {show(group.median, 'loss')}"
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def cell_table(seen: StudyView) -> Table:
@@ -154,7 +154,7 @@ def final_median(group: Group) -> float | None:
     return statistics.median(finals) if finals else None
 
 
-# --- charts ----------------------------------------------------------------------------------------------------------------
+# --- charts ----------------------------------------------------------------------------------------------------------
 
 
 def looks(seen: StudyView) -> list[Look]:

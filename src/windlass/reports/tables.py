@@ -20,8 +20,8 @@ MANY_EVALUATIONS = 12
 """Up to this many evaluations have a line each in the results table; more have a table of their own only."""
 
 PRINCIPAL = (
-    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_measure", "best_score", "train_tokens_per_s", "mfu",
-    "peak_mem_mb", "util_pct", "goodput", "runtime_s", "device_hours",
+    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_measure", "best_score",
+    "train_tokens_per_s", "mfu", "peak_mem_mb", "util_pct", "goodput", "runtime_s", "device_hours",
 )  # fmt: skip
 """The measures that a table of several runs shows on the page; its CSV has all of them."""
 
@@ -118,7 +118,7 @@ def in_order(values: Sequence[Mapping[str, Value]]) -> list[str]:
     return names + list(dict.fromkeys(name for one in values for name in one if name not in MEASURES))
 
 
-# --- evaluations and curves ------------------------------------------------------------------------------------------------
+# --- evaluations and curves ------------------------------------------------------------------------------------------
 
 
 def evaluations(view: RunView) -> dict[str, Table]:
@@ -192,7 +192,7 @@ def plain(value: float) -> float | int | None:
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
-# --- settings --------------------------------------------------------------------------------------------------------------
+# --- settings --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

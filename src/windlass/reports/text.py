@@ -20,8 +20,8 @@ def show(value: Any, kind: str = "") -> str:
 
     Args:
         value: anything that a recipe or a ledger holds; None is shown as a dash.
-        kind: `loss`, `score`, `rate`, `count`, `compact` (`3.28 M`), `amount` (with a fraction), `mb`, `share` (a fraction, shown as %),
-            `duration` (seconds), `hours`; empty: six significant digits.
+        kind: `loss`, `score`, `rate`, `count`, `compact` (`3.28 M`), `amount` (with a fraction), `mb`,
+            `share` (a fraction, shown as %), `duration` (seconds), `hours`; empty: six significant digits.
     """
     if value is None or value == "":
         return MISSING

@@ -1,7 +1,7 @@
 """What a report knows of a run, read once: columns of numbers along the run, restarts, devices, samples. No torch.
 
-A run that was killed and resumed is one curve: the ledger is the effective one, and `hours` are hours of training, without
-the pauses between attempts, their start-up, and the steps that were done twice.
+A run that was killed and resumed is one curve: the ledger is the effective one, and `hours` are hours of training,
+without the pauses between attempts, their start-up, and the steps that were done twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_DEVICE_BYTES = 8_000_000
 
 
 def number(value: Any) -> float:
-    """A field of the ledger as a float; NaN where it is missing or no number (JSON has no NaN: it is written as text)."""
+    """A field of the ledger as a float; NaN where it is missing or no number (the ledger has it as text)."""
     if isinstance(value, bool) or value is None:
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""Writes a report, of runs or of a study: the page, Markdown, CSV tables and PNG plots. The same runs give the same bytes."""
+"""Writes a report: the page, Markdown, CSV tables and PNG plots. The same runs give the same bytes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _long_tables(seen: Sequence[RunView]) -> dict[str, tables.Table]:
     return files | ({"evaluations.csv": tables.stacked(every, ["run", "suite"])} if every else {})
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------------
+# --- Markdown --------------------------------------------------------------------------------------------------------
 
 
 def _markdown(seen: Sequence[RunView]) -> str:
