@@ -55,7 +55,7 @@ def evaluate(
         from windlass.launch.local import launch, parse_worlds, worker_command
 
         return launch(worker_command(sys.argv[1:]), parse_worlds(world)[:1])
-    from windlass import evaluation
+    from windlass import evaluate as evaluate_model
     from windlass.evaluation.source import find_source
 
     source = find_source(run, overrides or [])
@@ -67,7 +67,7 @@ def evaluate(
             typer.echo("\n".join(table(name, numbers)))
 
     suites = [s.strip() for s in suite.split(",") if s.strip()]
-    result = evaluation.evaluate(source, suites, overrides or [], out, show)
+    result = evaluate_model(source, suites, overrides or [], out, show)
     if env.rank == 0 and as_json:
         record = asdict(result)
         typer.echo(json.dumps({key: record[key] for key in ("model", "step", "results", "measured")}))
