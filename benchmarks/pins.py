@@ -354,7 +354,7 @@ def main() -> None:
     bad = compare(old["pins"], new) + sum(
         print(f"{name:19} was not run") is None for name in sorted(expected - set(new))
     )
-    sys.exit(f"{bad} differences" if bad else "")
+    sys.exit(f"{bad} differences" if bad else 0)
 
 
 if __name__ == "__main__":
