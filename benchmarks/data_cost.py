@@ -73,7 +73,15 @@ def main() -> None:
         (corpus / "corpus.jsonl").write_text("".join(lines), encoding="utf-8")
         for turn in range(options.rounds):
             for source in sources if turn % 2 else sources[::-1]:
-                command = [sys.executable, __file__, str(corpus), "--gpt2", options.gpt2, "--child", str(corpus / "out")]
+                command = [
+                    sys.executable,
+                    __file__,
+                    str(corpus),
+                    "--gpt2",
+                    options.gpt2,
+                    "--child",
+                    str(corpus / "out"),
+                ]
                 environment = {**os.environ, "PYTHONPATH": source}
                 done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
                 seconds[source].append(json.loads(done.stdout.splitlines()[-1]))
@@ -83,7 +91,9 @@ def main() -> None:
         cells = [f"{key:32}"]
         for source in sources:
             ratios = [a[key] / b[key] for a, b in zip(seconds[source], seconds[sources[0]], strict=True)]
-            cells.append(f"{statistics.median(run[key] for run in seconds[source]):8.3f} s {statistics.median(ratios):6.3f}")
+            cells.append(
+                f"{statistics.median(run[key] for run in seconds[source]):8.3f} s {statistics.median(ratios):6.3f}"
+            )
         print("  ".join(cells))
 
 
