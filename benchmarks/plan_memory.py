@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "dist"))
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "dist"), str(TESTS)]
 
 from harness import run_ranks
 from test_estimate_memory import measured

@@ -68,7 +68,7 @@ def _facts(plan: Plan) -> list[Fact]:
 
 
 def _memory(plan: Plan, console: Console) -> None:
-    """The memory of a rank by strategy and recomputation, and what is recommended."""
+    """The memory of a rank by strategy and activation checkpointing, and what is recommended."""
     rows = plan.memory or []
     most, usable, ours = (
         max(row.memory.total for row in rows),
@@ -78,9 +78,9 @@ def _memory(plan: Plan, console: Console) -> None:
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     digits = sum(most < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
     first = rows[0].layout
-    room = f"room {usable / 1e9:.3g} GB" if usable else "room unknown"
+    budget = f"budget {usable / 1e9:.3g} GB" if usable else "budget unknown"
     micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"
-    title = f"Memory of a rank at the peak of a step in {unit}: {micro}, {first.precision}, {room}"
+    title = f"Memory of a rank at the peak of a step in {unit}: {micro}, {first.precision}, {budget}"
     table = []
     for row in rows:
         shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in PARTS]
@@ -90,7 +90,7 @@ def _memory(plan: Plan, console: Console) -> None:
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         total = f"{row.memory.total / size:,.{digits}f}"
         table.append((row.layout.strategy, row.layout.checkpointing, *shown, total, fits, largest))
-    head = ("strategy", "recompute", "param", "grad", "optim", "act", "logit", "buf", "all", "fits", "max")
+    head = ("strategy", "act ckpt", "param", "grad", "optim", "act", "logit", "buf", "all", "fits", "max")
     notes = ["max: the largest micro-batch that fits. The recipe's own layout is highlighted."]
     if not ours:
         notes = ["Of a Hugging Face model weights, gradients and AdamW state are known, activations are not."]
