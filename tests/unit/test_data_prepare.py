@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from helpers import windlass
 from windlass.data.dataset import open_data
+from windlass.data.documents import Progress
 from windlass.data.prepare import data_dir, find_prepared, prepare
-from windlass.data.progress import Progress
 from windlass.data.shards import Stream
 from windlass.data.vocabulary import load_tokenizer, train_bpe
 from windlass.errors import RunFailed, UserError

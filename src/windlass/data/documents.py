@@ -7,6 +7,8 @@ byte of it. Workers are threads, because the tokenizers release Python's lock: n
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from windlass.data import foreign, vocabulary
-from windlass.data.progress import Progress
-from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, dtype_for, parts
+from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, parts
 from windlass.data.sources import Corpus, find_files, open_corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -32,10 +33,52 @@ BPE_CHARACTERS = 200_000_000
 """Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
 BATCH_CHARACTERS = 1 << 18
 """Text that a worker gets at once: enough that the hand-over costs nothing."""
+LINE_SECONDS = 10.0
+
+
+class Progress:
+    """What a long preparation shows on stderr: a bar of `rich` in a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._next_line = time.monotonic() + LINE_SECONDS
+
+    def note(self, text: str) -> None:
+        """A line; above the bar, where there is one, since rich redirects stderr meanwhile."""
+        print(f"data: {text}", file=sys.stderr, flush=True)
+
+    def update(self, stage: str, fraction: float | None, tokens: int = 0) -> None:
+        """So far: the stage, its share that is done (None where nobody knows), and tokens written."""
+        counted = f"{tokens:,} tokens" if tokens else ""
+        if self._bar is None and not sys.stderr.isatty():
+            if time.monotonic() >= self._next_line:
+                share = "" if fraction is None else f"{fraction:.0%}"
+                self.note(f"{stage}: {', '.join(part for part in (share, counted) if part)}")
+                self._next_line = time.monotonic() + LINE_SECONDS
+            return
+        if self._bar is None:
+            from rich import progress
+            from rich.console import Console
+
+            columns = (*progress.Progress.get_default_columns(), progress.TextColumn("{task.fields[tokens]}"))
+            self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._bar.add_task(stage, tokens="")
+        task = self._bar.tasks[0]
+        if stage != task.description:
+            self._bar.reset(task.id, description=stage)
+        total = None if fraction is None else 1.0
+        self._bar.update(task.id, total=total, completed=fraction or 0.0, tokens=counted)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 class Committed(BaseModel):
-    """What is on disk of a stream."""
+    """What is on disk of a stream; `resume` as in `ShardWriter`."""
 
     shards: list[Shard] = []
     resume: tuple[int, int] = (0, 0)
@@ -50,10 +93,6 @@ class State(BaseModel):
     tokenizer: str = ""
     """Its fingerprint."""
     streams: dict[str, Committed] = {}
-
-    def save(self, directory: Path) -> None:
-        """Write it durably."""
-        Files().replace(directory / PROGRESS, self.model_dump_json(indent=1).encode())
 
 
 @dataclass
@@ -82,8 +121,25 @@ class TextPreparation:
 
     def run(self) -> Index:
         """Write the shards and the tokenizer; returns the index, which is not written yet."""
-        foreign_shards = self.data.source.startswith("shards:")
-        tokenizer, source, streams = self._scan_foreign() if foreign_shards else self._write_corpus()
+        if self.data.source.startswith("shards:"):
+            tokenizer, source, streams = self._scan_foreign()
+        else:
+            stream_parts = self._parts()
+            source = {
+                p.stem: {"name": p.corpus.name, "single_text": p.corpus.single_text, **p.corpus.description}
+                for p in stream_parts
+            }
+            self._resume(source)
+            tokenizer = self._make_tokenizer(stream_parts)
+            if self.state.tokenizer not in ("", tokenizer.fingerprint):
+                self.state, self.inherited = State(settings=self.settings, source=source), set()
+            self.state.tokenizer = tokenizer.fingerprint
+            if tokenizer.eot is None and not all(part.corpus.single_text for part in stream_parts):
+                raise UserError(
+                    f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
+                    "another, or a source that is one text"
+                )
+            streams = {part.stem: self._write(part, tokenizer) for part in stream_parts}
         return Index(
             settings=self.settings,
             source=source,
@@ -93,72 +149,46 @@ class TextPreparation:
             splits=make_splits(self.data, self.directory, streams),
         )
 
-    def _write_corpus(self) -> tuple[Tokenizer, dict[str, Any], dict[str, list[Shard]]]:
-        stream_parts = self._parts()
-        source = {
-            p.stem: {"name": p.corpus.name, "single_text": p.corpus.single_text, **p.corpus.description}
-            for p in stream_parts
-        }
-        self._resume(source)
-        tokenizer = self._make_tokenizer(stream_parts)
-        if self.state.tokenizer not in ("", tokenizer.fingerprint):
-            self._start_over(source)
-        self.state.tokenizer = tokenizer.fingerprint
-        if tokenizer.eot is None and not all(part.corpus.single_text for part in stream_parts):
-            raise UserError(
-                f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
-                "another, or a source that is one text"
-            )
-        return tokenizer, source, {part.stem: self._write(part, tokenizer) for part in stream_parts}
-
     def _parts(self) -> list[Part]:
         """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
         d, note = self.data, self.progress.note
         share = Fraction(str(d.val_fraction))
         main = open_corpus(d, d.source, sha256=d.sha256, split=d.split, notify=note)
         main.limit = d.max_documents
-
-        def cut(corpus: Corpus, tokens: int) -> int:
-            return tokens if corpus.single_text else 0
-
         if separate := d.eval_source or (d.eval_split and d.source):
             held = open_corpus(d, separate, split=d.eval_split or d.split, notify=note)
             held.limit = max(1, int(d.max_documents * share)) if d.max_documents and share else 0
             few = max(1, int(d.max_tokens * share)) if d.max_tokens and share else 0
             return [
-                Part(MAIN, main, lambda tokens: 0 < d.max_tokens <= tokens, cut(main, d.max_tokens)),
-                Part(EVAL, held, lambda tokens: 0 < few <= tokens, cut(held, few)),
+                Part(MAIN, main, lambda tokens: 0 < d.max_tokens <= tokens, d.max_tokens * main.single_text),
+                Part(EVAL, held, lambda tokens: 0 < few <= tokens, few * held.single_text),
             ]
         if main.single_text and share and not d.val_shards:
             # nanoGPT's split: between two characters, each half encoded for itself
             return [Part(MAIN, _half(main, share, True), cut=d.max_tokens), Part(EVAL, _half(main, share, False))]
         held_out = d.val_shards * d.shard_tokens
-        kept = Fraction(1) if d.val_shards else 1 - share
+        train_share = Fraction(1) if d.val_shards else 1 - share
 
         def enough(tokens: int) -> bool:
-            return bool(d.max_tokens) and (tokens - held_out) * kept >= d.max_tokens
+            return bool(d.max_tokens) and (tokens - held_out) * train_share >= d.max_tokens
 
-        return [Part(MAIN, main, enough, cut(main, d.max_tokens + held_out) if d.max_tokens else 0)]
+        return [Part(MAIN, main, enough, d.max_tokens + held_out if main.single_text and d.max_tokens else 0)]
 
     def _resume(self, source: dict[str, Any]) -> None:
         """Take over what an earlier preparation committed, if it was the same work and its files are there."""
+        self.state.source = source
         try:
             state = State.model_validate_json((self.directory / PROGRESS).read_bytes())
             files = parts(shard for stream in state.streams.values() for shard in stream.shards)
             whole = all((self.directory / file).stat().st_size == size for file, size, _ in files)
         except (OSError, ValidationError):
-            whole = False
-        if whole and state.settings == self.settings and state.source == source:
+            return
+        if whole and (state.settings, state.source) == (self.settings, source):
             self.state, self.inherited = state, {file for file, _, _ in files}
-        else:
-            self._start_over(source)
-
-    def _start_over(self, source: dict[str, Any]) -> None:
-        self.state, self.inherited = State(settings=self.settings, source=source), set()
 
     def _make_tokenizer(self, stream_parts: list[Part]) -> Tokenizer:
         """The tokenizer: saved before the interruption, named, or made from the corpus; saved beside the shards."""
-        kind = vocabulary.kind_of(self.data.tokenizer)
+        kind, corpus = vocabulary.kind_of(self.data.tokenizer), stream_parts[0].corpus
         if kind not in ("char", "bpe"):
             tokenizer = vocabulary.named_tokenizer(self.recipe.tokenizer)
         elif self.state.tokenizer:
@@ -173,12 +203,10 @@ class TextPreparation:
                     if part.enough(tokens):
                         break
             if not characters:
-                raise UserError(f"data.source: there is no text in {stream_parts[0].corpus.name}")
-            tokenizer = vocabulary.char_tokenizer(
-                characters, with_eot=not all(part.corpus.single_text for part in stream_parts)
-            )
+                raise UserError(f"data.source: there is no text in {corpus.name}")
+            with_eot = not all(part.corpus.single_text for part in stream_parts)
+            tokenizer = vocabulary.char_tokenizer(characters, with_eot)
         else:
-            corpus = stream_parts[0].corpus
             self.progress.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {corpus.name}")
             tokenizer = vocabulary.train_bpe(_first(corpus.documents(), BPE_CHARACTERS), self.data.tokenizer_vocab)
         tokenizer.save(self.directory)
@@ -194,12 +222,11 @@ class TextPreparation:
 
         def commit(writer: ShardWriter, done: bool = False) -> None:
             self.state.streams[part.stem] = Committed(shards=writer.shards, resume=writer.resume, done=done)
-            self.state.save(self.directory)
+            Files().replace(self.directory / PROGRESS, self.state.model_dump_json(indent=1).encode())
 
-        writer = ShardWriter(
-            self.directory, part.stem, dtype_for(tokenizer.vocab), self.data.shard_tokens, before.shards, before.resume,
-            commit,
-        )  # fmt: skip
+        dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
+        size = self.data.shard_tokens
+        writer = ShardWriter(self.directory, part.stem, dtype, size, before.shards, before.resume, commit)
         try:
             shards = writer.finish(self._write_documents(part, tokenizer, writer))
         finally:
@@ -212,13 +239,14 @@ class TextPreparation:
     def _write_documents(self, part: Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
         """Write the documents' tokens in order; returns the number of documents of the source that were used."""
         stage = "validation data" if part.stem == EVAL else "training data"
-        number, carried = writer.resume
-        if not carried and part.enough(writer.tokens):
+        number, committed = writer.resume
+        if not committed and part.enough(writer.tokens):
             return number
         eot = None if part.corpus.single_text else tokenizer.eot
-        batches = encode_documents(part.corpus.documents(number), number, tokenizer, eot, self.workers)
         tokens_read = 0
-        with contextlib.closing(batches):
+        with contextlib.closing(
+            encode_documents(part.corpus.documents(number), number, tokenizer, eot, self.workers)
+        ) as batches:
             for batch in batches:
                 for number, tokens, last in batch:
                     writer.add(tokens[: max(0, part.cut - tokens_read)] if part.cut else tokens, number)
@@ -243,7 +271,7 @@ class TextPreparation:
                 raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
             held = find_files(d.eval_source.removeprefix("shards:"), "data.eval_source")
         elif not d.val_shards:
-            held = [path for path in main if foreign.is_validation(path)]
+            held = [path for path in main if foreign.VALIDATION.search(path.name.lower())]
             held = held if len(held) < len(main) else []
         taken = {path.resolve() for path in held}
         main = [path for path in main if path.resolve() not in taken]
@@ -322,14 +350,9 @@ Encoded = tuple[int, np.ndarray, bool]
 def encode_documents(
     texts: Iterator[str], first: int, tokenizer: Tokenizer, eot: int | None, workers: int
 ) -> Generator[list[Encoded], None, None]:
-    """The tokens of documents, in their order, some at a time; those of a long document in several parts.
+    """The tokens of documents, numbered from `first` on, in their order, some at a time; a long one in several parts.
 
-    Args:
-        texts: The documents; at most about two batches a worker are read ahead.
-        first: The number of the first of them.
-        tokenizer: Its `encode` is called in several threads at once.
-        eot: Put before the tokens of each document that has any; None: nothing is.
-        workers: Threads.
+    `eot` is put before the tokens of each document that has any. About two batches a worker are read ahead.
     """
     start = np.array([] if eot is None else [eot], dtype=np.int64)
 

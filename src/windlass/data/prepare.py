@@ -22,8 +22,7 @@ from typing import Any
 
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
-from windlass.data.documents import PROGRESS, TextPreparation
-from windlass.data.progress import Progress
+from windlass.data.documents import PROGRESS, Progress, TextPreparation
 from windlass.data.samples import choose
 from windlass.data.shards import Index, RowsFile
 from windlass.data.sources import describe_files, find_files, has_changed, slug
@@ -58,7 +57,6 @@ class Prepared:
 
     @property
     def vocab(self) -> int:
-        """Token ids of the tokenizer."""
         return self.tokenizer.vocab
 
     @property
@@ -79,13 +77,13 @@ def prepare(recipe: Recipe) -> Prepared:
     Of all processes of a file system one works; the others wait until it is done, or resume where it was killed.
 
     Raises:
-        UserError: The source, the tokenizer or the directory is not what it should be; a shard is missing, truncated or
-            changed; the data were prepared with another tokenizer or other settings.
+        UserError: Source, tokenizer or directory cannot be used; a shard is missing, truncated or changed; the data were
+            prepared with another tokenizer or other settings.
         RunFailed: The disk is full or fails.
     """
     started = time.perf_counter()
-    (settings, directory), made = _settings_and_dir(recipe), False
-    progress = Progress()
+    settings, made, progress = preparing_settings(recipe), False, Progress()
+    directory = data_dir(recipe, settings)
     try:
         index = _ready(recipe, settings, directory)
         if index is None:
@@ -94,8 +92,7 @@ def prepare(recipe: Recipe) -> Prepared:
                 index = _ready(recipe, settings, directory)
                 if index is None:
                     index, made = _make(recipe, settings, directory, progress), True
-        tokenizer = _checked_tokenizer(recipe, directory, index)
-        _check_files(directory, index, progress)
+        tokenizer = _check(recipe, directory, index, progress)
         corpora = [d["name"] for d in index.source.values() if not made and has_changed(d["name"], d)]
         if corpora and os.environ.get("RANK", "0") == "0":
             progress.note(
@@ -113,7 +110,8 @@ def prepare(recipe: Recipe) -> Prepared:
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, their files not checked; None where they are not there. Raises as `prepare`."""
-    settings, directory = _settings_and_dir(recipe)
+    settings = preparing_settings(recipe)
+    directory = data_dir(recipe, settings)
     index = _ready(recipe, settings, directory)
     return Prepared(directory, index, vocabulary.load_tokenizer(recipe, directory), False, 0.0) if index else None
 
@@ -145,18 +143,14 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def data_dir(recipe: Recipe) -> Path:
+def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
     """Where the prepared data of a recipe lie: `data.dir`, or `data/<source>-<hash of what determines them>`."""
-    return _settings_and_dir(recipe)[1]
-
-
-def _settings_and_dir(recipe: Recipe) -> tuple[dict[str, Any], Path]:
-    settings = preparing_settings(recipe)
     if recipe.data.dir:
-        return settings, Path(recipe.data.dir).expanduser()
+        return Path(recipe.data.dir).expanduser()
+    settings = preparing_settings(recipe) if settings is None else settings
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     name = slug(recipe.data.source) if recipe.data.format == "text" else recipe.data.format
-    return settings, Path("data") / f"{name}-{digest[:8]}"
+    return Path("data") / f"{name}-{digest[:8]}"
 
 
 def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
@@ -178,21 +172,41 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
 
 
 def _check_output_dir(directory: Path) -> None:
-    """Raise UserError where a directory holds something else than data being prepared, or cannot be written."""
     ours = (shards.INDEX, PROGRESS, LOCK)
-    if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in ours):
-        raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
     try:
+        if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in ours):
+            raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
         directory.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UserError(f"{directory} is a file; give another data.dir") from None
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
 
 
+def _check(recipe: Recipe, directory: Path, index: Index, progress: Progress) -> Tokenizer:
+    """Raise UserError where the tokenizer or a shard is another than the index says; returns the tokenizer."""
+    tokenizer, before = vocabulary.load_tokenizer(recipe, directory), index.tokenizer_files
+    if tokenizer.fingerprint != index.tokenizer.fingerprint:
+        raise UserError(
+            f"wrong tokenizer: {directory} was prepared with another {recipe.data.tokenizer} than the one beside it; "
+            f"{shards.prepare_again(directory)}"
+        )
+    now = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
+    changed = [file for file in sorted({*now, *before}) if now.get(file) != before.get(file)]
+    if now and changed:  # where they are gone, what was saved beside the data is enough
+        raise UserError(
+            f"wrong tokenizer: {changed[0]} has changed since the data in {directory} were prepared with it; put the old "
+            "file back, or give another data.dir"
+        )
+    shards.check_sizes(directory, index)
+    if shards.unverified(directory, index):
+        # Of several processes one reads the files, and the others wait for it, where it can write down that it did.
+        with _lock(directory, progress) if os.access(directory, os.W_OK) else contextlib.nullcontext():
+            shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
+    return tokenizer
+
+
 @contextlib.contextmanager
 def _lock(directory: Path, progress: Progress) -> Iterator[None]:
-    """Hold the directory's lock; without a time-out. The lock is the kernel's: it goes with its process however that ends."""
+    """Hold the directory's lock. It is the kernel's: it goes with its process however that ends."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(directory / LOCK)
@@ -227,53 +241,33 @@ def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: P
     return index
 
 
-def _checked_tokenizer(recipe: Recipe, directory: Path, index: Index) -> Tokenizer:
-    tokenizer, there = vocabulary.load_tokenizer(recipe, directory), index.tokenizer_files
-    if tokenizer.fingerprint != index.tokenizer.fingerprint:
-        raise UserError(
-            f"wrong tokenizer: {directory} was prepared with another {recipe.data.tokenizer} than the one that lies "
-            f"beside it; {shards.prepare_again(directory)}"
-        )
-    now = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
-    changed = [file for file in sorted({*now, *there}) if now.get(file) != there.get(file)]
-    if now and changed:  # where they are gone, what was saved beside the data is enough
-        raise UserError(
-            f"wrong tokenizer: {changed[0]} has changed since the data in {directory} were prepared with it; put the old "
-            "file back, or give another data.dir"
-        )
-    return tokenizer
-
-
-def _check_files(directory: Path, index: Index, progress: Progress) -> None:
-    shards.check_sizes(directory, index)
-    if shards.unverified(directory, index):
-        # Of several processes one reads the files, and the others wait for it, where it can write down that it did.
-        with _lock(directory, progress) if os.access(directory, os.W_OK) else contextlib.nullcontext():
-            shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
-
-
 # -- questions and conversations
 
 
 def _make_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
-    items: dict[str, Sequence[Any]]
+    train: Sequence[Any]
+    held_out: Sequence[Any]
     template = chat.Template()
     if recipe.data.format == "squad":
         train, held_out = squad.questions(recipe)
         texts = [squad.PROMPT.format(question=q.question, context=q.context) for q in train]
         texts = [text for q, prompt in zip(train, texts, strict=True) for text in (prompt, *q.answers)]
-        items = {"train": train, "val": held_out}
     else:
-        conversations, held_out_conversations = _conversations(recipe)
-        texts = [message["content"] for conversation in conversations for message in conversation]
-        items = {"train": conversations, "val": held_out_conversations}
-        kind, _, place = recipe.tokenizer.partition(":")
-        if kind == "hf":
-            template = chat.Template.of_directory(hub.tokenizer_directory(place))
-    tokenizer = _make_tokenizer(recipe, texts, progress)
+        train, held_out = _conversations(recipe)
+        texts = [message["content"] for conversation in train for message in conversation]
+        if recipe.tokenizer.startswith("hf:"):
+            template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:]))
+    kind = vocabulary.kind_of(recipe.data.tokenizer)
+    if kind == "bpe":
+        progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from the training items")
+        tokenizer = vocabulary.train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
+    elif kind == "char":
+        tokenizer = vocabulary.char_tokenizer([*texts, LAYOUT], with_eot=True)
+    else:
+        tokenizer = vocabulary.named_tokenizer(recipe.tokenizer)
     files: dict[str, RowsFile] = {}
-    for name, wanted in items.items():
+    for name, wanted in (("train", train), ("val", held_out)):
         if not wanted:
             continue
         if recipe.data.format == "squad":
@@ -294,7 +288,6 @@ def _make_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progre
 
 
 def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:
-    """Training and evaluation conversations: `train_size` and `eval_size` of them as `run.seed` chooses."""
     data, seed = recipe.data, recipe.run.seed
     train: list[Any] = chat.read(data.source, data.split)
     held_out: list[Any] = []
@@ -309,14 +302,3 @@ def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:
         [train[i] for i in choose([str(i) for i in range(len(train))], data.train_size, seed, "train")],
         [held_out[i] for i in choose([str(i) for i in range(len(held_out))], data.eval_size, seed, "eval")],
     )
-
-
-def _make_tokenizer(recipe: Recipe, texts: list[str], progress: Progress) -> Tokenizer:
-    """The tokenizer that the recipe names, or one made from the training texts."""
-    kind = vocabulary.kind_of(recipe.data.tokenizer)
-    if kind == "bpe":
-        progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from the training items")
-        return vocabulary.train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
-    if kind == "char":
-        return vocabulary.char_tokenizer([*texts, LAYOUT], with_eot=True)
-    return vocabulary.named_tokenizer(recipe.tokenizer)
