@@ -101,7 +101,7 @@ def test_a_context_is_cut_around_the_answer_between_words_and_as_little_as_neede
 
 def test_what_is_cut_is_taken_from_both_sides_in_proportion() -> None:
     item = question("l " * 300 + "ANSWER" + " r" * 100, "ANSWER")
-    kept = squad.longest(item, lambda text: len(text) <= 206)
+    kept = squad.around(item, 200)
     assert kept is not None and len(kept) > 190
     assert kept.count("l") == pytest.approx(3 * kept.count("r"), abs=3)
 

@@ -26,9 +26,8 @@ class Data:
     fingerprint: str
     """What a resume compares: equal for equal tokens, split and tokenizer, wherever they lie."""
     vocab: int
-    """Token ids of the tokenizer."""
     directory: Path | None = None
-    """Where the prepared data lie."""
+    """Of the prepared data."""
     template: Template | None = None
     """With `data.format = "chat"`: how a conversation is written down."""
 
@@ -42,9 +41,6 @@ class Data:
 
 def open_data(recipe: Recipe) -> Data:
     """The data of a recipe, prepared if need be, every file checked before the first step.
-
-    Args:
-        recipe: Its `data` section, `model.context` and `model.vocab` are what counts.
 
     Raises:
         UserError: As `prepare`; there are too few tokens for one sample; `model.vocab` is too small.
@@ -65,10 +61,16 @@ def open_data(recipe: Recipe) -> Data:
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
     """The training and the validation set of prepared data, as `data.packing` and `model.context` cut them."""
-    if prepared.index.rows:
-        return _load_rows(prepared, "train"), _load_rows(prepared, "val") if "val" in prepared.index.rows else None
     index, context, eot = prepared.index, recipe.model.context, prepared.tokenizer.eot
     sets: dict[str, Samples] = {}
+    for name, file in index.rows.items():
+        path, remedy = prepared.directory / f"{name}.npz", prepare_again(prepared.directory)
+        try:
+            sets[name] = rows = Rows.load(path)
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
+        if rows.fingerprint != file.fingerprint:
+            raise UserError(f"{path} was changed after it was written; {remedy}")
     for name, split in index.splits.items():
         stream = Stream(prepared.directory, index.streams[split.stream])
         if recipe.data.packing == "documents":
@@ -88,14 +90,3 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
                 f"of model.context + 1 = {context + 1:,}"
             )
     return sets["train"], sets.get("val")
-
-
-def _load_rows(prepared: Prepared, name: str) -> Rows:
-    path, remedy = prepared.directory / f"{name}.npz", prepare_again(prepared.directory)
-    try:
-        rows = Rows.load(path)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
-    if rows.fingerprint != prepared.index.rows[name].fingerprint:
-        raise UserError(f"{path} was changed after it was made; {remedy}")
-    return rows

@@ -29,14 +29,12 @@ CLOSE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass of one rank."""
+    """Samples of one forward pass of one rank: number `k` in the step, over all ranks; tokens and labels int64 [B, T]."""
 
     k: int
-    """Its number in the step, over all ranks."""
     tokens: Tensor
-    """[B, T], int64."""
     labels: Tensor
-    """[B, T], int64; -100 where the token does not count."""
+    """-100 where the token does not count."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,9 @@ class Loader:
         kind: `data.order`.
         device: Where the tensors go; to CUDA from pinned memory, without waiting.
         prefetch: Steps read ahead; 0: read when asked.
-        first_step: Steps already done: the first batch is that of step `first_step + 1`.
+        first_step: Steps already done.
         skipped: Ranges [start, stop) of global sample numbers that are left out.
-        length_buckets: Sort the samples of a step by length before they are divided, so that a micro-batch has little
-            padding.
+        length_buckets: Sort the samples of a step by length before they are divided: less padding in a micro-batch.
     """
 
     def __init__(
@@ -112,9 +109,8 @@ class Loader:
         if self._stop.is_set():
             raise ValueError("the loader is closed")
         started = time.perf_counter()
-        batch: StepBatch | BaseException | None
         if self._queue is None:
-            batch = self._reader.read(self._next, self._stop)
+            batch: StepBatch | BaseException | None = self._reader.read(self._next, self._stop)
             assert batch is not None
         else:
             try:
@@ -126,12 +122,7 @@ class Loader:
             raise batch
         self._next += 1
         micro = [
-            replace(
-                m,
-                tokens=m.tokens.to(self.device, non_blocking=True),
-                labels=m.labels.to(self.device, non_blocking=True),
-            )
-            for m in batch.micro
+            MicroBatch(m.k, *(t.to(self.device, non_blocking=True) for t in (m.tokens, m.labels))) for m in batch.micro
         ]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
@@ -139,8 +130,7 @@ class Loader:
         """Stop reading ahead; may be called again.
 
         The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: until it ends, for a
-        caller that reads on from the same source, which need not support two readers), then abandoned: it keeps no process
-        alive.
+        caller that reads on from a source that may not support two readers), then abandoned: it keeps no process alive.
         """
         self._stop.set()
         if self._queue is not None:
@@ -168,7 +158,7 @@ class _Reader:
         self._orders: dict[int, Order] = {}
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The samples of a step, by their global sample numbers, both int64 [global_batch]."""
+        """The samples of global sample numbers, both int64 [global_batch]."""
         epochs, places = np.divmod(numbers, len(self.samples))
         indices = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -222,18 +212,12 @@ def _read_ahead(
 
 
 def eval_batches(
-    samples: Samples,
-    rank: int,
-    world: int,
-    micro_batch: int,
-    limit_samples: int = 0,
-    *,
+    samples: Samples, rank: int, world: int, micro_batch: int, limit_samples: int = 0, *,
     device: torch.device | str = "cpu",
-) -> Iterator[MicroBatch]:
+) -> Iterator[MicroBatch]:  # fmt: skip
     """The first `limit_samples` samples (0: all), each once over all ranks, in equally many micro-batches on every rank.
 
-    Rows past the last sample are filled up with a sample whose labels are all masked, so that every rank makes the same
-    forward passes.
+    Rows past the last sample are all masked: every rank makes the same forward passes.
     """
     count = min(limit_samples, len(samples)) if limit_samples else len(samples)
     for turn in range(-(-count // (micro_batch * world))):
@@ -242,6 +226,5 @@ def eval_batches(
         surplus = wanted >= count
         tokens, labels = samples.read(np.where(surplus, 0, wanted))
         labels = np.where(surplus[:, None], IGNORE_INDEX, labels)
-        yield MicroBatch(
-            k, *(torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device) for a in (tokens, labels))
-        )
+        both = (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device) for a in (tokens, labels))
+        yield MicroBatch(k, *both)

@@ -15,15 +15,7 @@ import numpy as np
 
 Integers = np.ndarray
 """A numpy array of int64."""
-
 ROUNDS = 6
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class Permutation:
@@ -45,7 +37,11 @@ class Permutation:
     def _pass(self, x: np.ndarray) -> np.ndarray:
         left, right = x >> self._half, x & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+            # The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit reaches every output bit.
+            y = right ^ key
+            y = (y ^ (y >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((y ^ (y >> np.uint64(31))) & self._mask)
         return (left << self._half) | right
 
     def __call__(self, places: Integers) -> Integers:
@@ -81,9 +77,8 @@ class Order:
             if int(sizes.sum()) != n or (sizes < 0).any():
                 raise ValueError(f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}")
             if epoch:
-                occupied = np.flatnonzero(
-                    sizes
-                )  # a shard without a sample would not move the order, only the arithmetic
+                # A shard without a sample would not move the order, only the arithmetic.
+                occupied = np.flatnonzero(sizes)
                 draw = Permutation(len(occupied), f"windlass/order/shards/{seed}/{epoch}")
                 turn = occupied[draw(np.arange(len(occupied)))]
                 self._starts = np.concatenate([[0], np.cumsum(sizes[turn])[:-1]])
@@ -110,10 +105,7 @@ class Order:
 
 
 def step_samples(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> Integers:
-    """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped` ranges [start, stop).
-
-    A pure function of its arguments: what was trained on before does not matter.
-    """
+    """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped` ranges [start, stop)."""
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
     reached = 0
     for begin, end in sorted(skipped):

@@ -26,8 +26,7 @@ class Samples(Protocol):
     mean per sample).
     """
 
-    def __len__(self) -> int:
-        """Samples in an epoch."""
+    def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and labels, both int64 [n, T], of samples (int64 [n]). T is the longest of the samples asked for, or a
@@ -46,23 +45,19 @@ class PackedSamples:
         self.tokens = stop - start
         """Tokens, including those that no row has room for."""
         self.valid_tokens = max(0, stop - start - 1)
-        """Unmasked labels in an epoch."""
         if not ragged:
             self.valid_tokens -= self.valid_tokens % context
         self._count = -(-self.valid_tokens // context)
         starts = -(-np.clip(stream.edges - start, 0, None) // context)
         self.shard_samples: Sequence[int] = np.diff(np.minimum(starts, self._count)).tolist()
-        """Rows that start in each shard."""
 
     def __len__(self) -> int:
         return self._count
 
     def sample_tokens(self) -> float:
-        """Mean number of unmasked labels in a sample."""
         return self.valid_tokens / max(1, self._count)
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels of rows, both int64 [n, context]."""
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
         counts = []
         for row, i in zip(rows, indices.tolist(), strict=True):
@@ -89,26 +84,21 @@ class DocumentSamples:
         self.stream, self.context, self._eot = stream, context, eot
         self._starts, self._sizes = starts[first:last], (ends - starts)[first:last]
         self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
-        """Documents that start in each shard."""
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def length(self, i: int) -> int:
-        """Unmasked labels in sample `i`."""
         return min(int(self._sizes[i]), self.context)
 
     @cached_property
     def valid_tokens(self) -> int:
-        """Unmasked labels in an epoch."""
         return int(np.minimum(self._sizes, self.context).sum())
 
     def sample_tokens(self) -> float:
-        """Mean number of unmasked labels in a sample."""
         return self.valid_tokens / max(1, len(self))
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels of documents, both int64 [n, context]; the last label of a whole document ends the text."""
         tokens = np.zeros((len(indices), self.context), dtype=np.int64)
         labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
@@ -120,13 +110,13 @@ class DocumentSamples:
 
 
 class Rows:
-    """Questions or conversations held in memory, each token with a mark whether it is to be predicted.
+    """Questions or conversations in memory, given as (tokens, marks) pairs: which tokens are to be predicted.
 
     A row of n tokens gives n - 1 positions: the label of each is the token after it, or -100 where that is not marked.
+    `pad` fills rows up to the longest of a batch.
     """
 
     def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[bool]]], pad: int):
-        """Take (tokens, marks) pairs; `pad` fills rows up to the longest of a batch, with labels -100."""
         pairs = list(rows)
         assert all(len(ids) == len(marks) > 1 for ids, marks in pairs)
         self._ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64)
@@ -136,13 +126,12 @@ class Rows:
         self.pad = pad
 
     def save(self, path: Path) -> None:
-        """Write the rows to an `.npz` file."""
         with path.open("wb") as file:
             np.savez(file, tokens=self._tokens, marks=self._marks, ends=self._ends, pad=np.int64(self.pad))
 
     @staticmethod
     def load(path: Path) -> Rows:
-        """Read what `save` wrote; raises OSError, ValueError, KeyError or BadZipFile where it is damaged."""
+        """What `save` wrote; raises OSError, ValueError, KeyError or BadZipFile where it is damaged."""
         rows = Rows((), 0)
         with np.load(path, allow_pickle=False) as saved:
             rows._tokens, rows._marks, rows._ends = saved["tokens"], saved["marks"], saved["ends"]
@@ -153,16 +142,13 @@ class Rows:
         return len(self._ends) - 1
 
     def length(self, index: int) -> int:
-        """Positions of a row: its tokens less one."""
         return int(self._ends[index + 1] - self._ends[index]) - 1
 
     @property
     def valid_tokens(self) -> int:
-        """Unmasked labels, over all rows."""
         return int(self._marks.sum())
 
     def sample_tokens(self) -> float:
-        """Unmasked labels, in the mean row."""
         return self.valid_tokens / max(1, len(self))
 
     @property
@@ -174,7 +160,6 @@ class Rows:
         return digest.hexdigest()
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels [n, T] of the given rows, T being the longest of them."""
         width = max((self.length(int(i)) for i in indices), default=1)
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
@@ -188,11 +173,6 @@ class Rows:
 
 def choose(keys: Sequence[str], size: int, seed: int, purpose: str) -> list[int]:
     """The places of `size` of the keys (0: all), in their order: which ones is a pure function of seed, purpose and keys."""
-    if not size or size >= len(keys):
-        return list(range(len(keys)))
-
-    def rank(place: int) -> bytes:
-        text = f"windlass/choose/{purpose}/{seed}/{keys[place]}"
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-    return sorted(sorted(range(len(keys)), key=rank)[:size])
+    texts = [f"windlass/choose/{purpose}/{seed}/{key}" for key in keys]
+    ranks = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+    return sorted(sorted(range(len(keys)), key=ranks.__getitem__)[: size or len(keys)])

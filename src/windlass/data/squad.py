@@ -38,7 +38,6 @@ class Question:
 
     @property
     def end(self) -> int:
-        """Where the first answer ends in the context."""
         return self.start + len(self.answers[0])
 
 
@@ -113,7 +112,7 @@ def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     """
     data, seed = recipe.data, recipe.run.seed
     train, held_out = read_questions(data.source), []
-    if elsewhere := _held_out_source(recipe):
+    if elsewhere := data.eval_source or ("squad" if data.source == "squad" else ""):
         held_out = read_questions(elsewhere, "validation", "data.eval_source")
     elif data.val_fraction:
         train, held_out = split(train, data.val_fraction)
@@ -123,13 +122,8 @@ def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     )
 
 
-def _held_out_source(recipe: Recipe) -> str:
-    """Where the evaluation questions of a SQuAD recipe come from; empty: from among those of `data.source`."""
-    return recipe.data.eval_source or ("squad" if recipe.data.source == "squad" else "")
-
-
 def split(items: list[Question], share: float) -> tuple[list[Question], list[Question]]:
-    """The questions without and with those of the last `share` of the articles; raises UserError where there is only one."""
+    """The questions without and with those of the last `share` of the articles."""
     articles = list(dict.fromkeys(item.group for item in items))
     if len(articles) < 2:
         raise UserError(
@@ -140,33 +134,28 @@ def split(items: list[Question], share: float) -> tuple[list[Question], list[Que
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
-    """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses.
-
-    They are of `asked_source`; the training questions are read only where these are held out from them. Raises UserError.
-    """
+    """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses."""
     data, asked = recipe.data, []
     if source := asked_source(recipe):
-        asked = read_questions(
-            source, "validation", "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
-        )
+        key = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
+        asked = read_questions(source, "validation", key)
     elif data.val_fraction:
         asked = split(read_questions(data.source), data.val_fraction)[1]
     if not asked:
-        raise UserError(
-            "there are no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction"
-        )
+        raise UserError("no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction")
     size = recipe.eval.squad_items or data.eval_size
     return [asked[i] for i in choose([q.id for q in asked], size, recipe.run.seed, "eval")]
 
 
 def asked_source(recipe: Recipe) -> str:
-    """Where the questions of the suite `squad` come from: `eval.squad_file`; else of a SQuAD recipe its held-out questions
-    (empty: from among those of `data.source`), of any other `data.eval_source` where that is SQuAD, and SQuAD's own."""
+    """Where the questions of the suite `squad` come from: `eval.squad_file`, `data.eval_source`, or SQuAD's own validation
+    questions; empty: held out from the training questions."""
     if recipe.eval.squad_file:
         return f"squad:{recipe.eval.squad_file}"
-    if recipe.data.format == "squad":
-        return _held_out_source(recipe)
-    return recipe.data.eval_source if recipe.data.eval_source.partition(":")[0] == "squad" else "squad"
+    data = recipe.data
+    if data.format == "squad":
+        return data.eval_source or ("squad" if data.source == "squad" else "")
+    return data.eval_source if data.eval_source.partition(":")[0] == "squad" else "squad"
 
 
 # -- rows and prompts
@@ -175,8 +164,7 @@ def asked_source(recipe: Recipe) -> str:
 def rows(items: Iterable[Question], tokenizer: Tokenizer, context: int) -> Rows:
     """Training rows of at most `context` positions, one a question; the answer and the end-of-text count.
 
-    A context that is too long is cut around the answer. A question that leaves no room even for that is left out.
-    Raises UserError where none is left.
+    A context that is too long is cut around the answer. A question for which even that is too long is left out.
     """
     eot = end_of_text(tokenizer)
     fitting = (row(item, tokenizer, context, eot) for item in items)
@@ -196,30 +184,24 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[list[int], list[bool]] | None:
-    """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit."""
+    """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit.
+
+    Of a long context the longest part around the answer that fits is kept, in whole words. What is cut is taken from both
+    sides in proportion, so that the answer keeps its relative place.
+    """
 
     def encode(text: str) -> tuple[list[int], int]:
         return tokenizer.encode_pair(PROMPT.format(question=item.question, context=text), " " + item.answers[0])
 
-    # n tokens make n - 1 positions, and the end-of-text is one more token.
-    window = longest(item, lambda text: len(encode(text)[0]) <= context)
-    if window is None:
-        return None
-    ids, prompt_length = encode(window)
+    def fits(keep: int) -> bool:  # n tokens make n - 1 positions, and the end-of-text is one more token
+        return len(encode(around(item, keep))[0]) <= context
+
+    ids, prompt_length = encode(item.context)
+    if len(ids) > context:
+        if not fits(0):
+            return None
+        ids, prompt_length = encode(around(item, _bisect(len(item.context) - len(item.answers[0]), fits)))
     return [*ids, eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
-
-
-def longest(item: Question, fits: Callable[[str], bool]) -> str | None:
-    """The longest part of the context, in whole words around the answer, that fits; None where none does.
-
-    What is cut is taken from both sides in proportion, so that the answer keeps its relative place.
-    """
-    if fits(item.context):
-        return item.context
-    if not fits(around(item, 0)):
-        return None
-    characters = _bisect(len(item.context) - (item.end - item.start), lambda keep: fits(around(item, keep)))
-    return around(item, characters)
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
@@ -245,11 +227,8 @@ def around(item: Question, keep: int) -> str:
 
 
 def prompt(item: Question, tokenizer: Tokenizer, room: int) -> list[int]:
-    """The tokens of a question's prompt for generation, at most `room`; a long context loses its end, and where the
-    question alone is too long, it loses its beginning.
-
-    Where the answer stands is not looked at: a model that is measured does not know it either.
-    """
+    """The tokens of a question's prompt for generation, at most `room`: a long context loses its end, a question that is too
+    long alone its beginning. Where the answer stands is not looked at: a model that is measured does not know it either."""
 
     def encode(characters: int) -> list[int]:
         text = item.context[:characters].rstrip()
