@@ -62,7 +62,7 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     script = batch_script(tmp_path / "job.sh", line, "code=$?", again, "exit $code", head=("--requeue",))
     job = cluster.submit(script)
     output = tmp_path / f"job-{job}.out"
-    wait_for(lambda: run.path.exists() and run.lines("train"), 60, "the first steps")
+    wait_for(lambda: run.path.exists() and run.lines("train"), 150, "the first steps")
     done = cluster.call("scancel", *([] if how == "cancel" else ["--signal=TERM"]), job)
     assert done.returncode == 0, done.stdout
     if how != "requeue":
@@ -74,7 +74,8 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     assert cluster.wait(job)["JobState"] == "COMPLETED", output.read_text() + cluster.logs()
     assert run.state == "finished"
     stopped, resumed = ([e for e in run.events if e["event"] == name] for name in ("preempted", "resumed"))
-    assert [(e["saved"], e["reason"]) for e in stopped] == [(True, "SIGTERM")]
+    assert [e["saved"] for e in stopped] == [True]
+    assert stopped[0]["reason"] in ("SIGTERM", "a stop signal on another rank")  # whichever rank 0 saw first
     assert [(e["step"], e["world"]) for e in resumed] == [(stopped[0]["step"], 2)]
     assert 0 < resumed[0]["step"] < 400, "it was stopped on the way, and nothing was lost"
     steps = [line["step"] for line in run.lines("train")]
@@ -92,6 +93,6 @@ def test_a_sweep_as_an_array_job(cluster: Cluster, settings, tmp_path):
     cluster.wait(done.stdout.split()[-1])
     said = "\n".join(path.read_text() for path in (tmp_path / "study").glob("slurm-*.out"))
     study = Study.open(tmp_path / "study")
-    assert [study.state_of(cell)[0] for cell in study.cells] == ["finished"] * 2, said + cluster.logs()
+    assert [study.status(cell) for cell in study.cells] == ["finished"] * 2, said + cluster.logs()
     again = cluster.call(*sweep, *flags, "--submit", "slurm", cwd=tmp_path)
     assert "nothing to submit" in again.stdout
