@@ -93,6 +93,6 @@ def test_a_sweep_as_an_array_job(cluster: Cluster, settings, tmp_path):
     cluster.wait(done.stdout.split()[-1])
     said = "\n".join(path.read_text() for path in (tmp_path / "study").glob("slurm-*.out"))
     study = Study.open(tmp_path / "study")
-    assert [study.status(cell) for cell in study.cells] == ["finished"] * 2, said + cluster.logs()
+    assert [result.state for result in study.results()] == ["finished"] * 2, said + cluster.logs()
     again = cluster.call(*sweep, *flags, "--submit", "slurm", cwd=tmp_path)
     assert "nothing to submit" in again.stdout
