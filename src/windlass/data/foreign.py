@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,23 +18,11 @@ LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 """llm.c's magic numbers: GPT-2's tokens as version 1 in 16 bits, Llama 3's as version 7 in 32 bits."""
 BLOCK_TOKENS = 1 << 21
 VALIDATION = re.compile(r"(^|[^a-z])val(idation)?([^a-z]|$)")
+"""In a file's name: the shard is for validation, as `val.bin`, `edufineweb_val_000000.npy`."""
 
 
-class Layout(NamedTuple):
-    """How the tokens lie in a file."""
-
-    dtype: str
-    offset: int
-    tokens: int
-
-
-def is_validation(path: Path) -> bool:
-    """Whether a shard's name says that it is for validation: `val.bin`, `edufineweb_val_000000.npy`."""
-    return VALIDATION.search(path.name.lower()) is not None
-
-
-def layout(path: Path) -> Layout:
-    """How the tokens lie in a shard; raises UserError where it is no shard, or truncated."""
+def layout(path: Path) -> tuple[str, int, int]:
+    """(type, bytes of header, tokens) of a shard; raises UserError where it is no shard, or truncated."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -43,41 +30,38 @@ def layout(path: Path) -> Layout:
     except OSError as error:
         raise UserError(f"the shard {path} cannot be read: {error}") from None
     if path.suffix == ".npy" or head.startswith(b"\x93NUMPY"):
-        return _npy(path, size)
-    if path.suffix != ".bin":
+        try:
+            with path.open("rb") as file:
+                npy = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0 if npy == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, numpy_type = read(file)  # the header alone: an array of objects would run code when loaded
+                offset = file.tell()
+        except ValueError as error:
+            raise UserError(f"the shard {path} has no whole .npy header: {error}") from None
+        if numpy_type not in (on_disk("uint16"), on_disk("uint32")) or len(shape) != 1 or not shape[0]:
+            raise UserError(
+                f"the shard {path} holds {numpy_type} of shape {shape}; tokens are a row of uint16 or uint32"
+            )
+        dtype, tokens = numpy_type.newbyteorder("=").name, shape[0]
+    elif path.suffix != ".bin":
         raise UserError(f"the shard {path} is neither .npy nor .bin")
-    if len(head) == LLMC_HEADER_BYTES and int(np.frombuffer(head, "<i4", 1)[0]) in LLMC_KINDS:
+    elif len(head) == LLMC_HEADER_BYTES and int(np.frombuffer(head, "<i4", 1)[0]) in LLMC_KINDS:
         magic, version, tokens = (int(x) for x in np.frombuffer(head, "<i4", 3))
         expected, dtype = LLMC_KINDS[magic]
+        offset = LLMC_HEADER_BYTES
         if version != expected:
             raise UserError(f"the shard {path} has llm.c's header of version {version}; version {expected} can be read")
-        return _whole(path, Layout(dtype, LLMC_HEADER_BYTES, tokens), size)
-    if size == 0 or size % 2:
-        raise UserError(f"the shard {path} has {size:,} bytes, which is no whole number of 16-bit tokens: truncated?")
-    return Layout("uint16", 0, size // 2)
-
-
-def _npy(path: Path, size: int) -> Layout:
-    try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)  # the header alone: an array of objects would run code when it is loaded
-            offset = file.tell()
-    except ValueError as error:
-        raise UserError(f"the shard {path} has no whole .npy header: {error}") from None
-    if dtype not in (on_disk("uint16"), on_disk("uint32")) or len(shape) != 1 or not shape[0]:
-        raise UserError(f"the shard {path} holds {dtype} of shape {shape}; tokens are a row of uint16 or uint32")
-    return _whole(path, Layout(dtype.newbyteorder("=").name, offset, shape[0]), size)
-
-
-def _whole(path: Path, where: Layout, size: int) -> Layout:
-    """The layout that a header gives, if the file is as long as that; else UserError."""
-    width = on_disk(where.dtype).itemsize
-    if where.tokens < 1 or size != where.offset + where.tokens * width:
-        there = max(0, size - where.offset) // width
-        raise UserError(f"the shard {path} should hold {where.tokens:,} tokens, and has {there:,}: truncated?")
-    return where
+    else:
+        if size == 0 or size % 2:
+            raise UserError(
+                f"the shard {path} has {size:,} bytes, which is no whole number of 16-bit tokens: truncated?"
+            )
+        return "uint16", 0, size // 2
+    width = on_disk(dtype).itemsize
+    if tokens < 1 or size != offset + tokens * width:
+        present = max(0, size - offset) // width
+        raise UserError(f"the shard {path} should hold {tokens:,} tokens, and has {present:,}: truncated?")
+    return dtype, offset, tokens
 
 
 def scan(path: Path, vocab: int, tick: Callable[[int], None]) -> Shard:
@@ -106,7 +90,7 @@ def scan(path: Path, vocab: int, tick: Callable[[int], None]) -> Shard:
 
 def scan_all(paths: list[Path], vocab: int, workers: int, tick: Callable[[int, int], None]) -> list[Shard]:
     """Scan shards side by side, in the order of their names; `tick(done, total)` counts tokens."""
-    total, done = sum(layout(path).tokens for path in paths), 0
+    total, done = sum(layout(path)[2] for path in paths), 0
 
     def count(tokens: int) -> None:
         nonlocal done

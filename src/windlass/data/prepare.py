@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -246,8 +246,8 @@ def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: P
 
 def _make_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
-    train: Sequence[Any]
-    held_out: Sequence[Any]
+    train: Any
+    held_out: Any
     template = chat.Template()
     if recipe.data.format == "squad":
         train, held_out = squad.questions(recipe)

@@ -66,15 +66,10 @@ def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] 
 
 
 def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
-    """A split of a data set of Hugging Face's `datasets`.
+    """A split (also a slice of one, `train[:1%]`) of `NAME`, `NAME:CONFIG` or a directory of Hugging Face's `datasets`.
 
-    Args:
-        place: `NAME`, `NAME:CONFIG` or a directory (written by `save_to_disk`, or holding files that `datasets` reads).
-        split: `train`, `validation`, also with `datasets`' slices such as `train[:1%]` (not when streaming).
-        streaming: Read the rows as they come instead of downloading all of them first.
-
-    Raises:
-        UserError: There is no such data set, configuration or split; it cannot be reached.
+    A directory was written by `save_to_disk`, or holds files that `datasets` reads. With `streaming` the rows are read as
+    they come. Raises UserError where there is no such data set or split, or it cannot be reached.
     """
     folder = Path(place).expanduser()
     if not folder.is_dir():
@@ -89,10 +84,10 @@ def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
         if (folder / "state.json").is_file():
             rows = datasets.load_from_disk(str(folder))
         elif (folder / "dataset_dict.json").is_file():
-            splits = datasets.load_from_disk(str(folder))
-            if split not in splits:
-                raise UserError(f"hf:{place} has no split {split!r}; it has {', '.join(splits)}: set data.split")
-            rows = splits[split]
+            rows = datasets.load_from_disk(str(folder))
+            if split not in rows:
+                raise UserError(f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split")
+            rows = rows[split]
         else:
             return datasets.load_dataset(str(folder), split=split, streaming=streaming)
         return rows.to_iterable_dataset() if streaming else rows

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +42,7 @@ class Shard(BaseModel):
     """Name in the data directory, or an absolute path of a file that others wrote."""
     tokens: int
     documents: int
-    """Documents that start in it; 0: nobody knows (shards that others wrote)."""
+    """Documents that start in it; 0: not known (shards that others wrote)."""
     bytes: int
     sha256: str
     dtype: str
@@ -74,10 +73,9 @@ class RowsFile(BaseModel):
 
 
 class Index(BaseModel):
-    """Everything that a data directory holds."""
+    """Everything that a data directory holds, and the settings that determine it."""
 
     settings: dict[str, Any]
-    """The settings of the recipe that determine the tokens."""
     source: dict[str, Any]
     """Where the text came from, by stream."""
     tokenizer: Description
@@ -93,7 +91,6 @@ class Index(BaseModel):
 
     @property
     def shards(self) -> list[Shard]:
-        """All shards of all streams."""
         return [shard for stream in self.streams.values() for shard in stream]
 
     def compute_fingerprint(self) -> str:
@@ -116,7 +113,7 @@ class Index(BaseModel):
 
     @staticmethod
     def load(directory: Path) -> Index | None:
-        """The index of a data directory; None where there is none yet. Raises UserError where it is damaged."""
+        """The index of a data directory; None where there is none yet."""
         path = directory / INDEX
         try:
             index = Index.model_validate_json(path.read_bytes())
@@ -132,17 +129,11 @@ class Index(BaseModel):
 
 
 def prepare_again(directory: Path) -> str:
-    """The remedy for damaged data."""
     return f"delete {directory} and run `windlass prepare` again"
 
 
-def dtype_for(vocab: int) -> str:
-    """The smallest integer type that holds every id of a vocabulary."""
-    return "uint16" if vocab <= 1 << 16 else "uint32"
-
-
 def on_disk(dtype: str) -> np.dtype[Any]:
-    """The type as it lies in a file: little endian on every machine."""
+    """The type in a file: little endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
@@ -158,16 +149,13 @@ class ShardWriter:
         resume: tuple[int, int] = (0, 0), on_commit: Callable[[ShardWriter], None] = lambda writer: None,
     ):  # fmt: skip
         self.directory, self.stem, self.dtype, self.shard_tokens = directory, stem, dtype, shard_tokens
-        self.shards = list(shards)
-        self.resume = resume
+        self.shards, self.resume, self._on_commit = list(shards), resume, on_commit
         self.tokens = sum(s.tokens for s in self.shards)
         """Tokens written so far, in committed shards and in the one being written."""
-        self._on_commit = on_commit
         self._number, self._done, self._skip = resume[0], 0, resume[1]
-        self._partial, self._file = directory / f".{stem}.tmp", None
+        self._partial = directory / f".{stem}.tmp"
+        self._file: BinaryIO | None = None
         self._begin_shard()
-
-    _file: BinaryIO | None
 
     def _begin_shard(self) -> None:
         self._count, self._starts = 0, list[int]()
@@ -235,7 +223,6 @@ class ShardWriter:
         return self.shards
 
     def close(self) -> None:
-        """Discard what is not committed."""
         if self._file is not None:
             self._file.close()
             self._partial.unlink(missing_ok=True)
@@ -246,11 +233,13 @@ class Stream:
     """The tokens of shards as one long row, read with `pread`: no mapped page that faults while Python's lock is held."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]):
-        self.directory, self.shards = directory, list(shards)
+        self.shards = list(shards)
+        self._paths = [directory / s.file for s in self.shards]
+        self._starts = [directory / s.starts_file if s.starts_file else None for s in self.shards]
         self.edges = np.concatenate([[0], np.cumsum([s.tokens for s in self.shards])]).astype(np.int64)
         """Where each shard starts in the row, and the row's end, int64 [shards + 1]."""
         self._layout = [(s.tokens, s.offset, on_disk(s.dtype)) for s in self.shards]
-        self._open: OrderedDict[int, int] = OrderedDict()
+        self._open: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -268,37 +257,33 @@ class Stream:
             with self._lock:
                 raw = os.pread(self._descriptor(place), size, offset + begin * dtype.itemsize)
             if len(raw) != size:
-                path = self.directory / self.shards[place].file
-                raise UserError(f"{path} ends too early: it was truncated after it was checked")
+                raise UserError(f"{self._paths[place]} ends too early: it was truncated after it was checked")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
             place += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens of a range, int64 [stop - start]."""
+        """int64 [stop - start]."""
         out = np.empty(stop - start, dtype=np.int64)
         self.read_into(start, out)
         return out
 
     def _descriptor(self, place: int) -> int:
-        if place in self._open:
-            self._open.move_to_end(place)
-            return self._open[place]
-        while len(self._open) >= OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        path = self.directory / self.shards[place].file
-        try:
-            self._open[place] = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise UserError(f"the shard {path} cannot be read: {error}") from None
+        if place not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            try:
+                self._open[place] = os.open(self._paths[place], os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"the shard {self._paths[place]} cannot be read: {error}") from None
         return self._open[place]
 
     def document_starts(self) -> np.ndarray:
         """Where each document starts in the row, int64 [documents]."""
         parts = [np.zeros(0, dtype=np.int64)]
-        for shard, edge in zip(self.shards, self.edges, strict=False):
-            if shard.starts_file:
-                parts.append(np.fromfile(self.directory / shard.starts_file, dtype="<u8").astype(np.int64) + edge)
+        for path, edge in zip(self._starts, self.edges, strict=False):
+            if path:
+                parts.append(np.fromfile(path, dtype="<u8").astype(np.int64) + edge)
         return np.concatenate(parts)
 
     def __del__(self) -> None:

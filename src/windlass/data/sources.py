@@ -46,7 +46,6 @@ class Corpus:
     """A sequence of documents."""
 
     name: str
-    """For messages."""
     read: Callable[[int, Corpus], Iterator[str]]
     """`read(start, corpus)`: the documents from number `start` on; it keeps `bytes_read` up to date."""
     description: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class Corpus:
     single_text: bool = False
     """One document that is the whole corpus: it is split by characters and needs no end-of-text token."""
     bytes_total: int = 0
-    """For the progress; 0: not known."""
+    """0: not known."""
     bytes_read: int = 0
     limit: int = 0
     """Documents at most; 0: all."""
@@ -66,24 +65,16 @@ class Corpus:
 
     @property
     def fraction(self) -> float | None:
-        """How much of the corpus was read so far; None where that is not known."""
+        """Share of the corpus read so far; None where that is not known."""
         return min(1.0, self.bytes_read / self.bytes_total) if self.bytes_total else None
 
 
 def open_corpus(
     data: DataSettings, source: str, *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
 ) -> Corpus:
-    """The corpus behind `data.source` or `data.eval_source`.
+    """The corpus behind `data.source` or `data.eval_source`; raises UserError where there is none.
 
-    Args:
-        data: For `text_key`, `streaming` and `split`.
-        source: What is to be read.
-        sha256: Of a source that is downloaded.
-        split: With `hf:`: the split.
-        notify: Called with a line of text when something takes long (a download).
-
-    Raises:
-        UserError: There is no such source; nothing matches the pattern.
+    Of `data` only `text_key`, `streaming` and `split` are read. `notify` gets a line of text before a download.
     """
     if source == "stdlib":
         return _open_stdlib()
@@ -118,17 +109,12 @@ def find_files(pattern: str, setting: str = "data.source") -> list[Path]:
         return [path]
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0] in KNOWN]
-        missing = f"{setting}: there is no {'/'.join(k[1:] for k in KNOWN)} file in the directory {pattern}"
-    elif glob.has_magic(str(path)):
-        files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
-        missing = f"{setting}: nothing matches the pattern {pattern}"
+        missing = f"there is no {'/'.join(k[1:] for k in KNOWN)} file in the directory {pattern}"
     else:
-        raise UserError(
-            f"{setting}: there is no file {pattern}; a source is stdlib, a path or glob, https://..., hf:NAME, squad, or "
-            "shards:GLOB"
-        )
+        files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
+        missing = f"there is no file {pattern}; a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
     if not files:
-        raise UserError(missing)
+        raise UserError(f"{setting}: {missing}")
     return files
 
 
@@ -142,17 +128,11 @@ def describe_files(files: list[Path]) -> dict[str, Any]:
     """Files as the index keeps them: size, and SHA-256 where all of them are small, else the time of the last change."""
     stats = [path.stat() for path in files]
     small = sum(stat.st_size for stat in stats) <= HASHED_BYTES
-    return {
-        "kind": "files",
-        "files": [
-            {
-                "file": str(p),
-                "bytes": s.st_size,
-                **({"sha256": sha256_of(p)} if small else {"changed_ns": s.st_mtime_ns}),
-            }
-            for p, s in zip(files, stats, strict=True)
-        ],
-    }
+    described = []
+    for path, stat in zip(files, stats, strict=True):
+        state = {"sha256": sha256_of(path)} if small else {"changed_ns": stat.st_mtime_ns}
+        described.append({"file": str(path), "bytes": stat.st_size, **state})
+    return {"kind": "files", "files": described}
 
 
 def has_changed(source: str, description: dict[str, Any]) -> bool:
@@ -181,25 +161,19 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
             def tick(count: int, before: int = before) -> None:
                 corpus.bytes_read = before + count
 
-            start -= yield from _read_file(path, text_key, max(0, start), tick)
+            reader = {".parquet": _read_parquet, ".jsonl": _read_lines, ".ndjson": _read_lines}
+            try:
+                count = yield from reader.get(_suffix(path)[0], _read_text)(path, text_key, max(0, start), tick)
+            except UserError:
+                raise
+            except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
+                raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
+            tick(size)
+            start -= count
             before += size
 
     single_text = len(files) == 1 and _suffix(files[0])[0] not in KNOWN[1:]
     return Corpus(source, read, describe_files(files), single_text, bytes_total=sum(sizes))
-
-
-def _read_file(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
-    """The documents of a file from number `skip` on. Raises UserError, naming file and place, where it is damaged."""
-    ending = _suffix(path)[0]
-    reader = {".parquet": _read_parquet, ".jsonl": _read_lines, ".ndjson": _read_lines}.get(ending, _read_text)
-    try:
-        count = yield from reader(path, text_key, skip, tick)
-    except UserError:
-        raise
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
-        raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
-    tick(path.stat().st_size)
-    return count
 
 
 def _open(path: Path) -> tuple[IO[bytes], IO[bytes]]:
@@ -243,25 +217,22 @@ def _read_lines(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
                 continue
             if count % 16 == 0:
                 tick(raw.tell())
-            yield _text_of(_utf8(line, path, f"line {number:,}, "), text_key, f"{path}, line {number:,}")
+            where = f"{path}, line {number:,}"
+            try:
+                record = json.loads(_utf8(line, path, f"line {number:,}, "))
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise UserError(f"{where} is no JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise UserError(f"{where}: each line is one object with the text under {text_key!r} (data.text_key)")
+            if text_key not in record:
+                keys = ", ".join(map(repr, list(record)[:12])) or "nothing"
+                raise UserError(f"{where} has no {text_key!r}; it has {keys}: set data.text_key")
+            yield _as_text(record[text_key], text_key, where)
     return count
 
 
-def _text_of(line: str, text_key: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: each line is one object with the text under {text_key!r} (data.text_key)")
-    if text_key not in record:
-        keys = ", ".join(map(repr, list(record)[:12])) or "nothing"
-        raise UserError(f"{where} has no {text_key!r}; it has {keys}: set data.text_key")
-    return _as_text(record[text_key], text_key, where)
-
-
 def _as_text(value: Any, text_key: str, where: str) -> str:
-    """A field's value as text; a null is the empty text."""
+    """A null is the empty text."""
     if value is None:
         return ""
     if not isinstance(value, str):
