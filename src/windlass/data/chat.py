@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.remote import load_dataset
 from windlass.data.samples import Rows
 from windlass.data.sources import find_files
 from windlass.errors import UserError
+from windlass.fileio import read_json
 
 if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
@@ -32,10 +32,10 @@ ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 LAYOUT = "chat 2"
-"""Changes with what is made of a conversation: rows made otherwise are made again."""
+"""Changes with the rows that a conversation gives: rows of another layout are prepared again."""
 Piece = tuple[str | int | None, bool]
 """A text, a special token by its id, or None for the end-of-text token; and whether it counts in the loss."""
-NONE: Mapping[str, int] = MappingProxyType({})
+
 TODAY = date(2024, 7, 26)
 """The date that a template is given, so that the same rows come out on every day; Llama 3's own default."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -58,11 +58,8 @@ class Template:
 
     @staticmethod
     def of_directory(directory: Path) -> Template:
-        """The template that lies beside a tokenizer of `transformers`, or that `save` wrote; else the plain one."""
-        try:
-            config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            config = {}
+        """The template beside a tokenizer of `transformers`, or that `save` wrote; else the plain one."""
+        config = read_json(directory / "tokenizer_config.json")
         source = config.get("chat_template") or ""
         if isinstance(source, list):  # several, by name
             source = next((t["template"] for t in source if t.get("name") == "default"), "")
@@ -76,44 +73,33 @@ class Template:
         return Template(source, tuple(texts.items()))
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer_config.json`."""
         config = {**dict(self.special), "chat_template": self.source}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
-    def prompt(self, messages: Sequence[Message], special: Mapping[str, int] = NONE) -> list[str | int | None]:
+    def prompt(self, messages: Sequence[Message], special: Mapping[str, int] | None = None) -> list[str | int | None]:
         """The text after which the assistant answers, in pieces as those of `pieces`."""
         if self.source:
-            guard = _Guard(special)
+            guard = _Guard(special or {})
             return [piece for piece, _ in guard.cut(self._render(messages, guard, ask=True)[0], [])]
         return [*(text for text, _ in _plain(messages)), "Assistant:"]
 
-    def pieces(self, messages: Sequence[Message], special: Mapping[str, int] = NONE) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], special: Mapping[str, int] | None = None) -> list[Piece]:
         """The conversation up to its last answer, in pieces, each with whether it counts.
 
         An answer ends with the token that ends its turn; what a template has between `{% generation %}` and
-        `{% endgeneration %}` counts where it has them. A special token's text in a message is text.
-
-        Args:
-            messages: The conversation, with at least one answer.
-            special: Texts and ids of the special tokens that the template may write.
-
-        Returns:
-            Texts, ids of special tokens, and None for the end-of-text token.
-
-        Raises:
-            UserError: The template writes earlier turns differently once later ones are there.
+        `{% endgeneration %}` counts where it has them. A special token's text (in `special`, with its id) in a message is
+        text. Raises UserError where the template writes earlier turns differently once later ones are there.
         """
         if not self.source:
             return _plain(messages)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        guard = _Guard(special)
+        guard = _Guard(special or {})
         whole, spans = self._render(messages[: places[-1] + 1], guard, ask=False)
         if not GENERATION.search(self.source):
             spans = self._answers(messages, places, whole, guard)
         return guard.cut(whole, spans)
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """The special token that ends the assistant's turn; None where there is none."""
         try:
             pieces = self.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], special)
         except UserError:
@@ -145,18 +131,31 @@ class Template:
     @cached_property
     def _compiled(self) -> Any:
         # The dialect of `transformers`: see "Chat templates" in its documentation. The sandbox runs nothing of ours.
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """Puts what is between `{% generation %}` and `{% endgeneration %}` between two marks."""
+
+            tags = {"generation"}  # noqa: RUF012 - how jinja declares it
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+            def _mark(self, caller: Any) -> str:
+                return f"{BEGIN}{caller()}{END}"
 
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_blocks()]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = TODAY.strftime
+        environment.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
         return environment.from_string(self.source)
 
     def _render(self, messages: Sequence[Message], guard: _Guard, *, ask: bool) -> tuple[str, list[tuple[int, int]]]:
@@ -235,25 +234,6 @@ class _Guard:
         return [piece for piece in pieces if piece[0] != ""]
 
 
-def _generation_blocks() -> Any:
-    """The extension of jinja that puts what is between `{% generation %}` and `{% endgeneration %}` between two marks."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - how jinja declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    return Generation
-
-
 # -- tokens and rows
 
 
@@ -270,7 +250,6 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], li
 
 
 def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    """The tokens after which the assistant answers."""
     return encode(tokenizer, [(piece, False) for piece in template.prompt(messages, tokenizer.special)])[0]
 
 
@@ -285,8 +264,8 @@ def row(
 
 def rows(items: Iterable[Sequence[Message]], template: Template, tokenizer: Tokenizer, context: int) -> Rows:
     """Training rows, one a conversation; those whose answers begin past the context are left out."""
-    made = (row(item, template, tokenizer, context) for item in items)
-    table = Rows((r for r in made if r is not None), pad=tokenizer.eot or 0)
+    fitting = (row(item, template, tokenizer, context) for item in items)
+    table = Rows((r for r in fitting if r is not None), pad=tokenizer.eot or 0)
     if not len(table):
         raise UserError(f"model.context = {context} tokens is too short: no conversation reaches an answer within it")
     return table
@@ -296,10 +275,7 @@ def rows(items: Iterable[Sequence[Message]], template: Template, tokenizer: Toke
 
 
 def read(source: str, split: str = "train", setting: str = "data.source") -> list[list[Message]]:
-    """The conversations of JSONL files, each line an object with `messages`, or of the column `messages` of `hf:...`.
-
-    Raises UserError with the line or row that is no conversation.
-    """
+    """The conversations of JSONL files, each line an object with `messages`, or of the column `messages` of `hf:...`."""
     conversations = []
     if source.startswith("hf:"):
         table = load_dataset(source[3:], split)

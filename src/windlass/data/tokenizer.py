@@ -47,14 +47,14 @@ class Description(BaseModel):
     vocab: int
     eot: int | None
     sha256: str = ""
-    """Of the `tokenizer.json` beside it: a large one is hashed in a hundredth of the time that its fingerprint takes."""
+    """Of the `tokenizer.json` beside it, which is faster to compute than the fingerprint."""
 
 
 class Tokenizer:
-    """A tokenizer of any kind.
+    """A tokenizer of a kind (`byte`, `char`, `gpt2`, `bpe`, `hf`).
 
     Args:
-        kind: `byte`, `char`, `gpt2`, `bpe` or `hf`.
+        kind: The kind.
         inner: The `tokenizers.Tokenizer` that gives the same ids.
         eot: The id that separates documents; None where a corpus is one text and needs none.
         saved: Its description, where it was saved.
@@ -81,6 +81,20 @@ class Tokenizer:
         """What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not."""
 
     @cached_property
+    def _fast(self) -> Any:
+        """For characters the id of each code point, -1 where the corpus has none; for GPT-2 `tiktoken`'s encoding."""
+        if self.kind == "char":
+            points = np.array(sorted(ord(c) for c in self.inner.get_vocab(with_added_tokens=False)), dtype=np.int64)
+            ids = np.full(int(points[-1]) + 1, -1, dtype=np.int64)
+            ids[points] = np.arange(len(points))
+            return ids
+        import tiktoken
+
+        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i != self.eot}
+        special = {END_OF_TEXT: len(ranks)}
+        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+    @cached_property
     def _bytes(self) -> list[bytes] | None:
         """The UTF-8 bytes of each id for bytes, characters and GPT-2; None where only the library knows."""
         if self.kind not in ("byte", "char", "gpt2"):
@@ -93,22 +107,6 @@ class Tokenizer:
             table[self.eot] = END_OF_TEXT.encode()
         return table
 
-    @cached_property
-    def _character_ids(self) -> np.ndarray:
-        """The id of each code point, -1 where the corpus has no such character, int64 [largest code point + 1]."""
-        points = np.array([ord(c) for c in self.inner.get_vocab(with_added_tokens=False)], dtype=np.int64)
-        ids = np.full(int(points.max()) + 1, -1, dtype=np.int64)
-        ids[np.sort(points)] = np.arange(len(points))
-        return ids
-
-    @cached_property
-    def _tiktoken(self) -> Any:
-        import tiktoken
-
-        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i != self.eot}
-        special = {END_OF_TEXT: len(ranks)}
-        return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?".
 
@@ -119,7 +117,7 @@ class Tokenizer:
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
             points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4").astype(np.int64)
-            table = self._character_ids
+            table = self._fast
             ids = table[np.minimum(points, len(table) - 1)]
             unknown = points[(ids < 0) | (points >= len(table))]
             if unknown.size:
@@ -128,7 +126,7 @@ class Tokenizer:
             return np.asarray(ids)
         text = text.encode("utf-8", "replace").decode()
         if self.kind == "gpt2":
-            parts = [self._tiktoken.encode_to_numpy(part, disallowed_special=()) for part in cut_at_lines(text)]
+            parts = [self._fast.encode_to_numpy(part, disallowed_special=()) for part in cut_at_lines(text)]
             return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
         ids = np.array(self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64)
         return ids if self.eot is None else ids[ids != self.eot]
@@ -166,8 +164,10 @@ class Tokenizer:
         else:
             sizes = np.zeros(self.vocab, dtype=np.int64)
             # The decoder says what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
-            decoder, splitter = _state(self.inner.decoder), _state(self.inner.pre_tokenizer)
-            letters = byte_letters() if '"ByteLevel"' in decoder + splitter else {}
+            parts = [part for part in (self.inner.decoder, self.inner.pre_tokenizer) if part is not None]
+            states = [json.dumps(json.loads(part.__getstate__()), ensure_ascii=False) for part in parts]
+            decoder, both = states[0] if self.inner.decoder is not None else "", "".join(states)
+            letters = byte_letters() if '"ByteLevel"' in both else {}
             space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 if letters and all(c in letters for c in piece):
@@ -184,7 +184,7 @@ class Tokenizer:
     # -- prompts, answers, conversations
 
     def encode_with_bos(self, text: str) -> list[int]:
-        """The tokens of a text from its beginning: BOS, where the tokenizer writes one, and the text's."""
+        """BOS, where the tokenizer writes one, and the text's tokens."""
         return [*self.bos, *self.encode(text).tolist()]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -196,8 +196,7 @@ class Tokenizer:
     def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
         """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
 
-        They are encoded as one text where the prompt keeps the tokens that it has alone (`prompt_ids`), as in generation;
-        else one by one.
+        They are encoded as one text where the prompt keeps the tokens that it has alone (`prompt_ids`); else one by one.
         """
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
         both = self.encode_with_bos(prompt + answer)
@@ -266,14 +265,13 @@ class Tokenizer:
         write_atomic(folder / DESCRIPTION, saved.model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
-        """What tells it from other tokenizers."""
         return Description(kind=self.kind, fingerprint=self.fingerprint, vocab=self.vocab, eot=self.eot)
 
 
 def cut_at_lines(text: str) -> Iterator[str]:
     """A text in parts of at most `LONGEST_PIECE`, cut after a line's end between two words: no pair reaches over it.
 
-    Where a stretch has no such place it is cut anyway, which changes tokens only in a run of 400,000 characters without one.
+    Only a run of 400,000 characters without such a place is cut anyway, which can change tokens.
     """
     start = 0
     while len(text) - start > LONGEST_PIECE:
@@ -295,8 +293,3 @@ def byte_letters() -> dict[str, int]:
     for place, b in enumerate(b for b in range(256) if b not in set(printable)):
         letters[chr(0x100 + place)] = b
     return letters
-
-
-def _state(part: Any) -> str:
-    """The settings of a part of a `tokenizers.Tokenizer`, as JSON; empty where it has none."""
-    return "" if part is None else json.dumps(json.loads(part.__getstate__()), ensure_ascii=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +22,7 @@ from windlass.data.tokenizer import (
     byte_letters,
 )
 from windlass.errors import UserError, first_line
+from windlass.fileio import read_json
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -34,16 +34,15 @@ GPT2_FILES = {
 """GPT-2's ids and merges, with the SHA-256 of those that are downloaded."""
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
-"""What a directory of `transformers` holds where it has no `tokenizer.json`."""
+"""In a directory of `transformers` without a `tokenizer.json`."""
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
-"""What says how texts begin and end, and how a conversation is written down."""
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 """How well-known tokenizers write the end of a text, where no configuration says it."""
 
 
 def kind_of(setting: str) -> str:
-    """The part of `data.tokenizer` before the colon; raises UserError where there is no such tokenizer."""
+    """The part of `data.tokenizer` before the colon."""
     kind, colon, place = setting.partition(":")
     kinds = {"byte", "char", "bpe", "gpt2"} if not colon else {"gpt2", "hf"}
     if kind not in kinds or (colon and not place):
@@ -66,7 +65,20 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     wanted = kind_of(recipe.data.tokenizer)
     folder = None if directory is None else Path(directory) / FOLDER
     if folder is not None and (folder / DESCRIPTION).is_file():
-        tokenizer = _load_saved(folder, wanted)
+        try:
+            saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+            sha256 = hashlib.sha256((folder / JSON_FILE).read_bytes()).hexdigest()
+        except (OSError, ValidationError) as error:
+            raise UserError(
+                f"the tokenizer saved in {folder} cannot be read ({first_line(error)}); prepare the data again"
+            ) from None
+        if saved.kind != wanted:
+            raise UserError(
+                f"{folder} holds a tokenizer of kind {saved.kind}, and data.tokenizer is {wanted}: wrong tokenizer"
+            )
+        if sha256 != saved.sha256:
+            raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
+        tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved)
     elif wanted in ("char", "bpe"):
         raise UserError(
             f'data.tokenizer = "{wanted}" is made from the corpus, and '
@@ -84,23 +96,6 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     return tokenizer
 
 
-def _load_saved(folder: Path, wanted: str) -> Tokenizer:
-    try:
-        saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
-        sha256 = hashlib.sha256((folder / JSON_FILE).read_bytes()).hexdigest()
-    except (OSError, ValidationError) as error:
-        raise UserError(
-            f"the tokenizer saved in {folder} cannot be read ({first_line(error)}); prepare the data again"
-        ) from None
-    if saved.kind != wanted:
-        raise UserError(
-            f"{folder} holds a tokenizer of kind {saved.kind}, and data.tokenizer is {wanted}: wrong tokenizer"
-        )
-    if sha256 != saved.sha256:
-        raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
-    return Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved)
-
-
 def named_tokenizer(setting: str) -> Tokenizer:
     """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`."""
     kind, place = kind_of(setting), setting.partition(":")[2]
@@ -112,9 +107,7 @@ def named_tokenizer(setting: str) -> Tokenizer:
 def tokenizer_files(setting: str, layout: bool = False) -> dict[str, str]:
     """The SHA-256 of each local file that a setting names, by path; empty where it names none.
 
-    Args:
-        setting: `data.tokenizer`.
-        layout: Also the files beside an `hf:` tokenizer that say how texts begin and end, and its chat template.
+    With `layout` also of the files beside an `hf:` tokenizer that say how texts begin and end, and its chat template.
     """
     kind, place = kind_of(setting), setting.partition(":")[2]
     if not place:
@@ -163,8 +156,17 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     from tokenizers import decoders, models, pre_tokenizers
 
     if not directory:
+        from tiktoken import load  # downloads each file once and checks its SHA-256
+
         with TemporaryDirectory() as folder:
-            _download_gpt2(Path(folder))
+            for name, sha256 in GPT2_FILES.items():
+                try:
+                    (Path(folder) / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
+                except Exception as error:  # of any kind, from the library behind the download
+                    raise UserError(
+                        f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
+                        f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
+                    ) from None
             return gpt2_tokenizer(folder)
     files = [Path(directory).expanduser() / name for name in GPT2_FILES]
     for file in files:
@@ -185,20 +187,6 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return Tokenizer("gpt2", inner, _add_end(inner))
-
-
-def _download_gpt2(folder: Path) -> None:
-    """Through `tiktoken`, which downloads each file once and checks its SHA-256."""
-    from tiktoken import load
-
-    for name, sha256 in GPT2_FILES.items():
-        try:
-            (folder / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
-        except Exception as error:  # of any kind, from the library behind the download
-            raise UserError(
-                f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
-                f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
-            ) from None
 
 
 def _add_end(inner: Any) -> int:
@@ -229,7 +217,8 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 def hf_tokenizer(place: str) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, of a directory, or of a name on the Hub (`NAME` or `NAME@REVISION`).
 
-    A directory without a `tokenizer.json` is read through `transformers`, which makes one of older files.
+    The text ends with the token that the configuration beside the file names, or with one of the usual names. A directory
+    without a `tokenizer.json` is read through `transformers`, which makes one of older files.
     """
     # The threads are ours; the library would warn that they were forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -237,8 +226,12 @@ def hf_tokenizer(place: str) -> Tokenizer:
     folder = hub.tokenizer_directory(place)
     file = path if path.is_file() else folder / JSON_FILE
     if file.is_file():
-        inner = _read_json(file)
-        return Tokenizer("hf", inner, _end_of_text(inner, file.parent))
+        inner, names = _read_json(file), list(END_TOKENS)
+        for config in reversed(CONFIG_FILES):
+            eos = read_json(file.parent / config).get("eos_token")
+            names[:0] = [eos["content"] if isinstance(eos, dict) else eos] if eos else []
+        ids = (inner.token_to_id(name) for name in names)
+        return Tokenizer("hf", inner, next((int(i) for i in ids if i is not None), None))
     hub.prepare()
     with hub.explained(f"data.tokenizer: {place}"):
         from transformers import AutoTokenizer
@@ -265,16 +258,3 @@ def _read_json(file: Path) -> Any:
         raise UserError(
             f"data.tokenizer: {file} is no tokenizer of the `tokenizers` library: {first_line(error)}"
         ) from None
-
-
-def _end_of_text(inner: Any, folder: Path) -> int | None:
-    """The id of the end-of-text token: as the configuration beside the file says, or by its usual names."""
-    names: list[str] = []
-    for config in CONFIG_FILES:
-        try:
-            eos = json.loads((folder / config).read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError):
-            continue
-        names += [eos["content"] if isinstance(eos, dict) else eos] if eos else []
-    ids = (inner.token_to_id(name) for name in [*names, *END_TOKENS])
-    return next((int(i) for i in ids if i is not None), None)
