@@ -21,7 +21,7 @@ import torch
 
 from windlass.recipe import Recipe
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import start_trackers
+from windlass.telemetry.trackers import Trackers
 
 ALL = ["tensorboard", "mlflow", "wandb"]
 CASES = ("none", "healthy", "hung imports", "refused")
@@ -48,7 +48,7 @@ def train(case: str, steps: int) -> tuple[list[float], float, float]:
         (run / "recipe.toml").write_text(recipe.toml())
         before = dict(os.environ)
         os.environ.update(environment(case, Path(name)))
-        trackers = start_trackers(run, recipe)
+        trackers = Trackers(run, recipe.telemetry.trackers, recipe.telemetry.flush_seconds)
         os.environ.clear()
         os.environ.update(before)
         ledger, matrix = Ledger(run / "metrics.jsonl"), torch.ones(768, 768)

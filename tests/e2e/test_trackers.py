@@ -19,7 +19,8 @@ from windlass.run import Run
 from windlass.telemetry import trackers
 from windlass.telemetry.devices import DeviceSampler
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import points, start_trackers
+from windlass.telemetry.trackers import Trackers
+from windlass.telemetry.trackers import exporter_process as points
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -75,10 +76,10 @@ def finished(tmp_path_factory):
         patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         recipe, notes = recipe_of(run), []
-        killed = start_trackers(Path("runs/the-run"), recipe)
+        killed = Trackers(Path("runs/the-run"), recipe.telemetry.trackers, 120.0)
         train(run, 0, 0, 8)
         notes += killed.finish(120)
-        again = start_trackers(Path("runs/the-run"), recipe)
+        again = Trackers(Path("runs/the-run"), recipe.telemetry.trackers, 120.0)
         train(run, 1, 5, 12, "finished")
         notes += again.finish(120)
         yield top, run, notes
@@ -138,7 +139,7 @@ def test_mlflow_holds_each_step_once(finished):
     assert without(curves, "device/", "summary/") == first
     assert found.info.status == "FINISHED" and found.info.run_name == "the-run"
     assert found.data.params["optim.lr"] == "0.001" and found.data.params["telemetry.project"] == PROJECT
-    assert found.data.tags["windlass.world"] == "2" and PASSWORD not in str(found.data.tags)
+    assert found.data.params["world"] == "2" and PASSWORD not in str(found.data.tags)
     assert curves["summary/final_loss"] == [(12, 1 / 3)]
     artifacts = {x.path for x in client.list_artifacts(found.info.run_id, "samples/0")}
     assert "samples/0/step-00000012.txt" in artifacts
@@ -204,7 +205,7 @@ def test_a_replay_into_an_empty_tracker_gives_the_effective_ledger(finished, tmp
     copy = tmp_path / "copy"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("tensorboard", "wandb", "trackers"))
     for _ in range(2):
-        Follower(Run(copy), Backend, live=False).finish()
+        Follower(Run(copy), Backend, live=False).flush(last=True)
     curves = readers.tensorboard_curves(readers.tensorboard(copy / "tensorboard"))
     assert without(curves, "device/", "summary/") == as_float32(expected(run))
     assert len(list((copy / "tensorboard").glob("events.*"))) == 1
@@ -222,5 +223,5 @@ def test_no_secret_is_in_any_file(finished):
 
 def test_what_is_not_installed_is_said_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    (note,) = start_trackers(tmp_path / "run", recipe_of(tmp_path / "run", trackers=["wandb"])).poll()
+    (note,) = Trackers(tmp_path / "run", ["wandb"], 1.0).poll()
     assert note.warning and "windlass[wandb]" in note.text and "windlass track" in note.text

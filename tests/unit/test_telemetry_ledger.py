@@ -79,14 +79,11 @@ def test_a_full_disk_costs_nothing_but_time(tmp_path, monkeypatch):
 
 def test_the_tail_gives_each_whole_line_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert tail(path) == ([], 0)
+    assert list(tail(path)) == []
     path.write_bytes(b'{"a": 1}\nnonsense\n{"a": 2')
-    lines, offset = tail(path)
-    assert lines == [{"a": 1}] and offset == 18
+    assert list(tail(path)) == [(9, {"a": 1})]
     with open(path, "ab") as file:
         file.write(b'2}\n{"a": 3}\n')
-    lines, offset = tail(path, offset)
-    assert lines == [{"a": 22}, {"a": 3}]
-    assert tail(path, offset) == ([], offset)
-    path.write_bytes(b'{"a": 9}\n')
-    assert tail(path, offset)[0] == [{"a": 9}]
+    (_, second), (end, third) = tail(path, 18)
+    assert (second, third) == ({"a": 22}, {"a": 3})
+    assert list(tail(path, end)) == []

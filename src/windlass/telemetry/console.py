@@ -37,53 +37,38 @@ SCORES = ("loss", "perplexity", "acc", "acc_norm", "exact_match", "f1")
 
 @dataclass(frozen=True)
 class Header:
-    """What a run shows of itself at the start."""
+    """What a run shows of itself at the start; `first_step`: steps that were done before."""
 
     run: str
-    """Directory of the run."""
     recipe: str
-    """Name of the recipe."""
     config_hash: str
     device: str
-    """The ranks' device, by name."""
     world: int
     strategy: str
     precision: str
     parameters: int
-    """Trained parameters."""
     steps: int
-    """Steps of the whole run."""
     tokens_per_step: int
-    """Padding counted."""
     first_step: int = 0
-    """Steps that were done when this start began."""
 
     def lines(self) -> list[str]:
         """The header as text."""
-        ranks = f"{self.world} rank{'s' * (self.world != 1)} x {self.device}, {self.strategy}, {self.precision}"
         tokens = short(self.steps * self.tokens_per_step)
         resumed = f", resumed after step {self.first_step:,}" if self.first_step else ""
         return [
             f"run     {self.run}",
             f"recipe  {self.recipe} ({self.config_hash})",
-            f"ranks   {ranks}",
+            f"ranks   {self.world} rank{'s' * (self.world != 1)} x {self.device}, {self.strategy}, {self.precision}",
             f"model   {self.parameters:,} parameters",
             f"work    {self.steps:,} steps x {self.tokens_per_step:,} tokens = {tokens} tokens{resumed}",
         ]
 
 
 class Console:
-    """Shows a run on the terminal and writes `log.txt`.
+    """Shows a run of `steps` steps on the terminal and writes `log.txt`.
 
     In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a
-    line.
-
-    Args:
-        steps: Steps of the whole run.
-        enabled: True on rank 0; the others show warnings alone.
-        log_path: The run's `log.txt`; None: no log.
-        rank: This rank, shown with warnings.
-        stream: Where to show; by default the process's standard output.
+    line. `enabled` on rank 0; the others show warnings alone. `stream`: by default the process's standard output.
     """
 
     def __init__(
@@ -117,7 +102,19 @@ class Console:
         for word, meaning in LEGEND:
             self._print(f"  {word:<6} {meaning}", style="dim")
         if self._terminal is not None:
-            self._live = _bar(self._terminal)
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+            from rich.table import Column
+
+            numbers = TextColumn(
+                "{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+            )
+            columns = (
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                numbers,
+                TextColumn("eta {task.fields[eta]}", style="cyan"),
+            )
+            self._live = Progress(*columns, console=self._terminal, auto_refresh=False)
             self._live.add_task("train", total=self.steps, completed=header.first_step, text="", eta="")
             with self._if_terminal_is_there():
                 self._live.start()
@@ -129,19 +126,17 @@ class Console:
 
     def step(self, line: Line) -> None:
         """A logged step: a `train` line of the ledger, with `mem_mb` where it is known."""
-        text, eta = describe_step(line), duration(self._seconds_left(line))
+        # the time left is by the time from the first logged step on, evaluations and saves in it: what came before
+        # (imports, compiling, the evaluation at step 0) does not come again
+        self._first = self._first or (time.monotonic(), line["step"])
+        seconds_per_step = line["step_ms"] / 1e3 if "step_ms" in line else None
+        if done := line["step"] - self._first[1]:
+            seconds_per_step = (time.monotonic() - self._first[0]) / done
+        eta = "-" if seconds_per_step is None else duration((self.steps - line["step"]) * seconds_per_step)
+        text = describe_step(line)
         if self._live is not None:
             self._draw(completed=line["step"], text=text, eta=eta)
         self._print(f"step {line['step']}/{self.steps} | {text} | eta {eta}", only_log=self._live is not None)
-
-    def _seconds_left(self, line: Line) -> float | None:
-        """By the time from the first logged step on, evaluations and saves in it: what came before it (imports,
-        compiling, the evaluation at step 0) does not come again."""
-        self._first = self._first or (time.monotonic(), line["step"])
-        done = line["step"] - self._first[1]
-        if not done:
-            return (self.steps - line["step"]) * line["step_ms"] / 1e3 if "step_ms" in line else None
-        return (self.steps - line["step"]) * (time.monotonic() - self._first[0]) / done
 
     def eval(self, line: Line) -> None:
         """An evaluation: an `eval` line of the ledger."""
@@ -170,11 +165,10 @@ class Console:
 
     def close(self) -> None:
         """Take the bar away and close the log; a second call does nothing."""
-        live, self._live = self._live, None
+        live, log, self._live, self._log = self._live, self._log, None, None
         if live is not None:
             with self._if_terminal_is_there():
                 live.stop()
-        log, self._log = self._log, None
         if log is not None:
             with contextlib.suppress(OSError):
                 log.close()
@@ -211,19 +205,6 @@ class Console:
             self._terminal = self._live = self._stream = None
 
 
-def _bar(terminal: Terminal) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Column
-
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-        TextColumn("eta {task.fields[eta]}", style="cyan"),
-    )
-    return Progress(*columns, console=terminal, auto_refresh=False)
-
-
 def describe_step(line: Line) -> str:
     """The numbers of a `train` line in a few words, as far as they are known."""
     words = {
@@ -252,13 +233,10 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
+    return f"{whole}s"
 
 
 def printable(text: str) -> str:

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
+import statistics
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from windlass.run import Run, read_lines
-from windlass.telemetry.ledger import encode, now, open_lines
+from windlass.telemetry.ledger import Line, encode, now, open_lines
 
 MB = 1e6
 
 
 class HostProbe:
-    """This process through psutil.
-
-    `util_pct` is the process's CPU time as a share of the cores it may use (its threads), as a GPU's utilisation is of
-    the GPU; `rss_mb` the resident memory.
-    """
+    """This process through psutil: `rss_mb` resident memory, `util_pct` its CPU time since the last call as a share of
+    its threads' time, as a GPU's utilisation is of the GPU."""
 
     def __init__(self, cores: int = 0):
         import psutil
@@ -39,26 +36,16 @@ class HostProbe:
         self.cores = cores or (torch.get_num_threads() if torch else os.cpu_count() or 1)
         self.about = {"device": "cpu", "cores": self.cores}
         self._process = psutil.Process()
-        self._before = self._times()
-
-    def _times(self) -> tuple[float, float]:
-        """Seconds so far: of the wall clock, of this process on all cores."""
-        own = self._process.cpu_times()
-        return time.perf_counter(), own.user + own.system
+        self._process.cpu_percent()  # the next call measures from here
 
     def read(self) -> dict[str, float]:
-        """The share since the last call, and the memory now."""
-        before, self._before = self._before, self._times()
-        wall, own = (new - old for new, old in zip(self._before, before, strict=True))
-        sample = {"rss_mb": round(self._process.memory_info().rss / MB, 2)}
-        if wall > 0:
-            sample["util_pct"] = round(100 * own / wall / self.cores, 2)
-        return sample
+        """A sample."""
+        rss_mb = round(self._process.memory_info().rss / MB, 2)
+        return {"rss_mb": rss_mb, "util_pct": round(self._process.cpu_percent() / self.cores, 2)}
 
 
 class CudaProbe:
-    """A GPU: NVML for what the device does (its numbers are absent where NVML is), torch for what the allocator
-    holds."""
+    """A GPU: NVML for what the device does (absent where NVML is), torch for what the allocator holds."""
 
     def __init__(self, index: int):
         import torch
@@ -67,55 +54,40 @@ class CudaProbe:
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", ""))
         self.about = {"device": properties.name, "uuid": uuid, "memory_mb": round(properties.total_memory / MB)}
-        self._handle: Any = None
-        self._unsupported: set[str] = set()
+        self._queries: dict[str, Callable[[], float]] = {}
         with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML, whatever it raises
-            import pynvml
+            import pynvml as nvml
 
-            self._nvml = pynvml
-            pynvml.nvmlInit()
-            for name in [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]:
-                with contextlib.suppress(pynvml.NVMLError):
-                    self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-                    break
+            nvml.nvmlInit()
+            handle = None
+            for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
+                with contextlib.suppress(nvml.NVMLError):
+                    handle = handle or nvml.nvmlDeviceGetHandleByUUID(name)
+            queries = {
+                "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+                "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
+                "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
+                "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            }
+            for field, query in queries.items() if handle else ():
+                with contextlib.suppress(nvml.NVMLError):  # not on this device
+                    query()
+                    self._queries[field] = query
 
     def read(self) -> dict[str, float]:
         """Utilisation, memory used, power, temperature; allocated and reserved memory, and the peaks of both."""
-        return self._device() | self._allocator()
-
-    def _device(self) -> dict[str, float]:
-        if self._handle is None:
-            return {}
-        nvml, handle = self._nvml, self._handle
-        queries = {
-            "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
-            "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
-            "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        }
-        sample = {}
-        for name, query in queries.items():
-            if name in self._unsupported:
-                continue
-            try:
-                sample[name] = query()
-            except nvml.NVMLError:
-                self._unsupported.add(name)  # not on this device; asking again costs time and gives nothing
-        return sample
-
-    def _allocator(self) -> dict[str, float]:
         from torch.cuda.memory import memory_stats_as_nested_dict  # as fast as it gets: no flattening of 80 counters
 
-        stats = memory_stats_as_nested_dict(self.index)
-        if not stats:
-            return {}
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return {
-            "mem_alloc_mb": round(allocated["current"] / MB, 1),
-            "mem_reserved_mb": round(reserved["current"] / MB, 1),
-            "peak_alloc_mb": round(allocated["peak"] / MB, 1),
-            "peak_reserved_mb": round(reserved["peak"] / MB, 1),
-        }
+        sample = {}
+        for field, query in self._queries.items():
+            with contextlib.suppress(Exception):  # a driver that is busy
+                sample[field] = query()
+        if stats := memory_stats_as_nested_dict(self.index):
+            for kind, name in (("allocated", "alloc"), ("reserved", "reserved")):
+                size = stats[f"{kind}_bytes"]["all"]
+                sample[f"mem_{name}_mb"] = round(size["current"] / MB, 1)
+                sample[f"peak_{name}_mb"] = round(size["peak"] / MB, 1)
+        return sample
 
 
 class DeviceSampler:
@@ -123,14 +95,8 @@ class DeviceSampler:
 
     Whatever goes wrong is kept in `warning` and ends the sampling, never the run.
 
-    Args:
-        directory: `Run.devices_dir`.
-        rank: This rank; it names the file.
-        world: Number of ranks.
-        device: `cpu` or `cuda:<index>`, as text or as a `torch.device`.
-        every: Seconds between two samples.
-        attempt: As in the ledger.
-        probe: Reads the device: `about`, written once a start, and `read()`; None: what fits `device`.
+    `device` is `cpu` or `cuda:<index>`, `every` in seconds, `attempt` as in the ledger. A `probe` has `about`, written
+    once a start, and `read()`; None: what fits the device.
     """
 
     def __init__(
@@ -176,7 +142,10 @@ class DeviceSampler:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file, torn = open_lines(self.path)
             os.write(file, torn)
-            probe = self._probe or _probe(self.device)
+            probe = self._probe
+            if probe is None:
+                _, _, index = self.device.partition(":")
+                probe = CudaProbe(int(index or 0)) if self.device.startswith("cuda") else HostProbe()
             self._write(file, {"kind": "start", "world": self.world, "every": self.every} | probe.about)
             since, stopped = time.perf_counter(), False
             while not stopped:
@@ -207,15 +176,6 @@ class DeviceSampler:
         return max(seconds, key=lambda name: seconds[name])
 
 
-def _probe(device: str) -> HostProbe | CudaProbe:
-    if not device.startswith("cuda"):
-        return HostProbe()
-    import torch
-
-    _, _, index = device.partition(":")
-    return CudaProbe(int(index) if index else torch.cuda.current_device())
-
-
 def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
     """`telemetry.cpu_peak`: FLOP/s of the best of many fp32 products of two `size` x `size` matrices."""
     import torch
@@ -237,66 +197,59 @@ def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
 MAX_BYTES = 24_000_000
 """So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every so many-th minute."""
 
-MEANS = {
+NAMES = {
     "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
 }
-PEAKS = {"cuda": "peak_alloc_mb", "cpu": "rss_mb"}
 
 
 def summarise_devices(run: Run) -> dict[str, Any]:
-    """Utilisation and memory while training, over all ranks and `by_rank`, for the `summary` line.
+    """Utilisation and memory over all ranks and `by_rank`, for the `summary` line.
 
-    On GPUs `avg_gpu_util_pct`, `std_gpu_util_pct`, `avg_mem_alloc_mb`, `avg_mem_reserved_mb` and `peak_mem_mb` (the
-    allocator's peak on the fullest rank); on CPUs `avg_cpu_util_pct`, `std_cpu_util_pct`, `avg_rss_mb` and
-    `peak_mem_mb` (the largest resident memory). Means are over the samples of the phase `train`, a peak is one in
-    any phase. Starts with another number of ranks than the last are left out.
+    Means (`avg_gpu_util_pct`, `avg_mem_alloc_mb` …; `avg_cpu_util_pct`, `avg_rss_mb`) are over the samples of the phase
+    `train`; `peak_mem_mb`, the allocator's or the resident memory's peak on the fullest rank, is over all phases.
+    Starts with another number of ranks than the last are left out.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):
         world = line.get("world", world)
         worlds[line.get("attempt", 0)] = world
+    by_rank: dict[str, list[Line]] = {}
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
-    by_rank, together = {}, []
     for path in files:
-        samples = [
-            x for x in _samples(path, MAX_BYTES // len(files)) if worlds.get(x.get("attempt", 0), world) == world
-        ]
-        if samples:
-            by_rank[f"rank_{int(path.stem.removeprefix('rank-'))}"] = _statistics(samples)
-            together += samples
-    return _statistics(together) | {"by_rank": by_rank} if together else {}
+        samples = _samples(path, MAX_BYTES // len(files))
+        if same_world := [x for x in samples if worlds.get(x.get("attempt", 0), world) == world]:
+            by_rank[f"rank_{int(path.stem.removeprefix('rank-'))}"] = same_world
+    if not by_rank:
+        return {}
+    together = _statistics([sample for samples in by_rank.values() for sample in samples])
+    return together | {"by_rank": {rank: _statistics(samples) for rank, samples in by_rank.items()}}
 
 
-def _statistics(samples: list[dict[str, Any]]) -> dict[str, float]:
-    kind = "cuda" if any("mem_alloc_mb" in sample for sample in samples) else "cpu"
+def _statistics(samples: list[Line]) -> dict[str, float]:
+    kind, peak = ("cuda", "peak_alloc_mb") if any("mem_alloc_mb" in x for x in samples) else ("cpu", "rss_mb")
     stats: dict[str, float] = {}
-    for field, name in MEANS[kind].items():
-        values = [float(x[field]) for x in samples if x["phase"] == "train" and field in x]
-        if not values:
-            continue
-        mean = math.fsum(values) / len(values)
-        stats[f"avg_{name}"] = round(mean, 3)
-        if field == "util_pct":
-            stats[f"std_{name}"] = round(math.sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values)), 3)
-    peaks = [float(x[PEAKS[kind]]) for x in samples if PEAKS[kind] in x]
+    for field, name in NAMES[kind].items():
+        if values := [float(x[field]) for x in samples if x["phase"] == "train" and field in x]:
+            stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
+            if field == "util_pct":
+                stats[f"std_{name}"] = round(statistics.pstdev(values), 3)
+    peaks = [float(x[peak]) for x in samples if peak in x]
     return stats | ({"peak_mem_mb": max(peaks)} if peaks else {})
 
 
-def _samples(path: Path, max_bytes: int) -> Iterator[dict[str, Any]]:
-    """A rank's samples; of a larger file every so many-th minute of them, and the last one, which has the run's
-    peak."""
-    every, text = path.stat().st_size // max_bytes + 1, b""
+def _samples(path: Path, max_bytes: int) -> list[Line]:
+    """A rank's samples; of a larger file every so many-th minute of them, and the last one, which has the run's peak."""
+    every = path.stat().st_size // max_bytes + 1
     with open(path, "rb") as file:
-        for number, text in enumerate(file):
-            if number // 60 % every == 0:
-                yield from _parse(text)
+        texts = [text for number, text in enumerate(file) if number // 60 % every == 0]
     if every > 1:
-        yield from _parse(text)
-
-
-def _parse(text: bytes) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(ValueError):  # torn by a kill
-        line = json.loads(text)
-        if isinstance(line, dict) and "phase" in line:  # not the head of a start
-            yield line
+        with open(path, "rb") as file:
+            texts += deque(file, maxlen=1)
+    samples = []
+    for text in texts:
+        with contextlib.suppress(ValueError):  # torn by a kill
+            line = json.loads(text)
+            if isinstance(line, dict) and "phase" in line:  # not the head of a start
+                samples.append(line)
+    return samples

@@ -26,7 +26,6 @@ PACKAGES = (
     "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
     "peft", "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
 )  # fmt: skip
-"""Packages whose versions are reported."""
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
@@ -34,7 +33,7 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
     "SLURM_JOB_PARTITION", "PBS_JOBID", "HF_HUB_OFFLINE",
 )  # fmt: skip
-"""Environment variables that are reported; none of them ever holds a secret."""
+"""What is reported of the environment's variables; none of them ever holds a secret."""
 
 HIDDEN = "***"
 
@@ -89,12 +88,7 @@ def scrub_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | None = None) -> dict[str, Any]:
-    """The environment of this start of a run, as JSON.
-
-    Args:
-        ranks: What each rank reports of itself (`describe_rank`), in the order of the ranks.
-        command: The command line; None: this process's own.
-    """
+    """The environment of this start of a run, with what each rank reports of itself (`describe_rank`), as JSON."""
     packages = {}
     for name in PACKAGES:  # versions without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):

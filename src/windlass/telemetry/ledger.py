@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,10 @@ def plain(value: Any) -> Any:
 
 
 class Ledger:
-    """Appends lines to a run's ledger. Never raises OSError after it was opened: `warning` then holds what is wrong,
-    once.
+    """Appends lines to a run's ledger on rank 0 (`enabled`). Never raises OSError after it was opened.
 
-    Args:
-        path: The file; it is created where it is missing.
-        attempt: 0 for the first start of the run, one more for each restart; written into every line.
-        enabled: Whether to write at all: true on rank 0 alone.
-        stamp: Gives further fields for every `train`, `event` and `summary` line, such as the wall time by phase.
+    `warning` says what is wrong, once. `attempt` is 0 for the first start of the run and one more for each restart.
+    `stamp` gives further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
     """
 
     def __init__(
@@ -72,13 +68,7 @@ class Ledger:
             self._file, self._unwritten = open_lines(self.path)
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
-        """Append a line and return it as a dictionary; `fields` win over what `stamp` gives.
-
-        Args:
-            kind: One of `train`, `eval`, `sample`, `event`, `summary`.
-            step: Optimizer steps completed.
-            **fields: What belongs to the kind; None is left out, so that an unknown number is absent, not null.
-        """
+        """Append a line of one of KINDS after `step` optimizer steps, and return it; a field that is None is left out."""
         assert kind in KINDS, kind
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
         if self.stamp is not None and kind in ("train", "event", "summary"):
@@ -124,24 +114,18 @@ def open_lines(path: Path) -> tuple[int, bytes]:
     return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""
 
 
-def tail(path: Path, offset: int = 0, limit: int = -1) -> tuple[list[Line], int]:
-    """The whole lines of a JSONL file from a byte offset on, and the offset to continue from.
+def tail(path: Path, offset: int = 0) -> Iterator[tuple[int, Line]]:
+    """The whole lines of a growing JSONL file from a byte offset on, each with the offset behind it.
 
-    A last line without its end is left for the next call; a line that is no JSON object (torn by a kill) is left out. A
-    missing file has no lines; one that became shorter than `offset` is read from its beginning. At most `limit` bytes.
+    A last line without its end is left for the next call, a line that is no JSON object (torn by a kill) is left out.
     """
-    try:
-        with open(path, "rb") as file:
-            offset = offset if offset <= os.fstat(file.fileno()).st_size else 0
-            file.seek(offset)
-            raw = file.read(limit)
-    except FileNotFoundError:
-        return [], offset
-    end = raw.rfind(b"\n") + 1
-    lines = []
-    for text in raw[:end].split(b"\n"):
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                lines.append(line)
-    return lines, offset + end
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(offset)
+        for text in file:
+            if not text.endswith(b"\n"):
+                break
+            offset += len(text)
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    yield offset, line

@@ -12,7 +12,6 @@ import contextlib
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -35,12 +34,8 @@ class StepTimer:
     """Milliseconds of a step by phase, averaged from one `read` to the next.
 
     On CUDA the phases are measured with events and nothing waits for the device before `read`, which the loop calls
-    when it logs and has to wait for the loss anyway. Waiting for data is host time on every device.
-
-    Args:
-        device: `cpu`, `cuda`, `cuda:1` …, as text or as a `torch.device`.
-        goodput: The `data` phase is counted there too.
-        new_event: Makes what is recorded on the device; None: a CUDA event on CUDA, the host's clock elsewhere.
+    when it logs and has to wait for the loss anyway. Waiting for data is host time on every device. `new_event` makes
+    what is recorded on the device; None: a CUDA event on CUDA, the host's clock elsewhere.
     """
 
     def __init__(self, device: Any = "cpu", goodput: Goodput | None = None, new_event: Callable[[], Any] | None = None):
@@ -48,9 +43,7 @@ class StepTimer:
             cuda = sys.modules["torch"].cuda  # not imported: see the head of this file
             new_event = lambda: cuda.Event(enable_timing=True)  # noqa: E731
         self._new_event, self._goodput = new_event, goodput
-        self._free_events: list[Any] = []
-        self._pending: deque[tuple[str, Any, Any]] = deque()  # phase, its first mark, its last mark
-        self._ms: dict[str, float] = {}
+        self._marks: list[tuple[str, Any, Any]] = []  # phase, its first mark, its last mark
         self._steps = 0
         self._inside = ""
         self._begin = self._mark()
@@ -73,67 +66,43 @@ class StepTimer:
     def read(self) -> dict[str, float]:
         """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets. Waits for the device."""
         end = self._mark()
-        self._collect(wait=True)
         if self._new_event:
-            end.synchronize()
-        whole = _elapsed_ms(self._begin, end) - self._ms.pop("outside", 0.0)
-        means = {}
-        if self._steps:
-            means["step_ms"] = max(whole, 0.0) / self._steps
-            means |= {f"{name}_ms": self._ms[name] / self._steps for name in STEP_PHASES if name in self._ms}
-        self._free(self._begin)
-        self._ms, self._steps, self._begin = {}, 0, end
-        return means
+            end.synchronize()  # and so everything recorded before it
+        ms = {"step": _elapsed_ms(self._begin, end), "outside": 0.0}
+        for name, first, last in self._marks:
+            ms[name] = ms.get(name, 0.0) + _elapsed_ms(first, last)
+        ms["step"] = max(ms["step"] - ms["outside"], 0.0)
+        steps, self._steps, self._marks, self._begin = self._steps, 0, [], end
+        return {f"{name}_ms": ms[name] / steps for name in ("step", *STEP_PHASES) if name in ms and steps}
 
     @contextlib.contextmanager
     def _timed(self, name: str, host: bool = False) -> Iterator[None]:
         assert not self._inside, f"phase {name!r} inside of {self._inside!r}"
-        self._inside = name
-        first = self._mark(host)
+        self._inside, first = name, self._mark(host)
         try:
             yield
         finally:
             self._inside = ""
-            self._pending.append((name, first, self._mark(host)))
-            if len(self._pending) > 256:  # a long time between logs: keep the number of events bounded
-                self._collect(wait=False)
+            self._marks.append((name, first, self._mark(host)))
 
     def _mark(self, host: bool = False) -> Any:
         """Now, on the host's clock in seconds, or as an event at the present end of the current stream."""
         if host or self._new_event is None:
             return time.perf_counter()
-        event = self._free_events.pop() if self._free_events else self._new_event()
+        event = self._new_event()
         event.record()
         return event
 
-    def _collect(self, wait: bool) -> None:
-        """Add up the phases that are over on the device; all of them with `wait`."""
-        while self._pending:
-            name, first, second = self._pending[0]
-            if not isinstance(second, float):
-                if wait:
-                    second.synchronize()
-                elif not second.query():
-                    return
-            self._pending.popleft()
-            self._ms[name] = self._ms.get(name, 0.0) + _elapsed_ms(first, second)
-            self._free(first, second)
 
-    def _free(self, *marks: Any) -> None:
-        self._free_events += [mark for mark in marks if not isinstance(mark, float)]
-
-
-def _elapsed_ms(first: Any, second: Any) -> float:
-    return (second - first) * 1e3 if isinstance(first, float) else float(first.elapsed_time(second))
+def _elapsed_ms(first: Any, last: Any) -> float:
+    return (last - first) * 1e3 if isinstance(first, float) else float(first.elapsed_time(last))
 
 
 class Goodput:
     """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
 
-    The clock starts when the process did, so that imports count as `startup`. There is always exactly one phase.
-
-    Args:
-        before: Seconds that passed before this object was made; None: since the process was started.
+    The clock starts when the process did, or `before` seconds before this object was made, so that imports count as
+    `startup`. There is always exactly one phase.
     """
 
     def __init__(self, before: float | None = None):
@@ -141,7 +110,11 @@ class Goodput:
         self._since = time.perf_counter_ns()
         self._phase = "startup"
         self._ns = dict.fromkeys(RUN_PHASES, 0)
-        self._ns["startup"] = int((process_age() if before is None else before) * 1e9)
+        if before is None:
+            import psutil
+
+            before = max(time.time() - psutil.Process().create_time(), 0.0)
+        self._ns["startup"] = int(before * 1e9)
 
     def listen(self, listener: Callable[[str], None]) -> None:
         """Tell `listener` (such as `DeviceSampler.phase`) the present phase, and each later one."""
@@ -178,13 +151,6 @@ class Goodput:
         return {"seconds": self.seconds()}
 
 
-def process_age() -> float:
-    """Seconds since this process was started."""
-    import psutil
-
-    return max(time.time() - psutil.Process().create_time(), 0.0)
-
-
 # --- computed from the ledger ----------------------------------------------------------------------------------------
 
 
@@ -203,36 +169,31 @@ class Throughput:
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
     """The speed over a run from its effective ledger; None where nothing was timed.
 
-    A `train` line holds means over the steps since the line or the start before it. They count here as many times as
-    there were such steps, by the time that these took: a mean of the lines' own rates would count a fast window of
-    short samples as much as a slow one of long samples. The first line of each start is left out (caches,
-    compilation) where there are others.
+    A `train` line holds means over the steps since the line or the start before it, which count here by the time that
+    these steps took. The first line of each start is left out (caches, compilation) where there are others.
     """
-    windows: list[tuple[Line, float]] = []
-    first_of_start: list[bool] = []
-    step, fresh = 0, True
+    windows: list[tuple[Line, float, bool]] = []  # a line, the seconds of its steps, whether it is the start's first
+    step, first = 0, True
     for line in ledger:
         if line["kind"] == "event" and line.get("event") in STARTS:
-            step, fresh = line["step"], True
+            step, first = line["step"], True
         elif line["kind"] == "train":
             if line.get("step_ms") and "tokens_per_s" in line:
-                windows.append((line, line["step_ms"] / 1e3 * max(line["step"] - step, 1)))
-                first_of_start.append(fresh)
-            step, fresh = line["step"], False
-    if not all(first_of_start):
-        windows = [window for window, first in zip(windows, first_of_start, strict=True) if not first]
-    total = sum(seconds for _, seconds in windows)
+                windows.append((line, line["step_ms"] / 1e3 * max(line["step"] - step, 1), first))
+            step, first = line["step"], False
+    windows = [window for window in windows if not window[2]] or windows
+    total = sum(seconds for _, seconds, _ in windows)
     if not total:
         return None
 
     def mean(rate: Callable[[Line], float]) -> float:
-        return sum(rate(line) * seconds for line, seconds in windows) / total
+        return sum(rate(line) * seconds for line, seconds, _ in windows) / total
 
     return Throughput(
         steps_per_s=mean(lambda line: 1e3 / line["step_ms"]),
         samples_per_s=mean(lambda line: line.get("samples_per_s", 0.0)),
         tokens_per_s=mean(lambda line: line["tokens_per_s"]),
-        mfu=mean(lambda line: line["mfu"]) if all("mfu" in line for line, _ in windows) else None,
+        mfu=mean(lambda line: line["mfu"]) if all("mfu" in line for line, *_ in windows) else None,
     )
 
 
@@ -257,10 +218,9 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
 
 
 def device_hours(lines: Iterable[Line]) -> float:
-    """Hours of wall time times ranks, over all starts of a run, from the raw ledger; `world` is in the events of
-    starting.
+    """Hours of wall time times ranks, over all starts of a run, from the raw ledger.
 
-    After a rewind the same ranks go on, so `world` holds until an event names another.
+    `world` is in the events of starting, and holds until an event names another: a rewind names none.
     """
     lines = list(lines)
     worlds = {int(line.get("attempt", 0)): line["world"] for line in lines if isinstance(line.get("world"), int)}
@@ -295,10 +255,9 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
 
 
 def _seconds_at(lines: list[tuple[float, Seconds]], step: float) -> Seconds:
-    """What an attempt had spent when it had made step `step` and nothing beyond; nothing where it began beyond it.
+    """What an attempt had spent before its first line beyond `step`.
 
-    The event of a checkpoint comes when it is written, which in the background may be steps later: what it shows
-    then is not taken for the time of its own step once there was a line beyond it.
+    The event of a checkpoint that is written in the background may come after such a line: it does not count.
     """
     within = [seconds for _, seconds in takewhile(lambda line: line[0] <= step, lines)]
     return within[-1] if within else {}
@@ -317,12 +276,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, d
 
 
 def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """FLOP/s that one device can do at most; None where that is not known, which is never guessed.
+    """FLOP/s that one device can do at most, by its name as torch or NVML gives it; None where that is not known.
 
-    Args:
-        name: The device's name as torch or NVML gives it, such as `NVIDIA A100-SXM4-80GB`.
-        precision: `fp32`, `bf16` or `fp16`; anything else is not known.
-        tf32: Whether fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
+    `tf32`: fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
     column = "tf32" if tf32 and precision == "fp32" else precision
     for pattern, row in PEAKS:

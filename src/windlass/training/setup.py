@@ -47,7 +47,7 @@ from windlass.telemetry.devices import DeviceSampler, measure_cpu_peak
 from windlass.telemetry.environment import describe, describe_rank, write_environment
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
-from windlass.telemetry.trackers import start_trackers
+from windlass.telemetry.trackers import Trackers
 from windlass.training.checks import check_ids, tie_groups, uses_dropout
 from windlass.training.measure import Measurements
 from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
@@ -348,7 +348,7 @@ def open_recorder(
     ).start()  # fmt: skip
     stack.callback(sampler.stop)
     goodput.listen(sampler.phase)
-    trackers = start_trackers(run.path, recipe) if ranks.main and recipe.telemetry.trackers else None
+    trackers = Trackers(run.path, recipe.telemetry.trackers, recipe.telemetry.flush_seconds) if ranks.main else None
     if trackers is not None:
         stack.callback(trackers.close)
     return Recorder(

@@ -4,12 +4,16 @@ It is all that a hanging import, a dead address or a full disk can hurt. Its sta
 training process; where that closes (the run is over, or was killed) the rest is sent and this process ends within a
 bounded time, whatever the tracker's library does. What a library prints goes to the log; standard output is kept for
 reports.
+
+A back-end is a class `Backend(run, id, settings, started)` that connects when it is constructed. It has `hint`, where
+to look at the run, and `marks`, the last step of each stream that the tracker has; `write(points)` takes points in the
+order of their steps, after which the tracker has everything up to `marks`; `close(state, ended)` notes the run's state
+and delivers everything before it returns. Any error means: not delivered, connect again later.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import hashlib
 import json
 import os
@@ -18,11 +22,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -31,170 +37,162 @@ from windlass.recipe.load import flatten
 from windlass.run import Run, effective
 from windlass.telemetry.environment import scrub, scrub_settings
 from windlass.telemetry.ledger import Line, tail
-from windlass.telemetry.trackers.points import Point, point, seconds, stream
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
-WATCH_SECONDS = 5.0
-"""How often to see whether the training process lives; that it closed the pipe is noticed at once."""
-LOCK_SECONDS = 60.0
-"""How long to wait for another exporter of the same tracker: one that sends the rest of a run that was killed."""
-MAX_RANKS = 64
-"""Ranks whose devices are shown in trackers; the report shows all."""
+WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
+LOCK_SECONDS = 60.0  # for another exporter of the same tracker, which sends the rest of a run that was killed
+MAX_RANKS = 64  # ranks whose devices are shown in trackers; the report shows all
 
-Marks = dict[str, int]
-"""The last step of each stream that a tracker has."""
+NO_METRIC = {"kind", "step", "time", "attempt", "suite", "index", "rank", "cores"}
 
 
 @dataclass
-class RunInfo:
-    """What a tracker gets to know of a run when it connects."""
+class Point:
+    """What one line gives a tracker at one step; `time` in seconds since 1970."""
 
-    id: str
-    """Names the run in every tracker: a hash of the first line that its ledger ever had, which no resume changes."""
-    name: str
-    directory: Path
-    project: str
-    settings: dict[str, Any]
-    """Every setting of the recipe under its dotted key, without secrets."""
-    tags: dict[str, str]
-    began: float
-    """When the run was first started, in seconds since 1970."""
+    step: int
+    time: float
+    stream: str
+    scalars: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
 
-class Backend(Protocol):
-    """A tracker. Any error it raises means: not delivered, connect again later."""
+def stream(line: Line) -> str:
+    """The sequence of steps that a line belongs to, with one line a step: its kind, with the suite or the index."""
+    return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
-    hint: str
-    """Where to look at the run: a command or an address."""
 
-    def open(self, info: RunInfo) -> Marks:
-        """Connect, find or make the run, and tell which steps it has."""
-        ...
+def point(line: Line, devices: Mapping[str, float] | None = None) -> Point:
+    """What a line gives a tracker; a `train` line with the means of the devices' samples since the one before it."""
+    shown = Point(line["step"], seconds(line["time"]), stream(line))
+    if line["kind"] == "train":
+        for key, value in numbers(line).items():
+            group = "time" if key.endswith("_ms") else "throughput" if "per_s" in key or key == "mfu" else "train"
+            shown.scalars[f"{group}/{key}"] = value
+        shown.scalars |= {f"goodput/{key}_s": value for key, value in numbers(line.get("seconds", {})).items()}
+        shown.scalars |= {"run/attempt": float(line.get("attempt", 0)), **(devices or {})}
+    elif line["kind"] == "sample":
+        shown.texts = {f"samples/{line.get('index', 0)}": str(line.get("text", ""))}
+    else:
+        prefix = "eval" if shown.stream == "eval/loss" else shown.stream
+        fields = numbers(flatten({**line, "seconds": None}))
+        shown.scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in fields.items()}
+    return shown
 
-    def write(self, points: Iterator[Point], marks: Marks) -> None:
-        """Take points in the order of their steps; once this returns, the tracker has everything up to `marks`."""
-        ...
 
-    def close(self, state: str, ended: float) -> None:
-        """Note the run's state (`running`, `finished`, `preempted`, `failed`) and deliver everything before
-        returning."""
-        ...
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numeric fields of a line; the words that stand for non-finite numbers become floats again."""
+    numeric = {k: v for k, v in line.items() if isinstance(v, int | float) or v in ("NaN", "Infinity", "-Infinity")}
+    return {key: float(v) for key, v in numeric.items() if key not in NO_METRIC and not isinstance(v, bool)}
+
+
+def seconds(time: str) -> float:
+    """A ledger line's time as seconds since 1970."""
+    return datetime.fromisoformat(time).timestamp()
 
 
 class Follower:
-    """Sends what is new in a run's ledger to a backend, each step once; `make_backend` is called after each failure."""
+    """Sends what is new in a run's ledger to a backend, each step once; `connect` is called again after a failure."""
 
-    def __init__(self, run: Run, make_backend: Callable[[], Backend], live: bool):
-        self.run, self.live = run, live
-        self.backend: Backend | None = None
-        self._make_backend = make_backend
+    def __init__(self, run: Run, connect: Callable[..., Any], live: bool):
+        self.run, self.connect, self.live = run, connect, live
+        self.backend: Any = None
         self._raw: list[Line] = []
-        self._offset = 0
-        self._marks: Marks = {}
+        self._offset = self._sent = self._attempt = 0
 
-    def flush(self) -> bool:
-        """Send what is new; returns whether the tracker is connected."""
-        lines, self._offset = tail(self.run.metrics_path, self._offset)
-        lines = [line for line in lines if isinstance(line.get("step"), int) and "kind" in line and "time" in line]
-        if self.backend and any(line.get("attempt", 0) > self._raw[-1].get("attempt", 0) for line in lines):
+    def flush(self, last: bool = False) -> None:
+        """Send what is new, and with `last` the run's state."""
+        for self._offset, line in tail(self.run.metrics_path, self._offset):  # noqa: B020
+            if {"kind", "step", "time"} <= line.keys():
+                self._raw.append(line)
+        if not self._raw:
+            return
+        if self.backend and self._raw[-1].get("attempt", 0) > self._attempt:
             # the run went back to a checkpoint: the backend starts over from what is still valid
-            self.backend.close("running", seconds(lines[-1]["time"]))
+            self.backend.close("running", seconds(self._raw[-1]["time"]))
             self.backend = None
-        self._raw += lines
-        if self.backend is None and self._raw:
+        lines = self._raw[self._sent :]
+        if self.backend is None:
             lines = effective(self._raw)
             self.backend = self._connect(lines)
-        new = [line for line in lines if stream(line) and line["step"] > self._marks.get(stream(line), -1)]
-        if self.backend and new:
-            marks = self._marks | {stream(line): line["step"] for line in new}
-            devices = self._devices
-            self.backend.write((point(x, devices.until(x["time"]) if x["kind"] == "train" else ()) for x in new), marks)
-            self._marks = marks
-        return self.backend is not None
-
-    def _connect(self, ledger: list[Line]) -> Backend:
-        run, recipe, first = self.run, self.run.recipe, self._raw[0]
-        world = next((x["world"] for x in reversed(ledger) if isinstance(x.get("world"), int)), 1)
-        tags = {"preset": recipe.preset, "config_hash": recipe.config_hash, "optimizer": recipe.optim.kind}
-        tags |= {"world": str(world), "strategy": recipe.strategy(world)}
-        name = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
-        settings = flatten(scrub_settings(recipe.model_dump(mode="json")))
-        where = run.path.resolve().name, run.path, recipe.telemetry.project
-        backend = self._make_backend()
-        self._marks = dict(backend.open(RunInfo(name, *where, settings, tags, seconds(first["time"]))))
-        sent = [x["time"] for x in ledger if x["kind"] == "train" and x["step"] <= self._marks.get("train", -1)]
-        self._devices = DeviceFiles(run.devices_dir, since=max(sent, default=""))
-        return backend
-
-    def finish(self) -> None:
-        """Send all there is and the run's state."""
-        if self.flush() and self.backend:
+            mark = self.backend.marks.get("train", -1)
+            before = [line["time"] for line in lines if line["kind"] == "train" and line["step"] <= mark]
+            self._devices = DeviceMeans(self.run.devices_dir)
+            self._devices.until(max(before, default=""))
+        self._sent, self._attempt = len(self._raw), self._raw[-1].get("attempt", 0)
+        backend, devices = self.backend, self._devices
+        lines = [x for x in lines if x["kind"] != "event" and x["step"] > backend.marks.get(stream(x), -1)]
+        if lines:
+            backend.marks |= {stream(line): line["step"] for line in lines}
+            backend.write(point(x, devices.until(x["time"]) if x["kind"] == "train" else None) for x in lines)
+        if last:
             state = self.run.state
             if self.live and state in ("new", "running"):
                 state = "failed"  # the training process is gone and wrote no ending
-            self.backend.close(state, seconds(max(line["time"] for line in self._raw)))
+            backend.close(state, seconds(self._raw[-1]["time"]))
+
+    def _connect(self, ledger: list[Line]) -> Any:
+        """`id` names the run in every tracker: a hash of its ledger's very first line, which no resume changes."""
+        recipe, first = self.run.recipe, self._raw[0]
+        world = next((x["world"] for x in reversed(ledger) if isinstance(x.get("world"), int)), 1)
+        settings = flatten(scrub_settings(recipe.model_dump(mode="json")))
+        settings |= {"world": world, "strategy": recipe.strategy(world), "config_hash": recipe.config_hash}
+        id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
+        return self.connect(self.run, id, settings, seconds(first["time"]))
 
 
-class DeviceFiles:
-    """The samples of all ranks (see `devices.DeviceSampler`) after a time, read in the order of their times."""
+class DeviceMeans:
+    """Means of the samples of all ranks (see `devices.DeviceSampler`)."""
 
-    def __init__(self, directory: Path, since: str = ""):
-        self._directory, self._since = directory, since
+    def __init__(self, directory: Path):
+        self._directory = directory
         self._offsets: dict[Path, int] = {}
-        self._waiting: dict[Path, list[Line]] = {}
 
-    def until(self, time: str) -> Iterator[Line]:
-        """The samples up to a time that were not given yet."""
+    def until(self, time: str) -> dict[str, float]:
+        """Means over the samples from the last call up to `time`, as `device/<field>/rank_<n>`."""
+        values: dict[str, list[float]] = defaultdict(list)
         for path in sorted(self._directory.glob("rank-*.jsonl"))[:MAX_RANKS]:
-            waiting = self._waiting.setdefault(path, [])
-            while True:
-                if not waiting:  # a long run's file is large: a block at a time, in reverse for pop
-                    lines, offset = tail(path, before := self._offsets.get(path, 0), limit=1 << 18)
-                    self._offsets[path] = offset
-                    waiting += [x for x in reversed(lines) if "phase" in x and x.get("time", "") > self._since]
-                    if offset == before:
-                        break
-                elif waiting[-1]["time"] <= time:
-                    yield waiting.pop()
-                else:
+            for offset, sample in tail(path, self._offsets.get(path, 0)):
+                if sample["time"] > time:
                     break
+                self._offsets[path] = offset
+                if "phase" in sample:  # not the head of a start
+                    for key, value in numbers(sample).items():
+                        values[f"device/{key}/rank_{sample['rank']}"].append(value)
+        return {name: sum(some) / len(some) for name, some in values.items()}
 
 
-def follow(follower: Follower, ending: threading.Event, report: Callable[[str, str], None]) -> bool:
-    """Send lines as they come until `ending`, through any failure; returns whether everything was delivered."""
-    connected = False
+def follow(follower: Follower, ending: threading.Event, report: Callable[[str, bool], None]) -> int:
+    """Send lines as they come until `ending`, through any failure; returns 0 where everything was delivered."""
     while True:
-        last, failed = ending.is_set(), False  # asked before reading: what was written before the end is read
+        last, wait = ending.is_set(), POLL_SECONDS  # asked before reading: what was written before the end is read
         try:
-            follower.flush()
-            if follower.backend and not connected:
-                connected = True
-                report("connected", follower.backend.hint)
+            follower.flush(last)
+            if follower.backend:
+                report(follower.backend.hint, False)
             if last:
-                follower.finish()
-                report("complete", "")
-                return True
+                return 0
         except Exception as error:  # whatever a tracker's library raises, the run is not concerned
-            failed, follower.backend = True, None
-            report("warning", scrub(first_line(error)))
+            wait, follower.backend = RETRY_SECONDS, None
+            report(scrub(first_line(error)), True)
             print(f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}", file=sys.stderr, flush=True)
             if last:
-                return False
-        ending.wait(RETRY_SECONDS if failed else POLL_SECONDS)
+                return 1
+        ending.wait(wait)
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
     """Set `ending` when the training process is gone, and end this one `flush_seconds` later with all it started.
 
-    While a library holds the interpreter (a hung import of compiled code), this thread does not run: the C timer of
-    `faulthandler`, set again as long as all is well, ends the process then.
+    While a library holds the interpreter (a hung import of compiled code), no Python thread runs: the alarm, set again
+    as long as all is well, ends the process then.
     """
     parent = os.getppid()
     closed: list[Any] = []
     while not closed and os.getppid() == parent:  # a forked worker of the training may hold the pipe open
-        faulthandler.dump_traceback_later(flush_seconds + 4 * WATCH_SECONDS, exit=True, file=sys.__stderr__ or 2)
+        signal.alarm(1 + int(flush_seconds + 4 * WATCH_SECONDS))
         closed, _, _ = select.select([0], [], [], WATCH_SECONDS)
-    faulthandler.dump_traceback_later(flush_seconds + WATCH_SECONDS, exit=True, file=sys.__stderr__ or 2)
+    signal.alarm(1 + int(flush_seconds + WATCH_SECONDS))
     ending.set()
     time.sleep(flush_seconds)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -203,16 +201,17 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
 def main(run: str, name: str, mode: str, flush_seconds: str) -> int:
     """Send until the parent pipe closes and all is delivered; 0 where the tracker has everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)  # meant for the training; its end reaches us through the pipe
+        signal.signal(number, signal.SIG_IGN)  # meant for the training; its end reaches us through the pipe
     if mode == "live":
         os.nice(10)  # on a machine without a free core, a tracker's imports would halve the training's speed
-    reports = os.dup(1)
-    os.set_blocking(reports, False)
+    reports, reported = os.dup(1), set()
     os.dup2(2, 1)
 
-    def report(kind: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more
-            os.write(reports, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
+    def report(text: str, warning: bool) -> None:
+        if warning not in reported:  # one line of each kind; short enough to be written into a pipe as a whole
+            reported.add(warning)
+            with contextlib.suppress(OSError):  # nobody reads any more
+                os.write(reports, json.dumps({"text": text[:500], "warning": warning}).encode() + b"\n")
 
     ending = threading.Event()
     threading.Thread(target=watch_parent, args=(ending, min(float(flush_seconds), 1e6)), daemon=True).start()
@@ -220,16 +219,15 @@ def main(run: str, name: str, mode: str, flush_seconds: str) -> int:
     try:
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
-        report("warning", "another process exports this run to it; try again when that one is done")
+        report("another process exports this run to it; try again when that one is done", True)
         return 1
     except (OSError, NotImplementedError):
         pass  # a full disk, or a file system without locks
 
-    def make_backend() -> Backend:  # imports the tracker's library
-        backend: Backend = import_module(f"windlass.telemetry.trackers.{name}").Backend()
-        return backend
+    def connect(*arguments: Any) -> Any:
+        return import_module(f"windlass.telemetry.trackers.{name}").Backend(*arguments)  # imports its library
 
-    return 0 if follow(Follower(Run(Path(run)), make_backend, mode == "live"), ending, report) else 1
+    return follow(Follower(Run(run), connect, mode == "live"), ending, report)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from windlass.run import Run
 from windlass.telemetry.environment import scrub
-from windlass.telemetry.trackers.exporter_process import Marks, RunInfo
-from windlass.telemetry.trackers.points import Point
+from windlass.telemetry.trackers.exporter_process import Point
 
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # we try again anyway
@@ -29,35 +30,34 @@ class Backend:
     Points of steps that a resume does again cannot be taken back: those of the first attempt stay, none comes twice.
     """
 
-    def open(self, info: RunInfo) -> Marks:
-        """Find or make experiment and run; write the recipe as params."""
+    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
         os.environ.update({key: os.environ.get(key, value) for key, value in DEFAULTS.items()})
         import mlflow
         from mlflow.entities import Param
 
-        home = Path(os.path.relpath(info.directory.resolve().parent))
+        home = Path(os.path.relpath(run.path.resolve().parent))
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}"
         artifacts = (home / "mlartifacts").resolve().as_uri() if "MLFLOW_TRACKING_URI" not in os.environ else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        existing = client.get_experiment_by_name(info.project)
-        experiment = existing.experiment_id if existing else client.create_experiment(info.project, artifacts)
-        runs = client.search_runs([experiment], f"tags.`{ID_TAG}` = '{info.id}'", max_results=1)
+        existing = client.get_experiment_by_name(settings["telemetry.project"])
+        experiment = (
+            existing.experiment_id if existing else client.create_experiment(settings["telemetry.project"], artifacts)
+        )
+        runs = client.search_runs([experiment], f"tags.`{ID_TAG}` = '{id}'", max_results=1)
         if not runs:
-            tags = {f"windlass.{key}": value for key, value in info.tags.items()} | {ID_TAG: info.id}
-            tags |= {"mlflow.runName": info.name, "mlflow.note.content": info.settings["run.notes"]}
-            runs = [client.create_run(experiment, start_time=round(info.began * 1e3), tags=tags)]
+            tags = {ID_TAG: id, "mlflow.runName": run.path.resolve().name, "mlflow.note.content": settings["run.notes"]}
+            runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
-        params = [Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in info.settings.items() if k not in data.params]
-        for begin in range(0, len(params), MAX_PARAMS):  # those that are there cannot be changed and need not be
-            client.log_batch(self._id, params=params[begin : begin + MAX_PARAMS])
-        remote = uri.startswith(("http://", "https://"))
-        page = f"{scrub(uri).rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
-        self.hint = page if remote else f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
-        return dict(json.loads(data.tags.get(MARKS_TAG, "{}")))
+        params = [Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params]
+        for first in range(0, len(params), MAX_PARAMS):  # those that are there cannot be changed and need not be
+            client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
+        self.marks: dict[str, int] = json.loads(data.tags.get(MARKS_TAG, "{}"))
+        self.hint = f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
+        if uri.startswith(("http://", "https://")):
+            self.hint = f"{scrub(uri).rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
 
-    def write(self, points: Iterator[Point], marks: Marks) -> None:
-        """Metrics first, then the mark: after a kill in between, the store sees equal rows again and keeps them
-        once."""
+    def write(self, points: Iterator[Point]) -> None:
+        """Metrics first, then the marks: after a kill in between, the store gets equal rows again and keeps one."""
         from mlflow.entities import Metric
 
         self._client.update_run(self._id, status="RUNNING")
@@ -70,7 +70,7 @@ class Backend:
                 self._client.log_batch(self._id, metrics=metrics[:MAX_METRICS])
                 del metrics[:MAX_METRICS]
         self._client.log_batch(self._id, metrics=metrics)
-        self._client.set_tag(self._id, MARKS_TAG, json.dumps(marks))
+        self._client.set_tag(self._id, MARKS_TAG, json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:
         """The status and the time of the end."""

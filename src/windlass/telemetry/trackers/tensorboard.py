@@ -5,13 +5,15 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from windlass.telemetry.trackers.exporter_process import Marks, RunInfo
-from windlass.telemetry.trackers.points import Point
+from windlass.run import Run
+from windlass.telemetry.trackers.exporter_process import Point
 
 
 class Backend:
@@ -21,9 +23,9 @@ class Backend:
     is ever there twice, whenever a kill came.
     """
 
-    def open(self, info: RunInfo) -> Marks:
-        """Begin an event file with the recipe, as text and as hyperparameters."""
-        directory = info.directory / "tensorboard"
+    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+        self.marks: dict[str, int] = {}
+        directory = run.path / "tensorboard"
         self.hint = f"tensorboard --logdir {shlex.quote(str(directory))}"
         directory.mkdir(parents=True, exist_ok=True)
         self._old = list(directory.glob("events.out.tfevents.*"))
@@ -31,21 +33,17 @@ class Backend:
         self._file = open(directory / f"events.out.tfevents.{time.time_ns()}.windlass", "xb")  # noqa: SIM115
         self._writer = RecordWriter(self._file)
         restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # a running server forgets what it has read
-        self._event(info.began, file_version="brain.Event:2")
-        self._event(info.began, step=0, session_log=restart)
-        settings = {
-            key: value if isinstance(value, int | float) else str(value) for key, value in info.settings.items()
-        }
-        self._event(info.began, summary=hparams_pb(settings, trial_id=info.name, start_time_secs=info.began))
-        recipe = "\n".join(f"    {key} = {value}" for key, value in info.settings.items())
-        self._event(info.began, summary=summary_pb2.Summary(value=[_text("recipe", recipe)]))
-        return {}
+        self._event(started, file_version="brain.Event:2")
+        self._event(started, step=0, session_log=restart)
+        hparams = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
+        self._event(started, summary=hparams_pb(hparams, trial_id=run.path.resolve().name, start_time_secs=started))
 
-    def write(self, points: Iterator[Point], marks: Marks) -> None:
-        """Append the points."""
+    def write(self, points: Iterator[Point]) -> None:
+        """Append the points; the file before this one can go then."""
         for point in points:
             values = [summary_pb2.Summary.Value(tag=tag, simple_value=x) for tag, x in point.scalars.items()]
-            values += [_text(tag, text) for tag, text in point.texts.items()]
+            for tag, text in point.texts.items():
+                values += text_pb(tag, text.encode("utf-8", "replace")).value
             self._event(point.time, step=point.step, summary=summary_pb2.Summary(value=values))
         self._file.flush()
         while self._old:
@@ -57,12 +55,3 @@ class Backend:
 
     def _event(self, wall_time: float, **fields: object) -> None:
         self._writer.write(event_pb2.Event(wall_time=wall_time, **fields).SerializeToString())
-
-
-def _text(tag: str, text: str) -> summary_pb2.Summary.Value:
-    plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-    metadata = summary_pb2.SummaryMetadata(plugin_data=plugin, data_class=summary_pb2.DATA_CLASS_TENSOR)
-    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-    content = [text.encode("utf-8", "replace")]
-    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=content, tensor_shape=shape)
-    return summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
