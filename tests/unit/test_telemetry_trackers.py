@@ -15,7 +15,7 @@ from windlass.run import Run
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import exporter_process as points
 from windlass.telemetry.trackers import replay
-from windlass.telemetry.trackers.exporter_process import DeviceMeans, Follower
+from windlass.telemetry.trackers.exporter_process import Follower, device_means
 from windlass.telemetry.trackers.wandb import Backend as WandB
 
 TIME = "2026-01-01T00:00:00.000Z"
@@ -165,13 +165,11 @@ def test_samples_are_joined_by_time_each_once(run):
         lines = [{"time": stamp(seconds[0]), "rank": rank, "kind": "start", "cores": 2}]
         lines += [{"time": stamp(s), "rank": rank, "phase": "train", "util_pct": float(s)} for s in seconds]
         (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = DeviceMeans(run.devices_dir)
-    assert files.until(stamp(3)) == {"device/util_pct/rank_0": 1.5}
-    assert files.until(stamp(3)) == {}
-    assert files.until(stamp(104)) == {"device/util_pct/rank_0": 54.0, "device/util_pct/rank_1": 102.0}
-    late = DeviceMeans(run.devices_dir)
-    late.until(stamp(599))
-    assert late.until(stamp(1300)) == {"device/util_pct/rank_0": sum(range(600, 1200)) / 600}
+    offsets = {}
+    assert device_means(run.devices_dir, offsets, stamp(3)) == {"device/util_pct/rank_0": 1.5}
+    assert device_means(run.devices_dir, offsets, stamp(3)) == {}
+    means = {"device/util_pct/rank_0": 54.0, "device/util_pct/rank_1": 102.0}
+    assert device_means(run.devices_dir, offsets, stamp(104)) == means
 
 
 # -- W&B online, against a library that stands in for it: there is no server to test against -----------------------------
@@ -181,12 +179,10 @@ class Server:
     """What the service remembers of one run."""
 
     def __init__(self):
-        self.rows, self.summary, self.starts, self.ended, self.refuses = [], {}, [], [], False
+        self.rows, self.summary, self.starts, self.ended = [], {}, [], []
 
     def init(self, **arguments):
         self.starts.append(arguments)
-        if self.refuses and arguments["mode"] == "online":
-            raise ConnectionError("permission denied")
         return FakeRun(self, arguments)
 
 
@@ -194,7 +190,7 @@ class FakeRun:
     def __init__(self, server, arguments):
         self.server, self.summary, self.url = server, server.summary, "https://example.org/run"
         self.resumed, self.step = bool(server.rows), len(server.rows) and server.rows[-1][0] + 1
-        self.settings = types.SimpleNamespace(_offline=arguments["mode"] == "offline", sync_dir="wandb/offline-run-1")
+        self.settings = types.SimpleNamespace(_offline=False)
 
     def define_metric(self, *_, **__):
         pass
@@ -235,23 +231,6 @@ def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
     # the evaluation of step 7, which the kill had left undone, comes after step 8 and is not lost
     assert [row["step"] for _, row in server.rows if "eval/loss" in row] == [7]
     assert server.ended == [1, 0, 0] and server.summary["state"] == "finished"
-
-
-def test_where_the_wandb_server_does_not_let_us_in_it_goes_offline_and_says_why(server, run):
-    server.refuses = True
-    write(run, 0, 0, 3)
-    live = Follower(run, WandB, live=True)
-    live.flush()
-    assert [start["mode"] for start in server.starts] == ["online", "offline"]
-    assert live.backend.hint.startswith("wandb sync ") and "permission denied" in live.backend.hint
-
-
-def test_a_user_who_wants_no_wandb_gets_none(server, run, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    write(run, 0, 0, 3)
-    with pytest.raises(RuntimeError):
-        Follower(run, WandB, live=True).flush()
-    assert not server.starts
 
 
 # -- the verb -----------------------------------------------------------------------------------------------------------

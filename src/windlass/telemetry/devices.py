@@ -100,21 +100,13 @@ class DeviceSampler:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        rank: int = 0,
-        world: int = 1,
-        device: Any = "cpu",
-        every: float = 1.0,
-        attempt: int = 0,
-        probe: Any = None,
-    ):
+        self, directory: Path, *, rank: int = 0, world: int = 1, device: Any = "cpu", every: float = 1.0,
+        attempt: int = 0, probe: Any = None,
+    ):  # fmt: skip
         self.path = Path(directory) / f"rank-{rank:05d}.jsonl"
         self.rank, self.world, self.device, self.every, self.attempt = rank, world, str(device), every, attempt
         self.warning: str | None = None
-        self.cpu_seconds = 0.0
-        """What the thread itself has used."""
+        self.cpu_seconds = 0.0  # what the thread itself has used
         self._probe = probe
         self._switches: deque[tuple[float, str]] = deque()  # time and name of each new phase
         self._phase = "startup"

@@ -117,19 +117,21 @@ class Follower:
             self.backend = self._connect(lines)
             mark = self.backend.marks.get("train", -1)
             before = [line["time"] for line in lines if line["kind"] == "train" and line["step"] <= mark]
-            self._devices = DeviceMeans(self.run.devices_dir)
-            self._devices.until(max(before, default=""))
+            self._offsets: dict[Path, int] = {}
+            device_means(self.run.devices_dir, self._offsets, max(before, default=""))
         self._sent, self._attempt = len(self._raw), self._raw[-1].get("attempt", 0)
-        backend, devices = self.backend, self._devices
-        lines = [x for x in lines if x["kind"] != "event" and x["step"] > backend.marks.get(stream(x), -1)]
-        if lines:
-            backend.marks |= {stream(line): line["step"] for line in lines}
-            backend.write(point(x, devices.until(x["time"]) if x["kind"] == "train" else None) for x in lines)
+        marks = self.backend.marks
+        if lines := [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]:
+            marks |= {stream(line): line["step"] for line in lines}
+            self.backend.write(self._point(line) for line in lines)
         if last:
-            state = self.run.state
-            if self.live and state in ("new", "running"):
-                state = "failed"  # the training process is gone and wrote no ending
-            backend.close(state, seconds(self._raw[-1]["time"]))
+            state = self.run.state  # a live run that wrote no ending has failed: its process is gone
+            state = "failed" if self.live and state in ("new", "running") else state
+            self.backend.close(state, seconds(self._raw[-1]["time"]))
+
+    def _point(self, line: Line) -> Point:
+        train = line["kind"] == "train"
+        return point(line, device_means(self.run.devices_dir, self._offsets, line["time"]) if train else None)
 
     def _connect(self, ledger: list[Line]) -> Any:
         """`id` names the run in every tracker: a hash of its ledger's very first line, which no resume changes."""
@@ -141,25 +143,17 @@ class Follower:
         return self.connect(self.run, id, settings, seconds(first["time"]))
 
 
-class DeviceMeans:
-    """Means of the samples of all ranks (see `devices.DeviceSampler`)."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._offsets: dict[Path, int] = {}
-
-    def until(self, time: str) -> dict[str, float]:
-        """Means over the samples from the last call up to `time`, as `device/<field>/rank_<n>`."""
-        values: dict[str, list[float]] = defaultdict(list)
-        for path in sorted(self._directory.glob("rank-*.jsonl"))[:MAX_RANKS]:
-            for offset, sample in tail(path, self._offsets.get(path, 0)):
-                if sample["time"] > time:
-                    break
-                self._offsets[path] = offset
-                if "phase" in sample:  # not the head of a start
-                    for key, value in numbers(sample).items():
-                        values[f"device/{key}/rank_{sample['rank']}"].append(value)
-        return {name: sum(some) / len(some) for name, some in values.items()}
+def device_means(directory: Path, offsets: dict[Path, int], until: str) -> dict[str, float]:
+    """Means of the ranks' samples behind `offsets`, which it moves on, up to a time: `device/<field>/rank_<n>`."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for path in sorted(directory.glob("rank-*.jsonl"))[:MAX_RANKS]:
+        for offset, sample in tail(path, offsets.get(path, 0)):
+            if sample["time"] > until:
+                break
+            offsets[path] = offset
+            for key, value in numbers(sample).items() if "phase" in sample else ():  # not the head of a start
+                values[f"device/{key}/rank_{sample['rank']}"].append(value)
+    return {name: sum(some) / len(some) for name, some in values.items()}
 
 
 def follow(follower: Follower, ending: threading.Event, report: Callable[[str, bool], None]) -> int:
