@@ -15,24 +15,7 @@ from helpers import command
 
 KILL_AFTER = 25
 """Shards that each attempt gets done before it is killed; there are about 120."""
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "and",
-    "goes",
-    "on",
-    "to",
-    "something",
-    "else",
-    "entirely",
-]
+TEXT = "the quick brown fox jumps over the lazy dog and goes on to something else entirely"
 
 
 def prepare(source, directory):
@@ -59,10 +42,10 @@ def committed(directory: Path) -> int:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepare")
-    source = folder / "x.jsonl"
+    source, words = folder / "x.jsonl", TEXT.split()
     with source.open("w") as file:
         for i in range(12_000):
-            text = " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 40 + i % 50))
+            text = " ".join(words[(i * j) % len(words)] for j in range(1, 40 + i % 50))
             file.write(json.dumps({"text": f"{i} {text}"}) + "\n")
     subprocess.run(prepare(source, folder / "whole"), check=True, capture_output=True, timeout=120)
     return source, content(folder / "whole")

@@ -106,24 +106,16 @@ def prepared(tmp_path):
     return recipe, open_data(recipe)
 
 
-def test_opened_data(prepared):
-    recipe, data = prepared
-    assert (data.vocab, data.tokenizer.eot, data.directory.name) == (257, 256, "data")
-    x, y = data.train.read(np.array([0, 3]))
-    assert x.dtype == y.dtype == np.int64 and x.shape == (2, 16) and np.array_equal(x[:, 1:], y[:, :-1])
-    assert open_data(recipe).fingerprint == data.fingerprint
-
-
 @pytest.mark.parametrize("kind", ["missing", "truncated", "too long", "damaged"])
 @pytest.mark.parametrize("file", ["shard-00002.bin", "shard-00000.documents"])
 def test_a_damaged_shard_is_refused_by_name(prepared, kind, file):
     recipe, data = prepared
     path = data.directory / file
     raw = path.read_bytes()
-    path.unlink()
-    if kind != "missing":
-        flipped = raw[:-1] + bytes([raw[-1] ^ 1])
-        path.write_bytes({"truncated": raw[:-2], "too long": raw + b"\0\0", "damaged": flipped}[kind])
+    flipped = raw[:-1] + bytes([raw[-1] ^ 1])
+    path.write_bytes({"missing": b"", "truncated": raw[:-2], "too long": raw + b"\0\0", "damaged": flipped}[kind])
+    if kind == "missing":
+        path.unlink()
     with refused(kind, str(path), "`windlass prepare`"):
         open_data(recipe)
 
@@ -142,24 +134,20 @@ def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch)
     monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
     open_data(recipe)
     assert read == []  # what was just written was hashed on its way
-    (data.directory / "verified.json").unlink()
-    open_data(recipe)
-    assert sorted(read) == sorted(name for name, _, _ in shards.parts(Index.load(data.directory).shards))
+    for lose in (lambda path: path.unlink(), lambda path: path.write_text("[1, 2")):
+        lose(data.directory / "verified.json")
+        read.clear()
+        open_data(recipe)
+        open_data(recipe)
+        assert sorted(read) == sorted(name for name, _, _ in shards.parts(Index.load(data.directory).shards))
     read.clear()
-    open_data(recipe)
-    assert read == []
     os.utime(data.directory / "shard-00001.bin")
     open_data(recipe)
     assert read == ["shard-00001.bin"]
-    (data.directory / "verified.json").write_text("[1, 2")
-    open_data(recipe)
-    assert len(read) > 1
-    read.clear()
     (data.directory / "verified.json").unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # a directory of somebody else's
     open_data(recipe)
-    open_data(recipe)
-    assert len(read) == 2 * len(set(read)) > 1 and not (data.directory / "verified.json").exists()
+    assert not (data.directory / "verified.json").exists()
 
 
 def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
@@ -293,6 +281,7 @@ def test_bad_shards_of_others_are_refused_by_name(tmp_path):
     ]
     for array, words in (
         (np.zeros(9, np.float32), "holds float32"),
+        (np.array([{}], dtype=object), "holds object"),  # a pickle, which could run code, is not opened
         (np.zeros((3, 3), np.uint16), "of shape"),
         (np.zeros(0, np.uint16), "of shape"),
     ):
@@ -318,16 +307,11 @@ def test_a_changed_shard_of_others_is_refused(tmp_path):
 def test_shards_and_text_do_not_mix(tmp_path):
     nanogpt(tmp_path / "a.bin", range(200))
     source, shard = jsonl(tmp_path / "x.jsonl", documents(9)), f"shards:{tmp_path}/a.bin"
-    for number, (words, corpus, settings) in enumerate(
-        [
-            ("data.eval_source", shard, {"eval_source": str(source)}),
-            ("data.eval_source", source, {"eval_source": shard}),
-            ("data.eval_source", shard, {"eval_source": shard}),
-            ("data.tokenizer", shard, {"tokenizer": "char"}),
-        ]
-    ):
-        with refused(words):
-            open_data(recipe_for(corpus, tmp_path / f"d{number}", **settings))
+    for corpus, held in ((shard, str(source)), (source, shard), (shard, shard)):
+        with refused("data.eval_source"):
+            open_data(recipe_for(corpus, tmp_path / "data", eval_source=held))
+    with refused("data.tokenizer"):
+        open_data(recipe_for(shard, tmp_path / "data", tokenizer="char"))
 
 
 def test_the_fingerprint_is_of_the_tokens_not_of_the_place(tmp_path):
@@ -339,17 +323,3 @@ def test_the_fingerprint_is_of_the_tokens_not_of_the_place(tmp_path):
     assert prints[0] == prints[1]
     other = open_data(recipe_for(jsonl(tmp_path / "c.jsonl", texts), tmp_path / "c", val_fraction=0.2))
     assert other.fingerprint != prints[0]
-
-
-def test_no_pickle_is_opened(tmp_path):
-    """A .npy that holds objects would run code if it were unpickled."""
-
-    class Bomb:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "ran"),))
-
-    with (tmp_path / "x.npy").open("wb") as file:
-        np.save(file, np.array([Bomb()], dtype=object), allow_pickle=True)
-    with refused("holds object"):
-        open_data(recipe_for(f"shards:{tmp_path}/x.npy", tmp_path / "data"))
-    assert not (tmp_path / "ran").exists()

@@ -210,9 +210,3 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(n, world, m
     seen = [i for b in everyone for i in b.tokens[(b.labels != -100).any(dim=1)][:, 0].tolist()]
     assert sorted(seen) == list(range(wanted))
     assert sorted(b.k for b in everyone) == list(range(len(everyone))) and len(everyone) < wanted / micro + world
-
-
-def test_evaluation_of_rows_of_unequal_length():
-    batches = [b for rank in range(2) for b in eval_batches(Unequal(9), rank, 2, 2)]
-    assert len(batches) == 6
-    assert sum(int((b.labels != -100).sum()) for b in batches) == sum(1 + i % 7 for i in range(9))

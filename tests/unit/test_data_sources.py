@@ -14,7 +14,7 @@ import pytest
 from data_fixtures import refused
 
 from windlass.data.remote import download
-from windlass.data.sources import find_files, open_corpus, slug
+from windlass.data.sources import open_corpus
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings
 
@@ -132,12 +132,6 @@ def test_there_is_no_such_source(tmp_path):
             read(source)
 
 
-def test_files_are_in_the_order_of_their_names(tmp_path):
-    for name in ("b", "a", "c"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert [p.name for p in find_files(f"{tmp_path}/*.txt")] == ["a.txt", "b.txt", "c.txt"]
-
-
 def test_the_standard_library(monkeypatch, tmp_path):
     corpus = open_corpus(DataSettings(), "stdlib")
     texts = list(corpus.documents())
@@ -148,21 +142,6 @@ def test_the_standard_library(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with refused("data.source", str(tmp_path)):
         open_corpus(DataSettings(), "stdlib")
-
-
-def test_short_names():
-    for source, name in {
-        "stdlib": "stdlib",
-        "hf:allenai/c4:en": "c4-en",
-        "hf:/data/My Set/": "my-set",
-        "texts/tiny shakespeare.txt": "tiny-shakespeare",
-        "texts/part-*.jsonl.gz": "part",
-        "texts/**/*": "texts",
-        "https://host/a/input.txt?download=1": "input",
-        "shards:edu_fineweb10B/*.npy": "edu-fineweb10b",
-        "/": "corpus",
-    }.items():
-        assert slug(source) == name
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from windlass.data import squad
 from windlass.data.dataset import open_data
-from windlass.data.loader import eval_batches
 from windlass.data.prepare import prepare
 from windlass.data.samples import Rows, choose
 from windlass.data.squad import Question
@@ -66,14 +65,6 @@ def test_rows_are_padded_to_the_longest_of_a_batch_and_the_padding_is_masked() -
     assert tokens.tolist() == [[4, 5, 6, 7], [1, 2, 9, 9], [4, 5, 6, 7]]
     assert labels.tolist() == [[5, 6, 7, 8], [-100, 3, -100, -100], [5, 6, 7, 8]]
     assert rows.valid_tokens == 5 and rows.sample_tokens() == 2.5 and rows.length(0) == 2
-
-
-def test_rows_survive_a_file(tmp_path: Path) -> None:
-    rows = Rows([([1, 2, 3], [False, True, True]), ([4, 5], [False, True])], pad=0)
-    rows.save(tmp_path / "rows.npz")
-    again = Rows.load(tmp_path / "rows.npz")
-    assert again.fingerprint == rows.fingerprint and again.pad == 0 and len(again) == 2
-    assert Rows([([1, 2, 3], [False, True, False]), ([4, 5], [False, True])], pad=0).fingerprint != rows.fingerprint
 
 
 WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), min_size=0, max_size=60).map(" ".join)
@@ -157,7 +148,7 @@ def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(tm
         asked(text, squad_file=str(tmp_path / "none.json"))
 
 
-def test_what_the_hub_gave_is_kept_until_another_split_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_gave_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"text": ["cat"], "answer_start": [2]}
     row = {"id": "1", "title": "t", "question": "Who?", "context": "A cat.", "answers": answers}
     loaded: list[str] = []
@@ -166,8 +157,8 @@ def test_what_the_hub_gave_is_kept_until_another_split_is_wanted(monkeypatch: py
     wanted = Recipe.model_validate({"data": {"format": "squad", "source": "squad"}})
     for _ in range(2):
         assert squad.eval_questions(wanted) == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
-    assert loaded == ["validation"]
     squad._read_hub.cache_clear()
+    assert loaded == ["validation"]
 
 
 def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
@@ -201,15 +192,6 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
     npz.write_bytes(bytes(raw))
     with refused("train.npz", "`windlass prepare`"):
         open_data(wanted)
-
-
-def test_evaluation_reads_each_row_once_on_any_number_of_ranks() -> None:
-    rows = Rows([([i, i + 1, i + 2][: 2 + i % 2], [False, True, True][: 2 + i % 2]) for i in range(1, 12)], pad=0)
-    for world in (1, 2, 4):
-        batches = [list(eval_batches(rows, rank, world, 2)) for rank in range(world)]
-        assert len({len(b) for b in batches}) == 1
-        counted = [int(label) for b in batches for micro in b for label in micro.labels.flatten() if label != -100]
-        assert len(counted) == rows.valid_tokens
 
 
 @pytest.mark.parametrize(
