@@ -89,14 +89,9 @@ def open_corpus(
 
 def slug(source: str) -> str:
     """A source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
-    kind, _, rest = source.partition(":")
-    place = (rest if kind in ("hf", "shards") else source).split("?")[0]
-    for part in reversed(re.split(r"[/\\]", place)):
-        bare = re.sub(r"(\.(txt|jsonl|ndjson|parquet|bin|npy|gz|zst))+$", "", part, flags=re.IGNORECASE)
-        name = re.sub(r"[^A-Za-z0-9]+", "-", bare).strip("-").lower()
-        if name:
-            return name[:40]
-    return "corpus"
+    place = source.removeprefix("hf:").removeprefix("shards:").split("?")[0].rstrip("/*")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", place.rsplit("/", 1)[-1].split(".")[0])
+    return name.strip("-").lower()[:40] or "corpus"
 
 
 # -- files
