@@ -42,7 +42,7 @@ class LayerCache:
         """
         start, new = self.length, k.shape[2]
         stop = start + new
-        assert k.shape[0] == self.batch and stop <= self.capacity, "more tokens than the cache has capacity for"
+        assert k.shape[0] == self.batch and stop <= self.capacity, "more rows or tokens than the cache was made for"
         if self.keys is None or self.values is None:
             shape = (self.batch, k.shape[1], self.capacity, k.shape[3])
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)

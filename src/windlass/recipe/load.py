@@ -381,4 +381,4 @@ def _training_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "optim.schedule.decay", f"warm-up ({s.warmup}) and decay ({s.decay}) together are longer than the run"
     elif isinstance(t.steps, int) and steps > t.steps:
         last = list(parts)[-1]
-        yield f"optim.schedule.{last}", f"{' and '.join(parts)} take {steps} steps, and the run has {t.steps}"
+        yield f"optim.schedule.{last}", f"{' + '.join(parts)} = {steps} steps, and the run has {t.steps}"
