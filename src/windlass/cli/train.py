@@ -23,12 +23,16 @@ def register(app: typer.Typer) -> None:
 def train(
     recipe: str = typer.Argument(..., metavar="RECIPE", help="A preset's name, a .toml file or a run directory."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4."),
-    world: str = typer.Option("", metavar="N|A..B", help="Start so many local processes; A..B: fewer after a loss."),
-    fresh: bool = typer.Option(False, "--fresh", help="Set an existing run directory aside and start anew."),
-    max_restarts: int = typer.Option(0, min=0, help="Restart so often from the last checkpoint when a rank is lost."),
-    stop_at: int = typer.Option(0, min=0, metavar="STEP", help="Save and stop after this step; train again goes on."),
+    world: str = typer.Option(
+        "", metavar="N|A..B", help="Number of local processes; A..B: fewer after a rank was lost."
+    ),
+    fresh: bool = typer.Option(False, "--fresh", help="Rename an existing run directory and start over."),
+    max_restarts: int = typer.Option(0, min=0, help="Restarts from the last checkpoint when a rank is lost, at most."),
+    stop_at: int = typer.Option(
+        0, min=0, metavar="STEP", help="Save and stop after this step; the same command resumes."
+    ),
     extend_to: int = typer.Option(
-        0, min=0, metavar="STEPS", help="Go on to a longer horizon than the run was made for."
+        0, min=0, metavar="STEPS", help="Train an existing run to this step, with the schedule of the longer run."
     ),
     branch_from: str = typer.Option(
         "", metavar="RUN@STEP", help="A new run that starts from another run's checkpoint."
@@ -37,7 +41,7 @@ def train(
 ) -> int:
     """Train a recipe; train again to resume.
 
-    Alone, as N local processes (--world N), or in its place under torchrun, srun or mpiexec. A run directory that already
+    As one process, as N local processes (--world N), or as a rank under torchrun, srun or mpiexec. A run directory that already
     holds a committed checkpoint is resumed; a finished run says so. The end shows the loss curve, a sample and the report.
 
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
