@@ -45,12 +45,12 @@ def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypa
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
 
-    measured = windlass.evaluate(run.path, ["loss"])
+    measured = windlass.evaluate(run, ["loss"])
     assert measured.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-5)
-    pieces = list(windlass.sample(run.path, "the ", n=2, device="cpu", max_tokens=4))
+    pieces = list(windlass.sample(run, "the ", n=2, device="cpu", max_tokens=4))
     assert {number for number, _ in pieces} == {0, 1}
     assert windlass.report(run).page.read_text().startswith("<!doctype html>")
     assert windlass.plan(recipe).world == 1
-    exported = windlass.export(run.path, tmp_path / "hf")
+    exported = windlass.export(run, tmp_path / "hf")
     assert (exported / "config.json").is_file()
     assert (exported / "model.safetensors").is_file()

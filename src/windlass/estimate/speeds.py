@@ -145,5 +145,5 @@ def speed_of_measurement(run: Run, recipe: Recipe, short: Recipe, world: int, de
     tokens = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines) * ratio
     seconds = ((step_ms - once) * ratio + once) / 1e3
     name = next((str(x["device"]) for x in run.events if x.get("device")), device)
-    size = f"{micro_batches} micro-batches of {short.train.micro_batch}"
+    size = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)} of {short.train.micro_batch}"
     return Speed(tokens / seconds, world, MEASURED, f"{len(lines)} steps of {size} made here: {world} x {name}")

@@ -12,10 +12,11 @@ from windlass.data.chat import prompt_tokens
 from windlass.evaluation.generate import Event, Sampling, generate_events, in_order, prompt_ids
 from windlass.evaluation.source import Source, alone, find_source, open_model, stop_tokens
 from windlass.parallel.parallelize import autocast
+from windlass.run import Run
 
 
 def sample(
-    model: str | Path | Source, prompt: str = "", n: int = 1, device: str = "", **settings: Any
+    model: str | Path | Run | Source, prompt: str = "", n: int = 1, device: str = "", **settings: Any
 ) -> Iterator[tuple[int, str]]:
     """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text.
 
@@ -37,8 +38,8 @@ def sample(
 class TextSampler:
     """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
 
-    def __init__(self, model: str | Path | Source, device: str = "", **settings: Any):
-        self.source = model if isinstance(model, Source) else find_source(str(model))
+    def __init__(self, model: str | Path | Run | Source, device: str = "", **settings: Any):
+        self.source = model if isinstance(model, Source) else find_source(model)
         settings = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed} | settings
         self.sampling = Sampling(**settings)
         self.ranks = alone(device or None)

@@ -53,17 +53,18 @@ def alone(device: str | torch.device | None = None) -> Ranks:
     return Ranks(DistEnv(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
 
 
-def find_source(name: str, overrides: Sequence[str] = ()) -> Source:
+def find_source(name: str | Path | Run, overrides: Sequence[str] = ()) -> Source:
     """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
     `transformers`, or `hf:NAME` of the Hub.
 
     Args:
-        name: See above.
+        name: See above; a `Run` is its directory.
         overrides: Settings to change in the recipe, for example where to evaluate on.
 
     Raises:
         UserError: There is no such thing, or it is damaged.
     """
+    name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
     if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
         return _hf(name, overrides)

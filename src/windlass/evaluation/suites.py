@@ -34,6 +34,7 @@ from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
+from windlass.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: str | Path | Source,
+    model: str | Path | Run | Source,
     suites: Sequence[str] = (),
     overrides: Sequence[str] = (),
     out: Path | None = None,
@@ -140,7 +141,7 @@ def evaluate(
     Raises:
         UserError: There is no such model or suite, no suite is named, or the data do not fit the model.
     """
-    source = model if isinstance(model, Source) else find_source(str(model), overrides)
+    source = model if isinstance(model, Source) else find_source(model, overrides)
     if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
         source = replace(source, recipe=source.recipe.with_overrides('train.precision="fp32"'))
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])

@@ -33,7 +33,7 @@ MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_per_t
 """What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`."""
 
 
-def export(run: str | Path, directory: str | Path, adapter: bool = False) -> Path:
+def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) -> Path:
     """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
 
     Args:
@@ -45,7 +45,7 @@ def export(run: str | Path, directory: str | Path, adapter: bool = False) -> Pat
         UserError: no architecture of `transformers` computes what the model does (with what differs), the directory
             holds something, or there is no adapter.
     """
-    source, directory = find_source(str(run)), Path(directory)
+    source, directory = find_source(run), Path(directory)
     model = source.recipe.model
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")

@@ -111,7 +111,7 @@ class Trackers:
             self._notes.append(Note(f"{name}: {text}; {remedy}", warning=True))
 
 
-def replay(run: Run, name: str, timeout: float = 0.0) -> list[Note]:
+def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there is to show.
 
     Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is no such tracker or
@@ -119,6 +119,7 @@ def replay(run: Run, name: str, timeout: float = 0.0) -> list[Note]:
     """
     if name not in TRACKERS:
         raise UserError(f"--to {name}: there are {', '.join(TRACKERS)}")
+    run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")
     trackers = Trackers(run.path, [name], timeout or 1e6, live=False)
