@@ -15,11 +15,11 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "dist"), str(TESTS)]
 
-from harness import run_ranks
-from test_estimate_memory import measured
+from harness import run_ranks  # noqa: E402 - the tests come first in the path
+from test_estimate_memory import measured  # noqa: E402 - the tests come first in the path
 
-from windlass.estimate.memory import layout_of, memory
-from windlass.recipe import Recipe
+from windlass.estimate.memory import layout_of, memory  # noqa: E402 - the tests come first in the path
+from windlass.recipe import Recipe  # noqa: E402 - the tests come first in the path
 
 CASES = [
     ("quickstart", 257, 1, {}),
