@@ -2,7 +2,7 @@
 
 The method: walk through a step event by event (the loss, its backward pass, each block's backward pass from the last to
 the first, the update), add up what is allocated at each, and take the largest sum. Only tensors are counted; a device's
-driver, libraries and the allocator's rounding come on top (`devices.USABLE`). tests/dist/test_estimate_memory.py
+driver, libraries and the allocator's rounding come on top (`devices.USABLE`). tests/dist/test_memory_of_a_step.py
 compares the sums with real steps on real ranks.
 
 Of a model of `transformers` only weights, gradients and optimizer state are known, from its number of parameters.
