@@ -1,4 +1,4 @@
-"""A rank of a training whose rank 1 spoils a weight of its own: `python spoiled.py STEP [KEY=VALUE...]` (0: before step 1)."""
+"""A rank of a training whose rank 1 spoils a weight of its own before step 1: `python spoiled.py [KEY=VALUE...]`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from windlass import Recipe, train
 from windlass.errors import RunFailed
 from windlass.training import setup
 
-after, made, set_up = int(sys.argv[1]), [], setup.set_up
+set_up = setup.set_up
 
 
-def spoil(step: int, _: object = None) -> None:
-    if step == after and made[0].ranks.rank == 1:
+def spoil(*arguments: Any) -> Any:
+    trainer = set_up(*arguments)
+    if trainer.ranks.rank == 1:
         with torch.no_grad():
-            next(iter(made[0].model.parameters())).view(-1)[0] += 1.0
+            next(iter(trainer.model.parameters())).view(-1)[0] += 1.0
+    return trainer
 
 
-def spoiling(*arguments: Any) -> Any:
-    made.append(set_up(*arguments))
-    spoil(0)
-    return made[0]
-
-
-setup.set_up = spoiling
+setup.set_up = spoil
 try:
-    train(Recipe.load("quickstart", sys.argv[2:]), on_step=spoil)
+    train(Recipe.load("quickstart", sys.argv[1:]))
 except RunFailed as failure:
     sys.exit(f"failed: {failure}")

@@ -5,7 +5,6 @@ import time
 import psutil
 import pytest
 
-from windlass.telemetry.devices import measure_cpu_peak
 from windlass.telemetry.timing import (
     Goodput,
     StepTimer,
@@ -241,4 +240,3 @@ def test_peaks_of_real_names():
     found = {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS}
     assert found == PEAKS
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
-    assert 1e8 < measure_cpu_peak(size=128, seconds=0.02) < 1e15

@@ -36,7 +36,7 @@ from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
     "run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch", "train.micro_batch",
-    "train.threads", "train.startup_checks", "train.replica_check_every", "train.compile", "train.deterministic",
+    "train.threads", "train.startup_checks", "train.compile", "train.deterministic",
     "parallel.", "checkpoint.", "eval.", "telemetry.",
 )  # fmt: skip
 """Settings that change where and how a run computes, but not what: no part of the config hash, free to differ on

@@ -223,8 +223,6 @@ class TrainSettings(Section):
     """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
     """The run ends after this number of skipped steps in a row (fp16 overflows, `on_nonfinite`, `on_spike`)."""
-    replica_check_every: Duration = 0
-    """How often replicas are compared by hash during the run."""
     startup_checks: bool = True
     """Checks before step 1: master weights, ties, equal replicas, gradient norm, token ids."""
     threads: int = Field(0, ge=0)
@@ -386,7 +384,5 @@ class TelemetrySettings(Section):
     """The project or experiment in the trackers."""
     sample_seconds: float = Field(1.0, gt=0)
     """Seconds between two samples of each rank's utilisation and memory; they never touch the step."""
-    cpu_peak: bool = False
-    """On a CPU: measure a matrix product at the start, and give MFU against it."""
     flush_seconds: float = Field(30.0, ge=0)
     """How long trackers may take to finish after the run's end."""

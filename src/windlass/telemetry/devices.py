@@ -168,22 +168,6 @@ class DeviceSampler:
         return max(seconds, key=lambda name: seconds[name])
 
 
-def measure_cpu_peak(size: int = 1024, seconds: float = 1.0) -> float:
-    """`telemetry.cpu_peak`: FLOP/s of the best of many fp32 products of two `size` x `size` matrices."""
-    import torch
-
-    left, right, out = torch.ones(size, size), torch.ones(size, size), torch.empty(size, size)
-    best, end = float("inf"), time.perf_counter() + seconds
-    with torch.no_grad():
-        torch.mm(left, right, out=out)  # the first call allocates and starts threads
-        while True:
-            begin = time.perf_counter()
-            torch.mm(left, right, out=out)
-            best = min(best, time.perf_counter() - begin)
-            if time.perf_counter() > end:
-                return 2 * size**3 / best
-
-
 # --- the summary -----------------------------------------------------------------------------------------------------
 
 MAX_BYTES = 24_000_000

@@ -43,7 +43,7 @@ from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.telemetry.devices import DeviceSampler, measure_cpu_peak
+from windlass.telemetry.devices import DeviceSampler
 from windlass.telemetry.environment import describe, describe_rank, write_environment
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
@@ -262,7 +262,7 @@ def prepare_model(
     flops = hf.flops_per_token() if hf else None
     if custom is None and recipe.model.kind == "gpt":
         flops = flops_per_token(recipe.model, data.vocab)
-    device_name, peak = "CPU", measure_cpu_peak() if recipe.telemetry.cpu_peak and not cuda else None
+    device_name, peak = "CPU", None
     if cuda:
         device_name = torch.cuda.get_device_name(ranks.device)
         peak = peak_flops(device_name, precision, tf32=recipe.train.tf32)

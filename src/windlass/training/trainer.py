@@ -32,7 +32,7 @@ from windlass.optim.build import set_lr
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, sync_gradients
-from windlass.training.checks import replicas, startup_checks
+from windlass.training.checks import startup_checks
 from windlass.training.record import start_profiler
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import TrainState
@@ -298,11 +298,7 @@ class Trainer:
         return self.stop.requested
 
     def poll(self) -> None:
-        """What happened beside the step: saves that ended, messages of the trackers; replicas are compared where it is time."""
-        step = self.state.step
-        check = self.horizon.due(self.recipe.train.replica_check_every, step)
-        if check and (different := replicas(self.model, self.ranks)):
-            raise RunFailed(f"step {step}: {'; '.join(different)} (train.replica_check_every)")
+        """What happened beside the step: saves that ended, messages of the trackers."""
         self.saves.poll()
         self.recorder.poll()
 
