@@ -12,8 +12,7 @@ from small_runs import corpus, curve, settings
 
 from helpers import best_step
 from windlass import train
-from windlass.checkpoint.listing import list_checkpoints
-from windlass.checkpoint.load import find
+from windlass.checkpoint.load import find, list_checkpoints
 from windlass.errors import Stopped
 from windlass.recipe import Recipe
 from windlass.run import Run

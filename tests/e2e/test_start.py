@@ -17,8 +17,8 @@ from small_runs import WSD, corpus, curve, die, recipe_of, says, settings
 
 from helpers import best_step, kept
 from windlass import train
-from windlass.checkpoint.lineage import Lineage, write_lineage
 from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.retention import Lineage, write_lineage
 from windlass.errors import RunFailed, Stopped, UserError
 from windlass.fileio import Files
 from windlass.launch.local import launch

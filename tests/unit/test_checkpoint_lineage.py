@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from windlass.checkpoint.lineage import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.load import choose, find, open_checkpoint
 from windlass.checkpoint.reshard import Slice, State
+from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.save import Saver
 from windlass.errors import UserError
 from windlass.fileio import Files

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from helpers import kept
-from windlass.checkpoint.listing import list_checkpoints
+from windlass.checkpoint.load import list_checkpoints
 from windlass.checkpoint.reshard import Slice, State
 from windlass.checkpoint.save import Saver
 from windlass.cli import _register, app
@@ -89,7 +89,7 @@ def test_no_run_and_no_checkpoints(tmp_path: Path, run: Path) -> None:
 
 def test_listing_needs_no_torch(run: Path) -> None:
     code = (
-        "import sys; from windlass.checkpoint.listing import list_checkpoints; "
+        "import sys; from windlass.checkpoint.load import list_checkpoints; "
         f"assert len(list_checkpoints({str(run)!r}, verify=True).checkpoints) == 3; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -104,10 +104,12 @@ def test_properties(checkpoints: list[Saved], scores: dict[int, float], last: in
 
 
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
-    from windlass.checkpoint.retention import policy_of
+    from windlass.checkpoint.retention import Lineage, policy_of
     from windlass.recipe import Horizon
     from windlass.recipe.settings import CheckpointSettings
 
     settings = CheckpointSettings(keep_every=0.5, keep_last=3)
-    policy = policy_of(settings, [Horizon(16, 100, 1), Horizon(12, 100, 1)], start=4)
+    policy = policy_of(
+        settings, [Horizon(16, 100, 1), Horizon(12, 100, 1)], Lineage(checkpoint="checkpoints/step-00000004", step=4)
+    )
     assert [s for s in range(17) if policy.keep_forever(s)] == [6, 8, 12, 16] and (policy.last, policy.start) == (3, 4)

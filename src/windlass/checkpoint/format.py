@@ -1,5 +1,4 @@
-"""What a checkpoint is on the disk: its names, its manifest, and whether its files are what the manifest says. Needs no
-torch.
+"""What a checkpoint is on the disk: its names, its manifest, and whether its files are what the manifest says. No torch.
 
 A checkpoint is a directory `step-00000250` with
 
@@ -11,20 +10,18 @@ A checkpoint is a directory `step-00000250` with
 
 A directory is in one of two states. It is *whole* when `manifest.sha256` is there: every byte was on the disk before
 the directory got its name, in one rename. It is *temporary* otherwise (being written, being removed, or left by a
-kill): no reader looks at it, and recovery removes it. Whole is not undamaged: disks fail, so every byte is hashed
-before it is used.
+kill): no reader looks at it, and recovery removes it. Whole is not undamaged: every byte is hashed before it is used.
 
 Two names besides: `step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name;
-`bad-step-00000250` was damaged and set aside, and nothing reads, counts or deletes it.
-
-Nothing in a checkpoint is code, and nothing that a manifest names is opened unless it is a plain name inside the
-directory.
+`bad-step-00000250` was damaged and set aside, and nothing reads, counts or deletes it. Nothing in a checkpoint is code,
+and nothing that a manifest names is opened unless it is a plain name inside the directory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -42,11 +39,8 @@ DTYPES = {
 }  # fmt: skip
 """The types of safetensors that can be saved: their names in torch, and bytes of a number."""
 STEP_DIR = re.compile(r"^step-(\d{8,})(\.replaced)?$")
-LARGEST_JSON = 2**30
-"""Bytes of a manifest above which it is not read."""
 READ_BYTES = 8 * 2**20
-THREADS = 4
-"""Files that are hashed at once: one core hashes slower than many disks read."""
+THREADS = 4  # files that are hashed at once: one core hashes slower than many disks read
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 FileName = Annotated[str, Field(pattern=r"^(rank-\d{5,}\.safetensors|state\.json)$")]
@@ -154,6 +148,15 @@ class Entry:
         """The number of its commit in the run; 0 where that cannot be read."""
         return self.manifest.serial if self.manifest else 0
 
+    def verify(self, rank: int = 0, world: int = 1) -> str:
+        """What is damaged once the files that fall to `rank` of `world` are hashed; empty: nothing."""
+        try:
+            if self.manifest is not None:
+                verify(self.path, self.manifest, rank, world)
+        except Damaged as error:
+            return str(error)
+        return self.problem
+
 
 def parse(data: bytes) -> Manifest:
     """A manifest from its bytes; raises Damaged."""
@@ -177,34 +180,24 @@ def is_whole(path: Path) -> bool:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a whole checkpoint, unchanged since the commit, and its files of the right size; or Damaged."""
-    digest, data = _read_small(path / DIGEST), _read_small(path / MANIFEST)
-    if digest != digest_line(data):
-        raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}")
-    manifest = parse(data)
-    for name, info in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
-        if size != info.size:
-            raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
-    return manifest
-
-
-def _read_small(path: Path) -> bytes:
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise Damaged(f"{path.name} is larger than any manifest")
-        return path.read_bytes()
+        digest, data = (path / DIGEST).read_bytes(), (path / MANIFEST).read_bytes()
+        if digest != digest_line(data):
+            raise Damaged(f"{MANIFEST} was changed after the commit: its SHA-256 is not the one in {DIGEST}")
+        manifest = parse(data)
+        for name, info in manifest.files.items():
+            if (size := (path / name).stat().st_size) != info.size:
+                raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
     except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+        raise Damaged(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
+    return manifest
 
 
 def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
     """Hash every byte of the files that fall to `rank` of `world`, and raise Damaged with the first that is not as
     written.
 
-    The files are dealt out by size, so that all ranks hash about as much. Together with `read_manifest` (which every
+    The files are divided by size, so that all ranks hash about as much. Together with `read_manifest` (which every
     rank does) the ranks have then verified every byte.
     """
     load, mine = [0] * world, []
@@ -214,28 +207,25 @@ def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Non
         if lightest == rank:
             mine.append(name)
     stop = threading.Event()  # an exception here (Ctrl-C) ends the threads at their next piece
+
+    def sha256(name: str) -> str:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+        with open(path / name, "rb", buffering=0) as file:
+            while (count := file.readinto(buffer)) and not stop.is_set():
+                digest.update(buffer[:count])
+        return digest.hexdigest()
+
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            for name, digest in zip(mine, pool.map(lambda name: _hash(path / name, stop), mine), strict=True):
-                expected = manifest.files[name].sha256
-                if digest != expected:
+            for name, digest in zip(mine, pool.map(sha256, mine), strict=True):
+                if digest != (expected := manifest.files[name].sha256):
                     raise Damaged(
                         f"{name} is not what was written: its SHA-256 is {digest[:12]}…, not {expected[:12]}…"
                     )
+        except OSError as error:
+            raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
         finally:
             stop.set()
-
-
-def _hash(path: Path, stop: threading.Event) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(READ_BYTES)
-    view = memoryview(buffer)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while (count := file.readinto(buffer)) and not stop.is_set():
-                digest.update(view[:count])
-    except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
 
 
 def step_dir(directory: Path, step: int) -> Path:
@@ -250,7 +240,7 @@ def names_in(directory: Path) -> list[str]:
     for a minute.
     """
     try:
-        return sorted(p.name for p in directory.iterdir())
+        return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -1,10 +1,8 @@
-"""From a run to a checkpoint that is whole and undamaged, and from a checkpoint to tensors. No file is ever run
-as code.
+"""From a run to a checkpoint that is whole and undamaged, and from a checkpoint to tensors. No file is run as code.
 
-Choosing has two parts, so that many ranks can share the hashing: `candidates` lists what may be used, in order of
-preference, from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good
-(each rank hashes its share of the files, and all agree). `choose` does both in one process. Nothing here changes the
-disk but `recover` and `set_aside`, which rank 0 calls at the start of a training, before anything is saved.
+Choosing has two parts, so that ranks can share the hashing: `candidates` lists what may be used, in order of
+preference, from manifests alone (one rank does this); `first_undamaged` hashes one after the other until one is good.
+Nothing here changes the disk but `recover`, `discard` and `set_aside`.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import format as format_
-from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
-from windlass.checkpoint.lineage import Lineage, read_lineage
-from windlass.checkpoint.retention import LOSS, best, scores_by_step
+from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Manifest, TensorInfo
+from windlass.checkpoint.retention import LOSS, Saved, policy_of, read_lineage, retain, scores_by_step
 from windlass.errors import UserError
 from windlass.fileio import Files
+from windlass.recipe import Horizon
 from windlass.run import Run
 
 if TYPE_CHECKING:
@@ -30,26 +28,20 @@ if TYPE_CHECKING:
 
     from windlass.parallel.dist import Ranks
 
-PIECE_BYTES = 2**26
-"""How much is read of a tensor at a time."""
-RESUME_HELP = "latest, best, a step, a checkpoint's path, or never"
+PIECE_BYTES = 2**26  # read of a tensor at a time
 
 
 class Checkpoint:
-    """A whole checkpoint, read a tensor or some rows at a time."""
+    """A whole checkpoint, read a tensor or some rows at a time.
+
+    Attributes:
+        step: optimizer steps done.
+        meta: what the trainer gave with the save: reason, hashes of recipe and data, samples, ...
+    """
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.manifest.step
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """What the trainer gave with the save: reason, hashes of recipe and data, samples, ..."""
-        return self.manifest.meta
+        self.step, self.meta = manifest.step, manifest.meta
 
     @cached_property
     def counters(self) -> dict[str, Any]:
@@ -71,10 +63,6 @@ class Checkpoint:
         """Type, shape and chunks of a tensor; KeyError where there is none."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a tensor."""
-        return self.info(name).shape
-
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor."""
         import torch
@@ -86,7 +74,7 @@ class Checkpoint:
         """A whole tensor, on the CPU."""
         import torch
 
-        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        tensor = torch.empty(self.info(name).shape, dtype=self.dtype(name))
         self.read_into(name, 0, tensor)
         return tensor
 
@@ -95,20 +83,17 @@ class Checkpoint:
         import torch
 
         info = self.info(name)
-        rows = target.shape[0] if info.shape else 1
+        stop = start + (target.shape[0] if info.shape else 1)
         in_place = target.device.type == "cpu" and target.is_contiguous()
         host = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype)
         if not host.numel():
             return
         raw = memoryview(host.reshape(-1).view(torch.uint8).numpy())
         for chunk in info.chunks:
-            first, last = max(start, chunk.start), min(start + rows, chunk.start + chunk.rows)
+            first, last = max(start, chunk.start), min(stop, chunk.start + chunk.rows)
             if last > first:
-                self._read(
-                    chunk.file,
-                    chunk.offset + (first - chunk.start) * info.row_bytes,
-                    raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes],
-                )
+                rows = raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes]
+                self._read(chunk.file, chunk.offset + (first - chunk.start) * info.row_bytes, rows)
         if not in_place:
             target.copy_(host)
 
@@ -116,12 +101,11 @@ class Checkpoint:
         try:
             with open(self.path / file, "rb", buffering=0) as source:
                 source.seek(offset)
-                done = 0
-                while done < len(target):
-                    count = source.readinto(target[done : done + PIECE_BYTES])
+                while target:
+                    count = source.readinto(target[:PIECE_BYTES])
                     if not count:
                         raise Damaged(f"{self.path / file} ends too early")
-                    done += count
+                    target = target[count:]
         except OSError as error:
             raise Damaged(f"{self.path / file} cannot be read: {error.strerror}") from None
 
@@ -147,10 +131,8 @@ class Choice:
 
     path: Path
     step: int
-    notes: list[str] = field(default_factory=list)
-    """Newer or better checkpoints that were passed over, and why."""
-    damaged: list[Path] = field(default_factory=list)
-    """Where those lie."""
+    notes: list[str] = field(default_factory=list)  # newer or better ones that were passed over, and why
+    damaged: list[Path] = field(default_factory=list)  # where those lie
 
 
 def candidates(
@@ -158,7 +140,7 @@ def candidates(
 ) -> list[Path]:
     """The checkpoints that `checkpoint.resume` means, in the order in which they are tried; empty: there is none.
 
-    `latest` is the newest commit of the run's current lineage (see lineage.py), then the next older ones, then the
+    `latest` is the newest commit of the run's current lineage (see retention.py), then the next older ones, then the
     checkpoint that the lineage started from. `best` is the one with the best score in the ledger, then the next best.
     Both pass over damaged checkpoints; of a step or a path that is damaged nothing else is tried.
 
@@ -171,73 +153,64 @@ def candidates(
     Raises:
         UserError: the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
     """
-    run = Path(run_dir)
-    entries = list_run(run)
+    run = Run(run_dir)
+    entries = format_.list_entries(run.checkpoints_dir)
     if resume == "never" and entries:
         raise UserError(
-            f"{run} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to set "
-            "the run aside, or resume from it"
+            f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to "
+            "set the run aside, or resume from it"
         )
     if resume == "never":
         return []
     if resume == "latest":
-        return _latest(run, entries, read_lineage(run), up_to)
+        return _latest(run, up_to)
     if resume == "best":
-        return _best(run, entries, read_lineage(run), measure)
+        return _best(run, measure)
     if resume.isdigit():
         of_step = [e.path for e in entries if e.step == int(resume)]
         if not of_step:
             steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
-            raise UserError(f"{run} has no checkpoint of step {int(resume)}; there are: {steps}")
+            raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
         return of_step
     path = Path(resume)
     if not path.is_dir():
-        raise UserError(f"checkpoint.resume is {resume!r}: there is no such checkpoint; write {RESUME_HELP}")
-    if (path / "recipe.toml").is_file():
-        return candidates(path)
-    return [path]
+        raise UserError(
+            f"checkpoint.resume is {resume!r}: there is no such checkpoint; write latest, best, a step, a checkpoint's "
+            "path, or never"
+        )
+    return candidates(path) if (path / "recipe.toml").is_file() else [path]
 
 
-def list_run(run: Path) -> list[Entry]:
-    """Every whole checkpoint of a run, the newest commit first."""
-    return format_.list_entries(run / "checkpoints")
-
-
-def _latest(run: Path, entries: list[Entry], lineage: Lineage | None, up_to: int | None) -> list[Path]:
-    origin = lineage.origin(run) if lineage is not None else None
+def _latest(run: Run, up_to: int | None) -> list[Path]:
+    lineage, limit = read_lineage(run.path), float("inf") if up_to is None else up_to
+    origin = run.path / lineage.checkpoint if lineage is not None and lineage.checkpoint else None
     since = lineage.serial if lineage is not None else 0
     # Damaged ones, whose serial is not known, may belong to the lineage: they are tried, and reported.
     paths = [
         e.path
-        for e in entries
-        if (e.manifest is None or e.serial > since) and (up_to is None or e.step <= up_to) and not _same(e.path, origin)
+        for e in format_.list_entries(run.checkpoints_dir)
+        if (e.manifest is None or e.serial > since) and e.step <= limit and e.path != origin
     ]
-    if lineage is None or origin is None or (up_to is not None and lineage.step > up_to):
+    if lineage is None or origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
         raise UserError(
-            f"{run} has no checkpoint yet since it started from {origin}, and that one is gone: restore it, or name "
-            "another one to resume from (checkpoint.resume=STEP)"
+            f"{run.path} has no checkpoint yet since it started from {origin}, and that one is gone: restore it, or "
+            "name another one to resume from (checkpoint.resume=STEP)"
         )
     return [*paths, *([origin] if origin.is_dir() else [])]
 
 
-def _same(path: Path, origin: Path | None) -> bool:
-    return origin is not None and path.name == origin.name and origin.exists() and path.samefile(origin)
-
-
-def _best(run: Path, entries: list[Entry], lineage: Lineage | None, measure: str) -> list[Path]:
-    opened = Run(run)
+def _best(run: Run, measure: str) -> list[Path]:
     if not measure:
-        measure = opened.recipe.checkpoint.best if opened.recipe_path.is_file() else LOSS
-    scores = scores_by_step(opened.ledger(), measure)
-    if lineage is not None:  # steps that were given up have no score: the ledger may have that of another model there
+        measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS
+    lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
+    entries = format_.list_entries(run.checkpoints_dir)
+    if lineage is not None:  # abandoned steps have no score: the ledger may have that of another model there
         entries = [e for e in entries if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step]
-    order: list[Path] = []
-    while (step := best({e.step: scores[e.step] for e in entries if e.step in scores}, measure)) is not None:
-        order += [e.path for e in entries if e.step == step]
-        del scores[step]
-    return order + [e.path for e in entries if e.path not in order]
+    sign = 1 if measure == LOSS else -1
+    scored = sorted((e for e in entries if e.step in scores), key=lambda e: (sign * scores[e.step], e.step))
+    return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
 
 
 def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice | None:
@@ -251,12 +224,7 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
     notes: list[str] = []
     for number, path in enumerate(paths):
         entry = format_.read_entry(path)
-        problem = entry.problem
-        if entry.manifest is not None:
-            try:
-                format_.verify(path, entry.manifest, ranks.rank if ranks else 0, ranks.world if ranks else 1)
-            except Damaged as error:
-                problem = str(error)
+        problem = entry.verify(*((ranks.rank, ranks.world) if ranks else (0, 1)))
         problems = ranks.all_gather_object("verified", problem) if ranks else [problem]
         problem = next(filter(None, problems), "")
         if not problem:
@@ -304,7 +272,7 @@ def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove every temporary directory from a run's `checkpoints`, and say what was removed.
+    """Remove every temporary directory from a run's `checkpoints`; returns a note on each.
 
     By one process, at the start of a training, before anything is saved. A checkpoint whose replacement was cut off
     gets its name back.
@@ -321,8 +289,8 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
             files.remove_tree(path)
             notes.append(f"removed {name}, whose removal had been interrupted")
     for name in format_.names_in(directory):
-        if name.endswith(".replaced") and (match := STEP_DIR.match(name)):
-            successor = format_.step_dir(directory, int(match.group(1)))
+        if name.endswith(".replaced") and STEP_DIR.match(name):
+            successor = directory / name.removesuffix(".replaced")
             if format_.is_whole(successor) and not format_.read_entry(successor).problem:
                 discard(directory / name, files)
             else:
@@ -335,7 +303,7 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
 
 def discard(path: Path, files: Files) -> None:
     """Remove a checkpoint. Its digest goes first, durably: a kill or power cut leaves a temporary directory."""
-    if (path / format_.DIGEST).is_file():
+    if format_.is_whole(path):
         files.unlink(path / format_.DIGEST)
         files.sync_dir(path)
     files.remove_tree(path)
@@ -354,3 +322,59 @@ def set_aside(choice: Choice, run: Path, files: Files | None = None) -> list[Pat
         files.sync_dir(path.parent)
         aside.append(target)
     return aside
+
+
+# -- listing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckpointStatus:
+    """A checkpoint of a run as `windlass checkpoints` lists it."""
+
+    step: int
+    path: Path
+    time: str | None  # when it was committed (UTC, ISO 8601); None, as the next two, where it is damaged
+    bytes: int | None
+    world: int | None
+    scores: dict[str, float]  # what the ledger has of its step: `loss`, and the recipe's `checkpoint.best`
+    kept: list[str]  # why retention keeps it: `last`, `best`, `final`, `every`, `start`
+    problem: str  # what is damaged; empty: it is good, as far as it was read
+
+
+@dataclass(frozen=True)
+class CheckpointList:
+    """What is in a run's `checkpoints`."""
+
+    run: Path
+    verified: bool  # every byte was hashed, not just sizes compared
+    measure: str  # the recipe's `checkpoint.best`
+    checkpoints: list[CheckpointStatus]
+    temporary: list[str]  # directories that are being written or removed, or were left by a kill
+    set_aside: list[str]
+
+
+def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
+    """The checkpoints of a run by step: their sizes compared, or with `verify` every byte hashed.
+
+    Raises:
+        UserError: there is no run.
+    """
+    run = Run.open(run_dir)
+    recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
+    entries, names = format_.list_entries(directory), format_.names_in(directory)
+    starts = [x for x in ledger if x["kind"] == "event" and "samples_per_epoch" in x]
+    horizons = [Horizon(x["steps"], x["samples_per_epoch"], recipe.train.global_batch) for x in starts[-1:]]
+    policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
+    scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS, policy.measure)}
+    saved = [Saved(e.serial, e.step, str(e.manifest.meta.get("reason"))) for e in entries if e.manifest]
+    why = retain(saved, policy, scores[policy.measure])
+    rows = []
+    for e in sorted(entries, key=lambda e: e.step):
+        measured = {measure: values[e.step] for measure, values in scores.items() if e.step in values}
+        time, size, world = (e.manifest.time, e.manifest.bytes, e.manifest.world) if e.manifest else (None, None, None)
+        problem = e.verify() if verify else e.problem
+        rows.append(CheckpointStatus(e.step, e.path, time, size, world, measured, why.get(e.serial, []), problem))
+    temporary = [
+        n for n in names if n.startswith(".saving-") or (STEP_DIR.match(n) and not format_.is_whole(directory / n))
+    ]
+    return CheckpointList(run.path, verify, policy.measure, rows, temporary, [n for n in names if n.startswith("bad-")])

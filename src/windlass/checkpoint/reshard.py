@@ -191,7 +191,7 @@ def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], op
 
 def _restored(checkpoint: Checkpoint, name: str, parameter: Tensor, old: Any, optimizer: Any) -> Tensor:
     """One tensor of an optimizer's state: the old one filled, or a new one where there is none that fits."""
-    shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+    shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)
     fits = isinstance(old, Tensor) and old.dtype == dtype and tuple(_as_sharded(old, parameter).shape) == shape
     if not fits:
         if shape == tuple(parameter.shape) and shape:
@@ -216,7 +216,7 @@ def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliase
     problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(there - set(targets) - aliases)]
     for name, tensor in targets.items():
         if checkpoint.has(name):
-            shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+            shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)
             if shape != tuple(tensor.shape):
                 problems.append(f"{name.removeprefix(MODEL)} is {list(shape)} there and {list(tensor.shape)} here")
             elif dtype != tensor.dtype:

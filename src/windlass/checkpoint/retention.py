@@ -1,7 +1,6 @@
-"""Which checkpoints stay, decided purely: no disk, no torch.
+"""Which checkpoints stay, and which of them belong to the run's current steps. No torch.
 
-The scores come from the run's ledger, not from the checkpoints: a save is begun before its step is evaluated, and
-nothing is written into a checkpoint once it is committed.
+Scores come from the run's ledger: a save begins before its step is evaluated, and a committed checkpoint never changes.
 """
 
 from __future__ import annotations
@@ -9,54 +8,50 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from windlass.checkpoint.format import Count, list_entries
+from windlass.errors import UserError
+from windlass.fileio import Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
 
-EMERGENCY = "signal"
-"""The reason of a checkpoint that was written because the run had to stop at a step that was not due."""
-FINAL = "final"
-"""The reason of the checkpoint at the end of a run."""
-PERIODIC = "periodic"
-"""The reason of one that was due."""
-BEST = "best"
-"""The reason of one that was written, though not due, because it was the best so far."""
+# The reason of a checkpoint: due; the best so far, though not due; written because the run had to stop; a run's end.
+PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
 """The one measure (see `checkpoint.best`) of which less is better."""
+LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What retention must know of a checkpoint."""
+    """A checkpoint, as far as retention needs it."""
 
-    serial: int
-    """Counts the commits of a run: the highest is the newest, also after the run went back to an earlier step."""
+    serial: int  # counts the commits of a run: the highest is the newest, also after a return to an earlier step
     step: int
     reason: str = PERIODIC
 
 
-def _never(step: int) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a question about a step, `best`."""
+    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `best`."""
 
     last: int = 10
     best: bool = True
-    keep_forever: Callable[[int], bool] = _never
+    keep_forever: Callable[[int], bool] = lambda step: False
     measure: str = LOSS
-    start: int | None = None
-    """The step that the run's current lineage started from, where that checkpoint is one of its own."""
+    start: int | None = None  # the step that the current lineage started from, where that checkpoint is the run's own
 
 
-def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], start: int | None = None) -> Policy:
+def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None) -> Policy:
     """The policy of a run, whose `keep_every` is measured against any of `horizons` (an extended run has two)."""
+    own = lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
     return Policy(
         settings.keep_last, settings.keep_best, lambda step: any(h.due(settings.keep_every, step) for h in horizons),
-        settings.best, start,
+        settings.best, lineage.step if lineage is not None and own else None,
     )  # fmt: skip
 
 
@@ -74,18 +69,14 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int
 
 def better(value: float, than: float | None, measure: str) -> bool:
     """Whether a value of the measure beats another one, or is the first; one that is not finite never wins."""
-    if not math.isfinite(value):
-        return False
-    return than is None or (value < than if measure == LOSS else value > than)
+    return math.isfinite(value) and (than is None or (value < than if measure == LOSS else value > than))
 
 
 def best(scores: Mapping[int, float], measure: str) -> int | None:
     """The step with the lowest validation loss, or the highest value of another measure; the first of equal ones."""
-    winner = None
-    for step in sorted(scores):
-        if better(scores[step], scores[winner] if winner is not None else None, measure):
-            winner = step
-    return winner
+    sign = 1 if measure == LOSS else -1
+    steps = (step for step in sorted(scores) if math.isfinite(scores[step]))
+    return min(steps, key=lambda step: sign * scores[step], default=None)
 
 
 def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]) -> dict[int, list[str]]:
@@ -94,29 +85,72 @@ def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, fl
     The newest is always kept, and the last N of those that were due or final. One that was written because it was the
     best, or because the run had to stop, does not push those out, and goes when it is neither the newest nor the best
     any more. Final ones stay: a run may be extended, and its first end is a result. So does the one that the current
-    lineage started from.
-
-    Args:
-        checkpoints: all of a run.
-        policy: the rules.
-        scores: values of `policy.measure` by step.
+    lineage started from. `scores` are values of `policy.measure` by step.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
-    why: dict[int, list[str]] = {c.serial: [] for c in newest_first}
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
-    there = {c.step for c in newest_first}
-    best_step = best({step: score for step, score in scores.items() if step in there}, policy.measure)
+    steps = {c.step for c in newest_first}
+    best_step = best({s: score for s, score in scores.items() if s in steps}, policy.measure) if policy.best else None
+    # An older checkpoint of the same step is another one: only the newest of it has the score.
+    best_serial = next((c.serial for c in newest_first if c.step == best_step), None)
+    why = {}
     for c in newest_first:
-        if c.serial in last:
-            why[c.serial].append("last")
-        if policy.best and c.step == best_step:
-            why[c.serial].append("best")
-            best_step = None  # an older checkpoint of the same step is another one
-        if c.reason == FINAL:
-            why[c.serial].append("final")
-        if policy.keep_forever(c.step):
-            why[c.serial].append("every")
-        if c.step == policy.start:
-            why[c.serial].append("start")
+        reasons = {
+            "last": c.serial in last, "best": c.serial == best_serial, "final": c.reason == FINAL,
+            "every": policy.keep_forever(c.step), "start": c.step == policy.start,
+        }  # fmt: skip
+        why[c.serial] = [reason for reason, applies in reasons.items() if applies]
     return why
+
+
+# -- lineage ----------------------------------------------------------------------------------------------------------
+# A run goes back when it is extended from before its decay, or resumed from an earlier step; a branch starts at a
+# checkpoint outside. Until the first new save nothing in `checkpoints/` shows that: the newest commit still belongs to
+# the lineage that was left. `lineage.json` does; it is durable before the first step of the new lineage.
+
+
+class Lineage(BaseModel):
+    """The checkpoint that the current steps of a run continue from, so that a start never resumes from abandoned ones."""
+
+    model_config = ConfigDict(frozen=True)
+    version: Literal[1] = 1
+    checkpoint: str = ""
+    """Its path, relative to the run where it is one of the run's own; empty: the lineage starts at step 0."""
+    step: Count = 0
+    serial: Count = 0
+    """The highest number of a commit in the run when the lineage began: only later commits belong to it."""
+    job: dict[str, str] = Field(default_factory=dict)
+    """The job that began the lineage, to recognise its restarts."""
+
+
+def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
+    """A lineage that begins now, at a checkpoint of the run or of another one, or at step 0."""
+    serial = max((e.serial for e in list_entries(run / "checkpoints")), default=0)
+    if checkpoint is None:
+        return Lineage(serial=serial, job=dict(job))
+    here, there = run.resolve(), checkpoint.resolve()
+    path = there.relative_to(here) if there.is_relative_to(here) else there
+    return Lineage(checkpoint=path.as_posix(), step=step, serial=serial, job=dict(job))
+
+
+def read_lineage(run: Path) -> Lineage | None:
+    """The run's current lineage; None where none was written, and so every checkpoint belongs to it.
+
+    Raises UserError where the file cannot be understood: to guess would be to risk wrong weights.
+    """
+    path = run / LINEAGE
+    try:
+        return Lineage.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValidationError):
+        raise UserError(
+            f"{path}, which says where the run's current steps began, cannot be read: restore it, or delete it "
+            "and name the checkpoint to resume from (checkpoint.resume=STEP)"
+        ) from None
+
+
+def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
+    """Put a new lineage in place of the last one; durable when this returns."""
+    files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")

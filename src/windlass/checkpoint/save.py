@@ -24,10 +24,9 @@ import torch
 
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.commit import Commit, Request, explain
-from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.load import discard
 from windlass.checkpoint.reshard import Slice, State
-from windlass.checkpoint.retention import PERIODIC, Policy, Saved, retain
+from windlass.checkpoint.retention import PERIODIC, Policy, Saved, read_lineage, retain
 from windlass.errors import UserError
 from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 

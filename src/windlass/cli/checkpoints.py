@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from windlass.checkpoint.listing import CheckpointList
+    from windlass.checkpoint.load import CheckpointList
 
 MEANING = {
     "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run",
@@ -29,7 +29,7 @@ def checkpoints(
     json_: bool = typer.Option(False, "--json", help="Print JSON, for scripts."),
 ) -> None:
     """List the checkpoints of a run: step, time, size, loss, why each is kept, good or bad. Exit 1 if one is bad."""
-    from windlass.checkpoint.listing import list_checkpoints
+    from windlass.checkpoint.load import list_checkpoints
     from windlass.errors import FAILED
 
     listing = list_checkpoints(run, verify)

@@ -80,7 +80,7 @@ def _write_gpt(source: Source, directory: Path) -> None:
     assert source.checkpoint is not None
     settings, tokenizer = source.recipe.model, source.tokenizer
     checkpoint = open_checkpoint(source.checkpoint, deep=False)  # find_source has verified it
-    vocab = checkpoint.shape(f"{MODEL}embedding.weight")[0]
+    vocab = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
     _write_json(directory / "config.json", convert.config(settings, vocab, tokenizer.eot))
     _write_json(directory / "generation_config.json", _generation_config(tokenizer, source.template, vocab))
     save_weights(convert.to_hf(settings, lambda name: checkpoint.tensor(MODEL + name).float()), directory)

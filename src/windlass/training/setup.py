@@ -19,10 +19,9 @@ from torch import nn
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.commit import shortage
-from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.load import Choice
 from windlass.checkpoint.reshard import gather_state, restore
-from windlass.checkpoint.retention import policy_of
+from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.data.dataset import Data, open_data
 from windlass.errors import UserError
@@ -285,8 +284,7 @@ def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, name: str) -> Sa
     horizons = [horizon]
     if plan.extends_from:  # `keep_every` as a share of the run named other steps when the run was shorter
         horizons.append(replace(horizon, steps=plan.extends_from))
-    lineage = read_lineage(plan.run.path)
-    policy = policy_of(plan.recipe.checkpoint, horizons, lineage.own_step() if lineage is not None else None)
+    policy = policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path))
     return Saver(
         plan.run.checkpoints_dir, ranks.rank, ranks.world, name, policy, device=ranks.device,
         background=plan.recipe.checkpoint.background,

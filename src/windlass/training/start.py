@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.format import step_dir
-from windlass.checkpoint.lineage import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
-from windlass.checkpoint.load import Checkpoint, Choice, list_run
+from windlass.checkpoint.format import list_entries, step_dir
+from windlass.checkpoint.load import Checkpoint, Choice
+from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.parallel.env import detect_env
@@ -155,7 +155,7 @@ def _branch_source(recipe: Recipe, branch_from: str) -> Path:
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     checkpoint = step_dir(origin.checkpoints_dir, int(step))
     if not checkpoint.is_dir():
-        steps = sorted(e.step for e in list_run(origin.path))
+        steps = sorted(e.step for e in list_entries(origin.checkpoints_dir))
         raise UserError(f"{place} has no checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
     changed = [c for c in changed_settings(origin.recipe, recipe) if not c.startswith(BRANCH_MAY_CHANGE)]
     if changed:
@@ -249,7 +249,7 @@ def _before_decay(plan: StartPlan, horizon: Horizon) -> list[Path]:
     old = Horizon(plan.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
     decay_begins = old.steps - old.steps_in(plan.recipe.optim.schedule.decay)
     paths = checkpoints.candidates(path, up_to=decay_begins)
-    steps = sorted(e.step for e in list_run(path))
+    steps = sorted(e.step for e in list_entries(plan.run.checkpoints_dir))
     if not paths and (steps or (lineage is not None and lineage.checkpoint)):
         raise UserError(
             f"the decay of {path} began at step {decay_begins}, and no checkpoint from before it is kept (there are: "
