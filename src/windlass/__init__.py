@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass.data.prepare import prepare
     from windlass.estimate.plan import plan
-    from windlass.evaluation.sampling import sample
+    from windlass.evaluation.generate import sample
     from windlass.evaluation.suites import evaluate
     from windlass.interop.export import export
     from windlass.recipe import Recipe
@@ -31,7 +31,7 @@ __all__ = [
 
 _MODULES = {
     "Recipe": "recipe", "Run": "run", "Study": "study.study", "evaluate": "evaluation.suites", "export": "interop.export",
-    "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.write", "sample": "evaluation.sampling",
+    "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.write", "sample": "evaluation.generate",
     "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
 }  # fmt: skip
 

@@ -81,14 +81,14 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
         "texts": dict(zip(mine, made, strict=True)),
-        "sums": scored.sums,
-        "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items", "tokens")},
+        "sums": [one.sum for one in scored],
+        "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items")},
         "squad": squad[1],
         "lone": lone or None,
         # Fewer items than ranks, and an odd number of them.
         "few": [
             (
-                log_likelihoods(model, [Continuation([1], [2, i]) for i in range(n)], ranks).counts,  # type: ignore[union-attr]
+                log_likelihoods(model, [Continuation([1], [2, i]) for i in range(n)], ranks)[0].tokens,  # type: ignore[index]
                 evaluate_hellaswag(model, ITEMS[:n], continuations(ITEMS[:n], TOKENIZER), ranks)["acc"],  # type: ignore[index]
                 evaluate_squad(model, TOKENIZER, QUESTIONS[:n], ranks, max_tokens=8)[1],
             )  # type: ignore[index]

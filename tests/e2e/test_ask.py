@@ -13,7 +13,7 @@ import pytest
 from helpers import tiny_recipe
 from windlass import Recipe, train
 from windlass.cli import main
-from windlass.evaluation.sampling import TextSampler, sample
+from windlass.evaluation.generate import TextSampler, sample
 from windlass.evaluation.suites import evaluate
 
 ITEM = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}

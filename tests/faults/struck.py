@@ -24,8 +24,8 @@ PLACES = {
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
-    "evaluation": ("windlass.evaluation.lockstep", "StopAgreement.stop"),
-    "sample": ("windlass.evaluation.generate", "agree_on_pass"),
+    "evaluation": ("windlass.evaluation.loss", "sum_async"),
+    "sample": ("windlass.evaluation.generate", "sum_async"),
     "data": ("windlass.data.loader", "_Reader.read"),
     "save": ("windlass.training.saves", "gather_state"),
 }

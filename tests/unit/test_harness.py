@@ -85,7 +85,7 @@ def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
     right = 0
     for row in ROWS:
         pairs = [Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]]
-        scores = log_likelihoods(made, pairs, ALONE).sums
+        scores = [one.sum for one in log_likelihoods(made, pairs, ALONE)]
         right += scores.index(max(scores)) == row["gold"]
     assert found["parity/acc"] == pytest.approx(right / 9)
     assert made.training is False
@@ -139,7 +139,7 @@ def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(h
     assert run_harness("task", model(), BYTES, ALONE, poll=lambda: True) is None
     numbers = run_harness("task", model(), BYTES, ALONE, poll=lambda: False)
     assert numbers is not None and set(numbers) == {"task/0", "runtime_s"}
-    assert numbers["task/0"] == log_likelihoods(model(), [Continuation([*b"Is it?"], [*b" yes"])], ALONE).sums[0]
+    assert numbers["task/0"] == log_likelihoods(model(), [Continuation([*b"Is it?"], [*b" yes"])], ALONE)[0].sum
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
     with pytest.raises(UserError) as refused:
@@ -152,7 +152,7 @@ def test_rolling_scores_and_texts(harness: list[Any]) -> None:
     text = "the cat sat on the mat, and then it slept until noon"
     (rolling,) = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
     pieces = [Continuation([256], [*text[:32].encode()]), Continuation([*text[31:32].encode()], [*text[32:].encode()])]
-    assert rolling == pytest.approx(sum(log_likelihoods(model(), pieces, ALONE).sums), rel=1e-5)
+    assert rolling == pytest.approx(sum(one.sum for one in log_likelihoods(model(), pieces, ALONE)), rel=1e-5)
     how = {"until": [], "max_gen_toks": 12}
     (whole,) = lm.generate_until([SimpleNamespace(args=("the", how))])
     (cut,) = lm.generate_until([SimpleNamespace(args=("the", {**how, "until": [whole[3:5]]}))])

@@ -63,13 +63,11 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, mon
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
     given.append(Continuation(given[0].context, greedy))
-    found = log_likelihoods(model, given, ALONE)
-    assert found is not None and found.greedy[-1] and any(len(r.context) + len(r.ending) > 49 for r in given)
-    for i, row in enumerate(given):
-        total, count, likeliest = plain(model, row, 48)
-        assert found.sums[i] == pytest.approx(total, abs=1e-4)
-        assert (found.counts[i], found.greedy[i]) == (count, likeliest)
-    assert found.tokens == sum(min(48, len(r.context) + len(r.ending) - 1) for r in given)
+    scores = log_likelihoods(model, given, ALONE)
+    assert scores is not None and scores[-1].greedy and any(len(r.context) + len(r.ending) > 49 for r in given)
+    for row, score in zip(given, scores, strict=True):
+        total, *rest = plain(model, row, 48)
+        assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest
 
 
 def test_passes_hold_each_row_once_and_keep_their_bounds() -> None:
@@ -105,7 +103,6 @@ def test_accuracies_are_those_of_the_likeliest_ending() -> None:
     assert result is not None and len(set(right.values())) == 3, "the three differ on these items"
     assert {name: result[name] for name in right} == {name: count / len(items) for name, count in right.items()}
     assert result["items"] == len(items)
-    assert result["tokens_per_s"] == pytest.approx(result["tokens"] / result["runtime_s"])
 
 
 def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> None:
@@ -139,7 +136,7 @@ def test_items_are_read_and_tokenized_once(tmp_path: Path) -> None:
     path.unlink()
     again = suites.measure("hellaswag", model)
     assert asked and Counting.asked == asked and first is not None and again is not None
-    assert (first[0]["acc"], first[0]["tokens"]) == (again[0]["acc"], again[0]["tokens"])
+    assert first[0]["acc"] == again[0]["acc"]
 
 
 @pytest.mark.full
@@ -150,5 +147,5 @@ def test_an_untrained_model_guesses_on_the_real_file(seed: int, data_files: Path
     model = gpt(context=256, layers=1, seed=seed, init_std=0.02)
     result = evaluate_hellaswag(model, items, continuations(items, byte_tokenizer()), ALONE)
     assert result is not None
-    print({k: round(v, 4) for k, v in result.items() if k.startswith("acc")}, f"{result['tokens_per_s']:,.0f} tokens/s")
+    print({k: round(v, 4) for k, v in result.items() if k.startswith("acc")})
     assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015

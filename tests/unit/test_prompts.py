@@ -14,7 +14,7 @@ from windlass.data import squad
 from windlass.data.squad import Question
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import gpt2_tokenizer, hf_tokenizer, load_tokenizer
-from windlass.evaluation.generate import TextDecoder, text_after
+from windlass.evaluation.generate import in_order, text_after
 from windlass.evaluation.hellaswag import Item, continuations
 from windlass.evaluation.source import alone, find_source, open_model, stop_tokens
 from windlass.recipe import Recipe
@@ -78,8 +78,8 @@ def test_the_space_after_a_prompt_is_shown(kind: str, tmp_path: Path) -> None:
     assert whole[: len(prompt)] == prompt
     expected = theirs.decode(whole)[len(theirs.decode(prompt)) :]
     assert text_after(ours, prompt, made) == expected == " you? é 中 cat"
-    decoder = TextDecoder(ours, prompt)
-    assert "".join(decoder.add(i) for i in made) + decoder.rest() == expected
+    events = [(0, token) for token in [*made, None]]
+    assert "".join(piece for _, piece in in_order(events, ours, 1, after=prompt)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

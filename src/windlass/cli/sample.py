@@ -34,7 +34,7 @@ def sample(
     The texts are a function of the seed: the same command gives the same texts. They are generated together, with a KV
     cache, and shown one after the other as they come.
     """
-    from windlass.evaluation.sampling import TextSampler
+    from windlass.evaluation.generate import TextSampler
 
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampler = TextSampler(run, device, **settings, **({} if seed is None else {"seed": seed}))

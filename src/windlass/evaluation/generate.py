@@ -1,4 +1,4 @@
-"""Text from a model: batched, with a KV cache, streamed, on any number of ranks.
+"""Text from a model: batched, with a KV cache, streamed, on any number of ranks; the verb `sample`.
 
 Unusual: which token is chosen is a pure function of (seed, index of the text, place of the token). It depends neither on
 what else is in the batch nor on the rank (but for rounding of the logits). No row is ever padded: all rows of a batch stand
@@ -12,15 +12,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from windlass.data.chat import prompt_tokens
 from windlass.errors import UserError
-from windlass.evaluation.lockstep import agree_on_pass, evaluating
+from windlass.evaluation.loss import evaluating
+from windlass.evaluation.source import Source, alone, find_source, open_model, stop_tokens
+from windlass.parallel.collectives import sum_async
+from windlass.parallel.parallelize import autocast as recipe_autocast
 from windlass.parallel.parallelize import uncompiled, unwrap
+from windlass.run import Run
 
 if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
@@ -28,8 +35,6 @@ if TYPE_CHECKING:
 
 Event = tuple[int, int | None]
 """The index of a text and its next token; None when the text is complete."""
-
-REPLACEMENT = "\ufffd"
 PROMPT_TAIL = 16
 """Tokens of a prompt that are decoded together with those that follow it: some tokenizers drop the space before a text."""
 
@@ -39,27 +44,21 @@ class Sampling:
     """How to continue a prompt."""
 
     max_tokens: int = 128
-    """Tokens to generate, at most."""
-    temperature: float = 1.0
-    """Logits are divided by it; 0: always the likeliest token."""
-    top_k: int = 0
-    """Choose among the k likeliest tokens; 0: among all."""
-    top_p: float = 1.0
-    """Choose among the likeliest tokens that together have this probability (arXiv 1904.09751)."""
+    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
+    top_k: int = 0  # choose among the k likeliest tokens; 0: among all
+    top_p: float = 1.0  # among the likeliest that together have this probability (arXiv 1904.09751)
     seed: int = 0
-    """With the text's index and the token's place it determines every choice."""
-    stop: frozenset[int] = field(default_factory=frozenset)
-    """Tokens that end a text; they are not part of it."""
+    stop: frozenset[int] = field(default_factory=frozenset)  # tokens that end a text and are not part of it
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UserError(f"max-tokens must be at least 1, not {self.max_tokens}")
-        if not self.temperature >= 0:
-            raise UserError(f"temperature must be 0 (the likeliest token) or more, not {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top-k must be 0 (all tokens) or more, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top-p is a probability above 0 and at most 1, not {self.top_p}")
+        for name, in_range, rule in (
+            ("max-tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", self.temperature >= 0, "0 (the likeliest token) or more"),
+            ("top-k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top-p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not in_range:
+                raise UserError(f"{name} must be {rule}, not {getattr(self, name.replace('-', '_'))}")
 
 
 def uniform(seed: int, index: int, place: int) -> float:
@@ -112,6 +111,12 @@ def window(model: Any) -> int:
     return int(getattr(model, "limit", model.context))
 
 
+def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of tokens that follow a prompt, as it stands after the prompt's."""
+    tail = list(prompt[-PROMPT_TAIL:])
+    return tokenizer.decode([*tail, *ids])[len(tokenizer.decode(tail)) :]
+
+
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -121,17 +126,21 @@ def generate(
     indices: Sequence[int] | None = None,
     **how: Any,
 ) -> list[list[int]] | None:
-    """The tokens that follow each prompt, without the one that stopped it. Arguments as `generate_events`."""
+    """The tokens that follow each prompt, without the one that stopped it; None where `poll` cut it short.
+
+    Arguments as `generate_events`.
+    """
     indices = range(len(prompts)) if indices is None else indices
     texts: dict[int, list[int]] = {index: [] for index in indices}
-    events = generate_events(model, prompts, sampling, ranks, indices=indices, **how)
-    while True:
-        try:
-            index, token = next(events)
-        except StopIteration as end:
-            return list(texts.values()) if end.value else None
-        if token is not None:
-            texts[index].append(token)
+    complete = False
+
+    def events() -> Iterator[Event]:
+        nonlocal complete
+        complete = yield from generate_events(model, prompts, sampling, ranks, indices=indices, **how)
+
+    for index, token in events():
+        texts[index] += [] if token is None else [token]
+    return list(texts.values()) if complete else None
 
 
 def generate_divided(
@@ -139,21 +148,18 @@ def generate_divided(
     tokenizer: Tokenizer,
     ranks: Ranks,
     sampling: Sampling,
-    sizes: dict[int, int],
+    numbers: Sequence[int],
     prompt_of: Callable[[int], list[int]],
     **how: Any,
 ) -> dict[int, str] | None:
-    """A text for each number in `sizes`, each generated on one rank, the same on every rank.
-
-    They are divided in the order of `sizes` (about their prompts' lengths), so that the ranks have about the same work.
-    """
-    mine = sorted(sizes, key=lambda number: (sizes[number], number))[ranks.rank :: ranks.world]
-    prompts = [prompt_of(number) for number in mine]
-    texts = generate(model, prompts, sampling, ranks, indices=mine, vocab=tokenizer.vocab, **how)
+    """A text for each of the numbers, each generated on one rank; the same result on every rank."""
+    own = numbers[ranks.rank :: ranks.world]
+    prompts = [prompt_of(number) for number in own]
+    texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
     if texts is None:
         return None
-    own = [(n, text_after(tokenizer, prompt, ids)) for n, prompt, ids in zip(mine, prompts, texts, strict=True)]
-    return {n: text for part in ranks.all_gather_object("texts", own) for n, text in part}
+    decoded = [(n, text_after(tokenizer, prompt, ids)) for n, prompt, ids in zip(own, prompts, texts, strict=True)]
+    return {n: text for part in ranks.all_gather_object("texts", decoded) for n, text in part}
 
 
 def generate_events(
@@ -168,10 +174,10 @@ def generate_events(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
 ) -> Generator[Event, None, bool]:
-    """Continue prompts, a token at a time.
+    """Continue prompts: yields (index, token) for each token as it is chosen, and (index, None) when a text is complete.
 
     A text longer than the model's window continues from its last half: when the window is full, the first half of it is
-    dropped.
+    dropped. Returns whether all texts are complete; False where `poll` cut it short.
 
     Args:
         model: Our GPT or a model of `transformers`: has `context`, perhaps a longer `limit`, `new_cache(batch, length)`, and
@@ -179,61 +185,71 @@ def generate_events(
             gathers the parameters.
         prompts: This rank's prompts, as token ids; none of them empty. Ranks may have different numbers of them.
         sampling: How to choose, how many, where to stop.
-        ranks, autocast, poll: See `windlass.evaluation.lockstep`; without ranks this process is alone.
+        ranks, autocast, poll: See `windlass.evaluation`; without ranks this process is alone.
         indices: The number of each text, which with the seed determines it; default: its place in `prompts`.
         batch: Texts that are generated at once.
         vocab: The tokenizer's vocabulary, where the model's is padded: only its tokens are chosen; 0: all.
-
-    Yields:
-        (index, token) for each token as it is chosen, and (index, None) when the text is complete.
-
-    Returns:
-        Whether all texts are complete; False where `poll` cut it short.
     """
     model = unwrap(model)
-    indices = range(len(prompts)) if indices is None else indices
+    ranks = ranks or alone(next(model.parameters()).device)
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
-    rows = [_Row(index, [int(t) for t in prompt]) for index, prompt in zip(indices, prompts, strict=True)]
-    groups = batches([row.prompt_length for row in rows], batch, window(model), sampling.max_tokens)
-    device = ranks.device if ranks else next(model.parameters()).device
-    events: list[Event] = []
-    work = _passes([[rows[i] for i in group] for group in groups], model, sampling, events)
-    request = next(work, None)
+    groups = iter(batches([len(prompt) for prompt in prompts], batch, window(model), sampling.max_tokens))
+    group: _Batch | None = None
     with evaluating(model), uncompiled():
         while True:
-            active, stops = agree_on_pass(request is not None, poll is not None and poll(), ranks)
+            if group is None or not group.active:
+                members = [(prompts[i], i if indices is None else indices[i]) for i in next(groups, [])]
+                group = _Batch(model, members, sampling) if members else None
+            # Ranks have different work, and sharded parameters are gathered in every pass: so a rank without work takes
+            # part with one token, until no rank has any left, and all stop before the same pass.
+            active, stops = sum_async([group is not None, poll is not None and poll()], ranks).wait()
             if stops or not active:
                 return not stops
-            # Without work this rank still takes part with one token, so that sharded parameters are gathered everywhere.
-            tokens, cache = request or ([[0]], model.new_cache(1, 1))
+            tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             with torch.no_grad(), autocast():
-                logits = model(torch.tensor(tokens, dtype=torch.int64, device=device), cache=cache)[:, -1]
-            if request is not None:
-                try:
-                    request = work.send(logits[:, :vocab].float() if vocab else logits.float())
-                except StopIteration:
-                    request = None
-                yield from events
-                events.clear()
+                logits = model(torch.tensor(tokens, dtype=torch.int64, device=ranks.device), cache=cache)[:, -1]
+            if group is not None:
+                yield from group.add(logits[:, : vocab or None].float())
 
 
-class _Row:
-    """One text: its prompt and the tokens chosen so far; after its end the row is filled with tokens that nobody reads."""
+class _Batch:
+    """Texts that are continued together: the columns that every prompt has are read in one pass, then one a pass."""
 
-    def __init__(self, index: int, prompt: list[int]):
-        self.index, self.tokens, self.prompt_length = index, prompt, len(prompt)
-        self.ended = False
+    def __init__(self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling):
+        self.model, self.limit, self.sampling = model, window(model), sampling
+        self.rows = [[int(token) for token in prompt] for prompt, _ in members]
+        self.prompt_lengths, self.indices = [len(row) for row in self.rows], [index for _, index in members]
+        self.active = set(range(len(members)))  # rows that have not ended
+        self.column = min(self.prompt_lengths)  # tokens of each row that are read with the next pass
+        self.start = max(0, self.column - self.limit)  # the first column that the model still sees
+        self.cache: Any = None
 
-    def add(self, token: int, sampling: Sampling) -> Iterator[Event]:
-        """Add a chosen token; yields the events of it."""
-        self.tokens.append(token)
-        self.ended = token in sampling.stop
-        if not self.ended:
-            yield self.index, token
-            self.ended = len(self.tokens) - self.prompt_length == sampling.max_tokens
-        if self.ended:
-            yield self.index, None
+    def next_pass(self) -> tuple[list[list[int]], Any]:
+        """The tokens [B, T] to read next, and the cache of those before them."""
+        first = self.column - 1
+        if self.cache is not None and first - self.start == self.limit:  # the window is full: drop its first half
+            self.start, self.cache = first - self.limit // 2, None
+        if self.cache is None:
+            first, longest = self.start, max(self.prompt_lengths) + self.sampling.max_tokens
+            self.cache = self.model.new_cache(len(self.rows), min(longest - first, self.limit))
+        return [row[first : self.column] for row in self.rows], self.cache
+
+    def add(self, logits: Tensor) -> Iterator[Event]:
+        """Choose the next column from the last logits [B, V], in the rows whose prompt does not have it; yields the events."""
+        live = [i for i in sorted(self.active) if len(self.rows[i]) == self.column]
+        if live:
+            draws = [uniform(self.sampling.seed, self.indices[i], self.column - self.prompt_lengths[i]) for i in live]
+            for i, token in zip(live, choose(logits[live], self.sampling, draws).tolist(), strict=True):
+                self.rows[i].append(token)
+                if token not in self.sampling.stop:
+                    yield self.indices[i], token
+                if token in self.sampling.stop or self.column + 1 - self.prompt_lengths[i] == self.sampling.max_tokens:
+                    self.active.discard(i)
+                    yield self.indices[i], None
+        self.column += 1
+        for row in self.rows:  # a row that has ended is filled with tokens that nobody reads
+            row.extend(row[-1:] * (self.column - len(row)))
 
 
 def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
@@ -252,93 +268,82 @@ def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -
     return groups
 
 
-def _passes(
-    groups: list[list[_Row]], model: Any, sampling: Sampling, events: list[Event]
-) -> Generator[tuple[list[list[int]], Any], Tensor, None]:
-    """Continue each batch until all its texts have ended: yields (tokens [B, T], cache), is sent the last logits [B, V]."""
-    for rows in groups:
-        # First the columns that every prompt has are read in one pass, then column by column.
-        column = min(row.prompt_length for row in rows)
-        longest = max(row.prompt_length for row in rows) + sampling.max_tokens
-        limit = window(model)
-        start = first = max(0, column - limit)  # `start`: the first column that the model still sees
-        cache = model.new_cache(len(rows), min(longest - start, limit))
-        while True:
-            logits = yield [row.tokens[first:column] for row in rows], cache
-            due = [i for i, row in enumerate(rows) if len(row.tokens) == column]
-            live = [i for i in due if not rows[i].ended]
-            for i in due:
-                if rows[i].ended:
-                    rows[i].tokens.append(rows[i].tokens[-1])
-            if live:
-                draws = [uniform(sampling.seed, rows[i].index, column - rows[i].prompt_length) for i in live]
-                for i, token in zip(live, choose(logits[live], sampling, draws).tolist(), strict=True):
-                    events.extend(rows[i].add(token, sampling))
-            if all(row.ended for row in rows):
-                break
-            first = column
-            if column - start == limit:  # the window is full: drop its first half
-                start = first = column - limit // 2
-                cache = model.new_cache(len(rows), min(longest - start, limit))
-            column += 1
-
-
-def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of tokens that follow a prompt, as it stands after the prompt's."""
-    tail = list(prompt[-PROMPT_TAIL:])
-    return tokenizer.decode([*tail, *ids])[len(tokenizer.decode(tail)) :]
-
-
-class TextDecoder:
-    """Turns tokens into text one at a time; a character whose bytes are spread over tokens comes when it is whole.
-
-    `after` are the tokens before the first, which are not shown.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
-        self._tokenizer = tokenizer
-        self._ids = list(after[-PROMPT_TAIL:])
-        # Tokens already shown; and where the stretch begins that is decoded together with new ones.
-        self._done, self._before = len(self._ids), 0
-
-    def add(self, token: int) -> str:
-        """The text that is certain now and was not before."""
-        self._ids.append(token)
-        text = self._new()
-        if text.endswith(REPLACEMENT):
-            return ""
-        self._before, self._done = self._done, len(self._ids)
-        return text
-
-    def rest(self) -> str:
-        """What is left at the end, certain or not."""
-        text = self._new()
-        self._before = self._done = len(self._ids)
-        return text
-
-    def _new(self) -> str:
-        shown = self._tokenizer.decode(self._ids[self._before : self._done])
-        return self._tokenizer.decode(self._ids[self._before :])[len(shown) :]
-
-
 def in_order(
     events: Iterable[Event], tokenizer: Tokenizer, count: int, after: Sequence[int] = ()
 ) -> Iterator[tuple[int, str]]:
     """Texts 0 to `count` - 1, generated at once, as (index, piece of text), one text after the other.
 
     The first comes as it is generated, the next when the one before is complete; each at least once, if empty. All follow
-    the tokens `after`.
+    the tokens `after`. A character whose bytes are spread over tokens comes when it is whole.
     """
-    decoders = [TextDecoder(tokenizer, after) for _ in range(count)]
-    waiting, ended = [""] * count, [False] * count
-    current = 0
+    ids: list[list[int]] = [[] for _ in range(count)]
+    ended, current, shown = set[int](), 0, 0
     for index, token in events:
-        waiting[index] += decoders[index].rest() if token is None else decoders[index].add(token)
-        ended[index] |= token is None
-        while current < count:
-            if waiting[current] or ended[current]:
-                yield current, waiting[current]
-                waiting[current] = ""
-            if not ended[current]:
+        if token is None:
+            ended.add(index)
+        else:
+            ids[index].append(token)
+        if index != current:
+            continue
+        while current < count and (ids[current] or current in ended):
+            text = text_after(tokenizer, after, ids[current])
+            if current in ended or not text.endswith("\ufffd"):
+                yield current, text[shown:]
+                shown = len(text)
+            if current not in ended:
                 break
-            current += 1
+            current, shown = current + 1, 0
+
+
+class TextSampler:
+    """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
+
+    def __init__(self, model: str | Path | Run | Source, device: str = "", **settings: Any):
+        self.source = model if isinstance(model, Source) else find_source(model)
+        settings = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed} | settings
+        self.sampling, self.ranks = Sampling(**settings), alone(device or None)
+        self.model = open_model(self.source, self.ranks)
+        self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
+        self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
+
+    def texts(self, prompt: str = "", n: int = 1) -> Iterator[tuple[int, str]]:
+        """`n` continuations of a prompt, as (number of the text, next piece of it), text after text."""
+        ids = prompt_ids(self.model, self.source.tokenizer, prompt)
+        return self._pieces([ids] * n, after=ids if prompt else ())
+
+    def reply(self, message: str) -> Iterator[str]:
+        """The pieces of the model's answer to the next message of a conversation, in the layout of its chat template."""
+        self.messages.append({"role": "user", "content": message})
+        ids = prompt_tokens(self.messages, self.source.template, self.source.tokenizer)
+        answer = ""
+        for _, piece in self._pieces([ids], after=ids):
+            answer += piece
+            yield piece
+        self.messages.append({"role": "assistant", "content": answer.strip()})
+
+    def _pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
+        tokenizer, context = self.source.tokenizer, partial(recipe_autocast, self.source.recipe, self.ranks.device)
+        events = generate_events(
+            self.model, prompts, self.sampling, self.ranks, vocab=tokenizer.vocab, autocast=context
+        )
+        return in_order(events, tokenizer, len(prompts), after)
+
+
+def sample(
+    model: str | Path | Run | Source, prompt: str = "", n: int = 1, device: str = "", **settings: Any
+) -> Iterator[tuple[int, str]]:
+    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text.
+
+    They are a function of the seed: the same call gives the same texts. They are generated together, with a KV cache.
+
+    Args:
+        model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        prompt: Not part of the pieces; empty: a text from its beginning.
+        n: How many texts.
+        device: `cpu` or `cuda`; default: cuda where there is one.
+        settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`, `top_p`, `seed` (the run's).
+
+    Raises:
+        UserError: There is no such model, or a setting is out of its range.
+    """
+    return TextSampler(model, device, **settings).texts(prompt, n)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from windlass.evaluation.lockstep import StopAgreement, evaluating
-from windlass.parallel import collectives
+from windlass.evaluation.loss import evaluating
+from windlass.parallel.collectives import sum_async
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
-LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}
-"""Logits of one pass: 256 MB on a CPU, 2 GB on a GPU in fp32."""
+LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,12 @@ class Continuation:
     ending: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Likelihoods:
-    """What `log_likelihoods` measured, in the order of its rows and the same on every rank."""
+class Likelihood(NamedTuple):
+    """Of an ending."""
 
-    sums: list[float]
-    """Log-likelihood of each ending, in nats."""
-    counts: list[int]
-    """Tokens of each ending that were scored."""
-    greedy: list[bool]
-    """Whether each token of the ending was the likeliest."""
-    tokens: int
-    """Tokens read, padding not counted."""
-    runtime_s: float
+    sum: float  # log-likelihood, in nats
+    tokens: int  # that were scored
+    greedy: bool  # whether each of them was the likeliest
 
 
 def log_likelihoods(
@@ -54,39 +46,33 @@ def log_likelihoods(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
-) -> Likelihoods | None:
-    """Log-likelihood of each ending after its context, the rows spread over ranks, each scored once.
+) -> list[Likelihood] | None:
+    """Log-likelihood of each ending after its context, the rows spread over ranks, each scored once; equal on every rank.
 
     A row longer than the model's context loses its beginning. Every rank calls it with the same rows. Rows in a pass are
     of similar length; padding is at their end, where a causal model does not see it. `model(tokens)` gives logits
-    [B, T, V]; for the other arguments see `windlass.evaluation.lockstep`.
+    [B, T, V]; for the other arguments see `windlass.evaluation`.
     """
-    started, model = time.perf_counter(), unwrap(model)
+    model = unwrap(model)
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     passes = plan_passes([len(text) - 1 for text in texts], model.vocab, ranks.device.type)
     sums, greedy = [0.0] * len(rows), [0.0] * len(rows)
-    agreement = StopAgreement(ranks, poll)
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), ranks.world):
-            mine = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
-            # A rank without work in the last round takes part with one token, so that sharded parameters are gathered.
-            tokens, labels = _batch([(texts[i], counts[i]) for i in mine] or [([0, 0], 1)], ranks.device)
+            own = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
+            batch = [(torch.tensor(texts[i]), counts[i]) for i in own] or [(torch.tensor([0, 0]), 1)]
+            tokens = pad_sequence([text[:-1] for text, _ in batch], batch_first=True).to(ranks.device)
+            masked = [text[1:].index_fill(0, torch.arange(len(text) - 1 - n), IGNORE_INDEX) for text, n in batch]
             with autocast():
                 logits = model(tokens)
-            for i, value, likeliest in zip(mine, *_score(logits, labels), strict=False):
+            labels = pad_sequence(masked, batch_first=True, padding_value=IGNORE_INDEX).to(ranks.device)
+            for i, value, likeliest in zip(own, *_score(logits, labels), strict=False):
                 sums[i], greedy[i] = value, likeliest
-            if agreement.stop():
+            if poll is not None and sum_async([poll()], ranks).wait()[0]:
                 return None
-    agreement.finish()
-    merged = collectives.sum_async([*sums, *greedy], ranks).wait()
-    return Likelihoods(
-        sums=[float(x) for x in merged[: len(rows)]],
-        counts=counts,
-        greedy=[bool(x) for x in merged[len(rows) :]],
-        tokens=sum(len(text) - 1 for text in texts),
-        runtime_s=time.perf_counter() - started,
-    )
+    merged = sum_async([*sums, *greedy], ranks).wait()
+    return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
 
 
 def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
@@ -100,19 +86,8 @@ def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[in
     return passes
 
 
-def _batch(rows: Sequence[tuple[list[int], int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [B, T] of texts, each with the number of its last tokens that are scored."""
-    width = max(len(tokens) for tokens, _ in rows) - 1
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
-    for place, (row, count) in enumerate(rows):
-        tokens[place, : len(row) - 1] = torch.tensor(row[:-1])
-        labels[place, len(row) - 1 - count : len(row) - 1] = torch.tensor(row[-count:])
-    return tokens.to(device), labels.to(device)
-
-
 def _score(logits: Tensor, labels: Tensor) -> tuple[list[float], list[float]]:
-    """Summed log-likelihood of each row's labels, and 1 where all of them were the likeliest tokens, else 0."""
+    """Summed log-likelihood of each row's labels [B, T], and 1 where all of them were the likeliest tokens, else 0."""
     unmasked = labels != IGNORE_INDEX
     row = unmasked.nonzero()[:, 0]
     chosen = logits[unmasked].to(torch.promote_types(logits.dtype, torch.float32))  # [M, V]: endings only

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,20 +32,11 @@ class Interrupted(Exception):
 
 
 def run_harness(
-    tasks: str,
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-    limit: int | None = None,
-    task_manager: Any = None,
+    tasks: str, model: Any, tokenizer: Tokenizer, ranks: Ranks, *, task_manager: Any = None, **how: Any
 ) -> dict[str, Any] | None:
     """Measure tasks of the harness, their names joined by `+`: `TASK/METRIC` → number, and `runtime_s`.
 
-    Raises:
-        UserError: The harness is not installed, or there is no such task.
+    `how` are `autocast` and `poll`. Raises UserError where the harness is not installed, or there is no such task.
     """
     hub.prepare()
     try:
@@ -54,50 +44,34 @@ def run_harness(
     except ImportError as error:
         raise UserError(f"--suite lm-eval needs the package {error.name}: pip install 'windlass[lm-eval]'") from None
     started = time.perf_counter()
-    with hub.explained(f"--suite lm-eval:{tasks}"), restored_generators(ranks.device):
-        try:
+    # The harness seeds the random generators: afterwards they are as before, so that measuring changes no training.
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [ranks.device] if ranks.device.type == "cuda" else []
+    try:
+        with hub.explained(f"--suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
             report = simple_evaluate(
-                model=adapter(model, tokenizer, ranks, autocast, poll),
-                tasks=[name for name in tasks.split("+") if name],
-                limit=limit,
-                task_manager=task_manager,
-                log_samples=False,
-            )
-        except Interrupted:
-            return None
-        except KeyError as error:  # how the harness says that there is no such task
-            raise UserError(f"--suite lm-eval:{tasks}: the harness has no task {error}") from None
+                model=adapter(model, tokenizer, ranks, **how), tasks=[name for name in tasks.split("+") if name],
+                task_manager=task_manager, log_samples=False,
+            )  # fmt: skip
+    except Interrupted:
+        return None
+    except KeyError as error:  # how the harness says that there is no such task
+        raise UserError(f"--suite lm-eval:{tasks}: the harness has no task {error}") from None
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
     numbers = {
         f"{task}/{metric.removesuffix(',none')}": float(value)
         for task, metrics in (report["results"] if report else {}).items()
         for metric, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        if "stderr" not in metric and metric not in ("alias", "sample_len")
+        if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
     }
     # Under a launcher the harness gives its results to each node's first process alone.
     numbers = ranks.broadcast_object("lm-eval results", numbers)
     return {**numbers, "runtime_s": time.perf_counter() - started}
 
 
-@contextmanager
-def restored_generators(device: torch.device) -> Iterator[None]:
-    """Random generators, which the harness seeds, are afterwards as they were: a training is not changed by measuring."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-def adapter(
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-) -> Any:
+def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
     """The model as the harness calls it (`lm_eval.api.model.LM`); its methods raise `Interrupted` where `poll` asks to stop."""
     from lm_eval.api.model import LM
 
@@ -106,10 +80,10 @@ def adapter(
     def score(rows: list[Continuation]) -> list[tuple[float, bool]]:
         if not rows:
             return []
-        scores = log_likelihoods(model, rows, ranks, autocast=autocast, poll=poll)
+        scores = log_likelihoods(model, rows, ranks, **how)
         if scores is None:
             raise Interrupted
-        return list(zip(scores.sums, scores.greedy, strict=True))
+        return [(one.sum, one.greedy) for one in scores]
 
     class Adapter(LM):  # type: ignore[misc]
         """Texts in, log-likelihoods and texts out."""
@@ -132,8 +106,7 @@ def adapter(
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            asked = [request.args for request in requests]
-            return generate_until(model, tokenizer, ranks, asked, autocast=autocast, poll=poll)
+            return generate_until(model, tokenizer, ranks, [request.args for request in requests], **how)
 
     return Adapter()
 
@@ -158,7 +131,15 @@ def generate_until(
     """
     groups: dict[Sampling, list[int]] = {}
     for number, (_, settings) in enumerate(asked):
-        groups.setdefault(_sampling(settings, tokenizer), []).append(number)
+        sampled = bool(settings.get("do_sample"))  # else the likeliest tokens are taken
+        sampling = Sampling(
+            max_tokens=int(settings.get("max_gen_toks", MAX_TOKENS)),
+            temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
+            top_k=int(settings.get("top_k", 0)) if sampled else 0,
+            top_p=float(settings.get("top_p", 1.0)) if sampled else 1.0,
+            stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
+        )
+        groups.setdefault(sampling, []).append(number)
     texts: dict[int, str] = {}
     for sampling, numbers in groups.items():
         longest = max(1, window(unwrap(model)) - sampling.max_tokens)
@@ -166,27 +147,13 @@ def generate_until(
         def prompt(number: int, longest: int = longest) -> list[int]:
             return (tokenizer.encode(asked[number][0]).tolist() or prompt_ids(model, tokenizer, ""))[-longest:]
 
-        sizes = {number: len(asked[number][0]) for number in numbers}
-        group = generate_divided(model, tokenizer, ranks, sampling, sizes, prompt, **how)
+        group = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt, **how)
         if group is None:
             raise Interrupted
         texts |= group
-    return [_cut(texts[number], settings.get("until") or []) for number, (_, settings) in enumerate(asked)]
-
-
-def _sampling(settings: dict[str, Any], tokenizer: Tokenizer) -> Sampling:
-    """Of a request's settings; without `do_sample` the likeliest tokens are taken."""
-    sampled = bool(settings.get("do_sample"))
-    return Sampling(
-        max_tokens=int(settings.get("max_gen_toks", MAX_TOKENS)),
-        temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
-        top_k=int(settings.get("top_k", 0)) if sampled else 0,
-        top_p=float(settings.get("top_p", 1.0)) if sampled else 1.0,
-        stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
-    )
-
-
-def _cut(text: str, until: str | Sequence[str]) -> str:
-    """The text up to the first of the stop texts."""
-    until = [until] if isinstance(until, str) else until
-    return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
+    shortened = []
+    for number, (_, settings) in enumerate(asked):  # a text ends before the first of the stop texts
+        text, until = texts[number], settings.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        shortened.append(text[: min((text.find(stop) for stop in stops if stop and stop in text), default=len(text))])
+    return shortened

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from windlass.data.loader import eval_batches
 from windlass.errors import UserError
-from windlass.evaluation.lockstep import StopAgreement, evaluating
-from windlass.parallel import collectives
+from windlass.parallel.collectives import sum_async
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -24,8 +22,20 @@ if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off inside the context; afterwards each module is as it was."""
+    modules = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
 def evaluate_loss(
-    model: nn.Module,
+    model: Any,
     samples: Samples,
     ranks: Ranks,
     batch: int,
@@ -43,7 +53,7 @@ def evaluate_loss(
     Args:
         model: `model(tokens, labels)`, both [B, T], gives the summed loss over the labels that are not IGNORE_INDEX.
         samples: The validation set.
-        ranks, autocast, poll: See `windlass.evaluation.lockstep`.
+        ranks, autocast, poll: See `windlass.evaluation`.
         batch: Sequences in one forward pass of one rank.
         limit: Use the first so many samples; 0: all.
         token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
@@ -53,12 +63,10 @@ def evaluate_loss(
         `bits_per_byte` where the bytes are known.
     Raises UserError where every label is masked.
     """
-    started = time.perf_counter()
+    started, model = time.perf_counter(), unwrap(model)
     count = min(limit, len(samples)) if limit else len(samples)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     tokens = text_bytes = 0
-    agreement = StopAgreement(ranks, poll)
-    model = unwrap(model)
     with evaluating(model), torch.no_grad():
         for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=count):
             unmasked = micro.labels[micro.labels != IGNORE_INDEX]
@@ -67,11 +75,9 @@ def evaluate_loss(
                 text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
             with autocast():
                 total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
-            if agreement.stop():
+            if poll is not None and sum_async([poll()], ranks).wait()[0]:
                 return None
-    agreement.finish()
-    sums = [float(total), float(tokens), float(text_bytes)]
-    loss_sum, all_tokens, all_bytes = collectives.sum_async(sums, ranks).wait()
+    loss_sum, all_tokens, all_bytes = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
     if not all_tokens:
         raise UserError("every label of the validation set is masked: look at data.eval_source")
     loss, runtime_s = loss_sum / all_tokens, time.perf_counter() - started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +36,9 @@ class Source:
     recipe: Recipe
     tokenizer: Tokenizer
     template: Template
-    checkpoint: Path | None
-    """None: the weights are those of a directory of `transformers`."""
-    step: int | None
-    run: Run | None
+    checkpoint: Path | None = None  # None: the weights are those of a directory of `transformers`
+    step: int | None = None
+    run: Run | None = None
 
     @property
     def title(self) -> str:
@@ -66,31 +64,25 @@ def find_source(name: str | Path | Run, overrides: Sequence[str] = ()) -> Source
     """
     name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
-    if name.startswith("hf:") or ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
-        return _hf(name, overrides)
-    choice = load.find(path if path.exists() else name)
-    run = Run(choice.path.parent.parent)
-    if not run.recipe_path.is_file():
-        raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
-    recipe = run.recipe.with_overrides(*overrides) if overrides else run.recipe
-    home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
-    tokenizer = load_tokenizer(run.recipe, home)
-    return Source(str(run.path), recipe, tokenizer, Template.of_directory(home / FOLDER), choice.path, choice.step, run)
-
-
-def _hf(name: str, overrides: Sequence[str]) -> Source:
+    if not name.startswith("hf:") and not ((path / "config.json").is_file() and not (path / "recipe.toml").is_file()):
+        choice = load.find(path if path.exists() else name)
+        run = Run(choice.path.parent.parent)
+        if not run.recipe_path.is_file():
+            raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
+        home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
+        tokenizer, template = load_tokenizer(run.recipe, home), Template.of_directory(home / FOLDER)
+        recipe = run.recipe.with_overrides(*overrides)
+        return Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
     from windlass.model.hf import open_hf
 
-    place = name.removeprefix("hf:")
-    plain = Recipe.model_validate({"preset": "hf", "model": {"kind": "hf", "name": place}})
-    recipe = plain.with_overrides(f"model.name={json.dumps(place)}", *overrides)
-    directory = hub.directory(place, recipe.model.revision, key=name)
-    tokenizer = named_tokenizer(f"hf:{directory}")
-    if not any(override.startswith("model.context=") for override in overrides):
-        recipe = recipe.with_overrides(f"model.context={open_hf(directory, recipe.model).context}")
-    if recipe.data.tokenizer == plain.data.tokenizer:
-        recipe = recipe.with_overrides(f"data.tokenizer={json.dumps(f'hf:{directory}')}")
-    return Source(name, recipe, tokenizer, Template.of_directory(directory), None, None, None)
+    recipe = Recipe.model_validate({"preset": "hf", "model": {"kind": "hf", "name": name.removeprefix("hf:")}})
+    model = recipe.with_overrides(*overrides).model
+    directory = hub.directory(model.name, model.revision, key=name)
+    # The context and tokenizer of the directory, unless they are overridden.
+    recipe = recipe.with_overrides(
+        **{"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{directory}"}
+    ).with_overrides(*overrides)
+    return Source(name, recipe, named_tokenizer(f"hf:{directory}"), Template.of_directory(directory))
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
@@ -98,9 +90,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
     Each rank reads only the rows that it holds.
     """
-    recipe = source.recipe
-    if recipe.train.compile:  # lengths vary from pass to pass here
-        recipe = recipe.with_overrides("train.compile=false")
+    recipe = source.recipe.with_overrides("train.compile=false")  # lengths vary from pass to pass here
     model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
     if recipe.train.precision == "fp64":
         model = model.double()
@@ -117,8 +107,8 @@ def same_tokenizer(source: Source, directory: Path) -> bool:
     recipe = source.recipe
     if not (directory / "tokenizer.json").is_file():
         return recipe.tokenizer.partition("@")[0] in (f"hf:{recipe.model.name}", f"hf:{directory}")
-    theirs, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
-    return theirs.fingerprint == ours.fingerprint and theirs.bos == ours.bos
+    there, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
+    return there.fingerprint == ours.fingerprint and there.bos == ours.bos
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
@@ -131,5 +121,5 @@ def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
     if directory is None:
         return tokens
     eos = read_json(directory / "generation_config.json").get("eos_token_id")
-    ends = [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
-    return tokens | frozenset(ends) if ends and same_tokenizer(source, directory) else tokens
+    ends = frozenset(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
+    return tokens | ends if ends and same_tokenizer(source, directory) else tokens

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_CHARACTERS = 160
 """How long an answer may get: of a thousand of SQuAD's one is longer."""
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
     """Lower case, without ASCII punctuation and English articles, single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, reference: str) -> float:
@@ -61,60 +59,43 @@ def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]
         raise UserError("there is no question to score")
 
     def percent(metric: Callable[[str, str], float]) -> float:
-        best = [
-            max(metric(predictions[key], answer) for answer in answers)
-            for key, answers in references.items()
-            if key in predictions
-        ]
-        return 100.0 * sum(best) / len(references)
+        answered = ((predictions[key], answers) for key, answers in references.items() if key in predictions)
+        return (
+            100.0 * sum(max(metric(text, answer) for answer in answers) for text, answers in answered) / len(references)
+        )
 
     return {"exact_match": percent(exact_match), "f1": percent(f1), "items": len(references)}
 
 
-def answer(
-    model: Any,
-    tokenizer: Tokenizer,
-    questions: Sequence[Question],
-    ranks: Ranks,
-    *,
-    max_tokens: int = 0,
-    **how: Any,
-) -> dict[str, str] | None:
-    """The model's answer to each question, by greedy generation on all ranks, each question on one of them.
-
-    The answer is what comes before the end-of-text token, at most `max_tokens` long (0: about 160 characters), without
-    surrounding white space. A prompt that is longer than the model's context, or that leaves no space for an answer in a
-    window that cannot grow, loses the end of its paragraph.
-
-    Returns:
-        Question id → answer, the same on every rank. `how` are `batch`, `autocast` and `poll` of `generate_events`.
-    """
-    model = unwrap(model)
-    max_tokens = max_tokens or min(answer_tokens(tokenizer, questions), model.context // 2)
-    longest_prompt = min(model.context, window(model) - max_tokens)
-    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=frozenset([end_of_text(tokenizer)]))
-    sizes = {i: len(question.context) + len(question.question) for i, question in enumerate(questions)}
-    texts = generate_divided(
-        model, tokenizer, ranks, sampling, sizes, lambda i: prompt(questions[i], tokenizer, longest_prompt), **how
-    )
-    return None if texts is None else {question.id: texts[i].strip() for i, question in enumerate(questions)}
-
-
-def answer_tokens(tokenizer: Tokenizer, questions: Sequence[Question]) -> int:
-    """Tokens in `MAX_ANSWER_CHARACTERS` characters of such text as the first 64 questions are made of."""
-    texts = [question.question + " " + question.context for question in questions[:64]]
-    rate = sum(len(tokenizer.encode(text)) for text in texts) / max(1, sum(map(len, texts)))
-    return max(1, math.ceil(rate * MAX_ANSWER_CHARACTERS))
-
-
 def evaluate_squad(
-    model: Any, tokenizer: Tokenizer, questions: Sequence[Question], ranks: Ranks, **how: Any
+    model: Any, tokenizer: Tokenizer, questions: Sequence[Question], ranks: Ranks, *, max_tokens: int = 0, **how: Any
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions. Arguments as `answer`."""
-    started = time.perf_counter()
-    predictions = answer(model, tokenizer, questions, ranks, **how)
-    if predictions is None:
+    """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions, question id → answer.
+
+    An answer is generated greedily, each on one of the ranks: what comes before the end-of-text token, at most `max_tokens`
+    long (0: about 160 characters), without surrounding white space. A prompt that is longer than the model's context, or
+    that leaves no space for an answer in a window that cannot grow, loses the end of its paragraph. `how` are `batch`,
+    `autocast` and `poll` of `generate_events`.
+    """
+    started, model = time.perf_counter(), unwrap(model)
+    if not max_tokens:
+        texts = [question.question + " " + question.context for question in questions[:64]]
+        tokens_per_character = sum(len(tokenizer.encode(text)) for text in texts) / max(1, sum(map(len, texts)))
+        max_tokens = max(1, min(math.ceil(tokens_per_character * MAX_ANSWER_CHARACTERS), model.context // 2))
+    longest = min(model.context, window(model) - max_tokens)
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=frozenset([end_of_text(tokenizer)]))
+    answers = generate_divided(
+        model,
+        tokenizer,
+        ranks,
+        sampling,
+        range(len(questions)),
+        lambda i: prompt(questions[i], tokenizer, longest),
+        **how,
+    )
+    if answers is None:
         return None
+    predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}
     result = score(predictions, {question.id: question.answers for question in questions})
     runtime_s = time.perf_counter() - started
     return result | {"runtime_s": runtime_s, "samples_per_s": len(questions) / runtime_s}, predictions

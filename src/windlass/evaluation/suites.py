@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.data import squad as squad_data
 from windlass.data.dataset import open_data
 from windlass.errors import UserError
-from windlass.evaluation.hellaswag import HUB_NAME as HELLASWAG_HUB
-from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
-from windlass.evaluation.likelihood import Continuation
+from windlass.evaluation import hellaswag
 from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.loss import evaluate_loss
 from windlass.evaluation.source import Source, find_source, open_model
@@ -51,7 +49,6 @@ SETTINGS = {
     SQUAD_SUITE: (*HELD_OUT, "eval.squad_file", "eval.squad_items"),
 }
 """What says which items a suite is measured on."""
-
 Numbers = dict[str, Any]
 """The scores of a suite, as they stand in an `eval` line of the ledger."""
 
@@ -74,21 +71,18 @@ class Suites:
         self, suite: str, model: Any, poll: Callable[[], bool] | None = None
     ) -> tuple[Numbers, dict[str, str] | None] | None:
         """The numbers of a suite, and SQuAD's predictions; None where `poll`, asked between passes, cut it short."""
-        recipe, ranks = self.recipe, self.ranks
+        recipe, ranks, tokenizer = self.recipe, self.ranks, self.tokenizer
         how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
-        numbers: Numbers | None
         if suite == SQUAD_SUITE:
-            return evaluate_squad(model, self.tokenizer, self._questions, ranks, **how)
+            return evaluate_squad(model, tokenizer, self._questions, ranks, **how)
         if suite == LOSS_SUITE:
             assert self.val is not None
             limit = recipe.eval.batches * recipe.train.global_batch
             numbers = evaluate_loss(model, self.val, ranks, self.batch, limit, token_bytes=self._token_bytes, **how)
         elif suite == HELLASWAG_SUITE:
-            numbers = evaluate_hellaswag(model, *self._endings, ranks, **how)
-        elif suite.startswith(HARNESS):
-            numbers = run_harness(suite.removeprefix(HARNESS), model, self.tokenizer, ranks, **how)
-        else:
-            raise UserError(f"there is no suite {suite!r}; there are loss, hellaswag, squad and lm-eval:TASKS")
+            numbers = hellaswag.evaluate_hellaswag(model, *self._endings, ranks, **how)
+        else:  # the recipe has checked the name
+            numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
         return None if numbers is None else (numbers, None)
 
     @cached_property
@@ -101,9 +95,9 @@ class Suites:
         return squad_data.eval_questions(self.recipe)
 
     @cached_property
-    def _endings(self) -> tuple[list[Item], list[Continuation]]:
-        items = read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
-        return items, continuations(items, self.tokenizer)
+    def _endings(self) -> tuple[Sequence[hellaswag.Item], Sequence[hellaswag.Continuation]]:
+        items = hellaswag.read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
+        return items, hellaswag.continuations(items, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -113,10 +107,8 @@ class Evaluation:
     model: str
     step: int | None
     results: dict[str, Numbers]
-    measured: dict[str, dict[str, Any]]
-    """By suite, what its numbers depend on besides the model: see `measured_on`."""
-    predictions: dict[str, str] | None = None
-    """SQuAD's: question id → answer."""
+    measured: dict[str, dict[str, Any]]  # by suite, what its numbers depend on besides the model: see `measured_on`
+    predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     path: Path | None = None
     predictions_path: Path | None = None
 
@@ -161,13 +153,9 @@ def evaluate(
 def for_world(recipe: Recipe, world: int) -> Recipe:
     """The recipe for measuring on `world` ranks: sharded where the training was, else whole on each of them."""
     sharded = recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
-    strategy = "single" if world == 1 else "full_shard" if sharded else "ddp"
-    return recipe.with_overrides(
-        f'parallel.strategy="{strategy}"',
-        "parallel.shard_size=0",
-        "parallel.offload=false",
-        'parallel.activation_checkpointing="none"',
-    )
+    parallel = {"shard_size": 0, "offload": False, "activation_checkpointing": "none"}
+    parallel["strategy"] = "single" if world == 1 else "full_shard" if sharded else "ddp"
+    return recipe.with_overrides(**{f"parallel.{key}": value for key, value in parallel.items()})
 
 
 def measure(
@@ -204,16 +192,15 @@ def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: s
         `settings` (key → value; the precision is the one used), and, as the suite has them, `files` (path → SHA-256), `hub` (the
         data set's name there), `data` (the prepared data's `fingerprint`), `lm_eval` (the harness's version).
     """
-    settings: dict[str, Any] = {"train.precision": resolve_precision(recipe.train.precision, device)}
-    for key in ("model.context", *SETTINGS.get(suite, ())):
-        section, _, name = key.partition(".")
-        settings[key] = getattr(getattr(recipe, section), name)
+    flat = recipe.flat()
+    settings = {"train.precision": resolve_precision(recipe.train.precision, device)}
+    settings |= {key: flat[key] for key in ("model.context", *SETTINGS.get(suite, ()))}
     if suite == LOSS_SUITE:
         return {"settings": settings, "data": fingerprint}
     if suite.startswith(HARNESS):
         return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
     if suite == HELLASWAG_SUITE:
-        file, name = recipe.eval.hellaswag_file, HELLASWAG_HUB
+        file, name = recipe.eval.hellaswag_file, hellaswag.HUB_NAME
     else:
         asked = squad_data.asked_source(recipe) or recipe.data.source
         file, name = asked.partition(":")[2], squad_data.HUB_NAME
@@ -226,17 +213,12 @@ def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: s
 def write(result: Evaluation, folder: Path) -> Evaluation:
     """Add results to the record of their step in `folder`, and SQuAD's predictions as the official script reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{'model' if result.step is None else f'step-{result.step:08d}'}.json"
-    now: dict[str, Any] = {
-        "model": result.model,
-        "step": result.step,
-        "results": result.results,
-        "measured": result.measured,
-    }
+    path = folder / f"{_step_name(result.step)}.json"
+    record: dict[str, Any] = {key: getattr(result, key) for key in ("model", "step", "results", "measured")}
     before = read_json(path)
     if before.get("model") == result.model:  # what is not measured again stays
-        now |= {key: {**before.get(key, {}), **now[key]} for key in ("results", "measured")}
-    write_atomic(path, json.dumps(now, indent=1) + "\n")
+        record |= {key: {**before.get(key, {}), **record[key]} for key in ("results", "measured")}
+    write_atomic(path, json.dumps(record, indent=1) + "\n")
     predictions = write_predictions(folder, result.step, result.predictions) if result.predictions else None
     return replace(result, path=path, predictions_path=predictions)
 
@@ -244,6 +226,10 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
 def write_predictions(folder: Path, step: int | None, predictions: Mapping[str, str]) -> Path:
     """SQuAD's predictions at a step, question id → answer, as a file in `folder`. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"squad-predictions-{'model' if step is None else f'step-{step:08d}'}.json"
+    path = folder / f"squad-predictions-{_step_name(step)}.json"
     write_atomic(path, json.dumps(dict(predictions), ensure_ascii=False, indent=0).encode("utf-8", "replace") + b"\n")
     return path
+
+
+def _step_name(step: int | None) -> str:
+    return "model" if step is None else f"step-{step:08d}"
