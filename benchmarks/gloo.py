@@ -21,8 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel import gloo
-from windlass.parallel.collectives import global_grad_norm
+from windlass.parallel.collectives import AllGather, ReduceScatter, global_grad_norm
 from windlass.parallel.parallelize import parallelize, sync_gradients
 
 ELEMENTS, ROUNDS = 16 * 2**20, 5
@@ -43,7 +42,7 @@ def timed(work: dict[str, Callable[[], object]], rounds: int) -> dict[str, float
 def collectives(join: Join) -> dict[str, float]:
     with join(recipe(parallel__strategy="full_shard")) as ranks:
         group, world = dist.distributed_c10d._get_default_group(), ranks.world
-        gather, reduce = gloo.AllGather(), gloo.ReduceScatter()
+        gather, reduce = AllGather(), ReduceScatter()
         whole, part = torch.randn(ELEMENTS), torch.empty(ELEMENTS // world)
         return timed(
             {

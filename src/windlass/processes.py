@@ -1,15 +1,17 @@
 """What a launcher and its ranks agree on: variables, status files, and that no rank outlives its parent. No torch.
 
-The launcher gives its ranks a directory (`WATCH_DIR`). There each rank keeps its status (step and phase), which is still
-readable after a SIGKILL, and leaves the failure that ended it.
+The launcher gives its ranks a directory (`WATCH_DIR`). There each rank writes its status (step and phase), which is still
+readable after a SIGKILL, and the failure that ended it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,25 +19,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WATCH_DIR = "WINDLASS_WATCH_DIR"
-"""The directory that launcher and ranks share; unset without a launcher of ours."""
-PARENT = "WINDLASS_PARENT"
-"""The process that this one must not outlive: a launcher, or a sweep."""
-STORE_FD = "WINDLASS_STORE_FD"
-"""Rank 0: a listening socket for the store on MASTER_PORT, opened by the launcher, so that nobody else takes the port."""
+WATCH_DIR = "WINDLASS_WATCH_DIR"  # the directory that launcher and ranks share; unset without a launcher of ours
+PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
+STORE_FD = (
+    "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT, opened early so that nobody else takes it
+)
 
-PARENT_POLL_SECONDS = 0.5
-STATUS_BYTES = 256
-PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
 
 
 def exit_with_parent(parent: int) -> None:
-    """End this process soon after its parent has ended (a thread asks), with exit code 1."""
+    """End this process soon after its parent has ended (a thread polls), with exit code 1."""
 
     def poll() -> None:
         while os.getppid() == parent:
-            time.sleep(PARENT_POLL_SECONDS)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=poll, name="windlass-parent", daemon=True).start()
@@ -53,30 +51,9 @@ def keep_freed_memory() -> bool:
     By default glibc returns the top of the heap to the kernel when the backward pass has freed the activations, and the
     next step faults in every page again: 5 to 7 % of a step. Blocks above 32 MB are still returned, so the peak is the same.
     """
-    if sys.platform != "linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     # Setting the trim threshold fixes the other one, which else grows from 128 kB up to 32 MB: so it is set to its maximum.
     return bool(mallopt and mallopt(M_MMAP_THRESHOLD, 2**25) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-class RankStatus:
-    """Where this rank is: step, phase and since when (Unix time); written through to the launcher's directory."""
-
-    def __init__(self, rank: int, directory: str | None = None):
-        path = directory and Path(directory) / f"status-{rank}.json"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT) if path else None
-        self.mark(0, "start")
-
-    def mark(self, step: int, phase: str) -> None:
-        """Work on `phase` of `step` begins. Takes microseconds."""
-        self.step, self.phase, self.since = step, phase[:80], time.time()
-        if self._file is not None:  # in one write at offset 0, so that a kill never leaves half of it
-            os.pwrite(self._file, json.dumps(self.fields()).ljust(STATUS_BYTES).encode(), 0)
-
-    def fields(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return {"step": self.step, "phase": self.phase, "since": self.since}
 
 
 @dataclass(frozen=True)
@@ -91,27 +68,42 @@ class Failure:
     time: float
     secondary: bool = False
 
-    def write(self, directory: str | Path, rank: int) -> None:
-        """Leave it for the launcher as what ended `rank` (which may be another rank's failure)."""
-        Path(directory, f"failure-{rank}.json").write_text(json.dumps(asdict(self)))
-
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}: {self.error}"
 
 
-def read_status(directory: str | Path, rank: int) -> dict[str, Any]:
-    """The last status of a rank; empty where it wrote none."""
-    return _json(Path(directory, f"status-{rank}.json"))
+class RankStatus:
+    """Where this rank is: host, step, phase and since when (Unix time); written through to the launcher's directory."""
+
+    def __init__(self, rank: int, directory: str | None = None):
+        self.rank, self.host, self.directory = rank, socket.gethostname(), directory
+        self._file = os.open(Path(directory, f"status-{rank}.json"), os.O_WRONLY | os.O_CREAT) if directory else None
+        self.mark(0, "start")
+
+    def mark(self, step: int, phase: str) -> None:
+        """Work on `phase` of `step` begins. Takes microseconds."""
+        self.step, self.phase, self.since = step, phase[:80], time.time()
+        if self._file is not None:  # in one write at offset 0, so that a kill never leaves half of it
+            os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
+
+    def fields(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "since": self.since}
+
+    def failure(self, error: str, secondary: bool = False) -> Failure:
+        """A failure of this rank, here and now."""
+        return Failure(self.rank, self.host, self.step, self.phase, error, time.time(), secondary)
+
+    def write(self, failure: Failure) -> None:
+        """Leave what ended this rank (its own failure or another rank's) to the launcher."""
+        with contextlib.suppress(OSError):
+            if self.directory:
+                Path(self.directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
 
 
-def read_failure(directory: str | Path, rank: int) -> Failure | None:
-    """The failure that ended a rank, if it left one."""
-    fields = _json(Path(directory, f"failure-{rank}.json"))
-    return Failure(**fields) if fields else None
-
-
-def _json(path: Path) -> dict[str, Any]:
+def read(directory: str | Path, what: str, rank: int) -> dict[str, Any]:
+    """The last `status` of a rank, or the `failure` that ended it; empty where it left none."""
     try:
-        return dict(json.loads(path.read_text(errors="replace")))
+        return dict(json.loads(Path(directory, f"{what}-{rank}.json").read_text(errors="replace")))
     except (OSError, ValueError):
         return {}

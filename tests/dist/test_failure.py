@@ -123,7 +123,7 @@ def test_an_exception_ends_the_others_with_its_rank_step_and_phase(tmp_path: Pat
         if rank == culprit:
             assert "ValueError: a shape is wrong" in one.text and "RunFailed" not in one.text
         else:
-            assert f"RunFailed: rank {rank} on {HOST} at step 12, phase backward lost the others" in one.text
+            assert f"RunFailed: rank {rank} on {HOST} at step 12, phase backward: it lost the others" in one.text
             assert f"rank {culprit} on {HOST} at step 12, phase backward: ValueError: a shape is wrong" in one.text
 
 
@@ -163,7 +163,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path):
 
     ended = end(fn, 2, tmp_path)
     assert [e.code for e in ended] == [1, -signal.SIGKILL]
-    assert f"RunFailed: rank 0 on {HOST} at step 3, phase forward lost the others" in ended[0].text
+    assert f"RunFailed: rank 0 on {HOST} at step 3, phase forward: it lost the others" in ended[0].text
     assert f"last seen: rank 1 on {HOST}" in ended[0].text
 
 
@@ -198,8 +198,8 @@ def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time
 
     ended = end(fn, 2, tmp_path, parallel__timeout_seconds=1.0, parallel__heartbeat_seconds=0.1)
     assert [e.code for e in ended] == [1, 1]
-    assert f"RunFailed: rank 0 on {HOST} at step 9, phase step lost the others" in ended[0].text
-    assert f"rank 1 on {HOST} at step 9, phase evaluation, for" in ended[0].text
+    assert f"RunFailed: rank 0 on {HOST} at step 9, phase step: it lost the others" in ended[0].text
+    assert f"rank 1 on {HOST} at step 9, phase evaluation: for" in ended[0].text
 
 
 def test_a_failed_rank_ends_even_if_something_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

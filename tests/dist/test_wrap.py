@@ -22,10 +22,9 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import (
     autocast,
-    keep,
-    named_buffers,
     named_parameters,
     parallelize,
+    selective_policy,
     sync_gradients,
     unwrap,
 )
@@ -317,11 +316,11 @@ def test_what_runs_again_in_the_backward_pass(how: str, products: int, attention
 
 def test_attention_that_draws_dropout_is_recomputed():
     flash, q = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1)
-    assert keep(None, flash, q, q, q, 0.0) == keep(None, flash, q, q, q) == CheckpointPolicy.MUST_SAVE
-    assert keep(None, flash, q, q, q, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert selective_policy(None, flash, q, q, q, 0.0) == selective_policy(None, flash, q, q, q) == CheckpointPolicy.MUST_SAVE
+    assert selective_policy(None, flash, q, q, q, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    assert keep(None, efficient, q, q, q, None, True, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
-    assert keep(None, torch.ops.aten.gelu.default, q) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert selective_policy(None, efficient, q, q, q, None, True, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert selective_policy(None, torch.ops.aten.gelu.default, q) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_names_come_clean_whatever_wraps_the_model():
@@ -329,5 +328,4 @@ def test_names_come_clean_whatever_wraps_the_model():
     model = toy()
     model.layers[0] = torch.compile(model.layers[0])
     assert [name for name, _ in named_parameters(model)] == names
-    assert [name for name, _ in named_buffers(model)] == ["shift"]
     assert unwrap(model) is model

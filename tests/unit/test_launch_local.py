@@ -16,7 +16,7 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.launch import local
-from windlass.launch.local import launch, next_world, parse_worlds
+from windlass.launch.local import launch, parse_worlds
 
 WORKER = """
 import json, os, signal, sys, time
@@ -32,7 +32,9 @@ def meet():
     while len(list(here.glob(f"{attempt}-*.json"))) < world:
         time.sleep(0.01)
 def failed(error, secondary=False, rank=rank):
-    processes.Failure(rank, "h", 12, "backward", error, time.time(), secondary).write(watch, rank)
+    status = processes.RankStatus(rank, watch)
+    status.mark(12, "backward")
+    status.write(status.failure(error, secondary))
 def wait():
     time.sleep(60)
 """
@@ -133,9 +135,9 @@ def test_bad_input_is_said_once_by_whichever_rank(run, capfd: pytest.CaptureFixt
         ),
         (  # rank 1 reported, rank 0 ended by that, and rank 1 was still busy when the launcher ended it
             "if rank == 1: failed('ValueError: mine'); wait()\n"
-            "while not processes.read_failure(watch, 1): time.sleep(0.01)\n"
-            "processes.read_failure(watch, 1).write(watch, 0); sys.exit(1)",
-            [" failed; the run has ended", "last error: ValueError: mine"],
+            "while not processes.read(watch, 'failure', 1): time.sleep(0.01)\n"
+            "processes.RankStatus(0, watch).write(processes.Failure(**processes.read(watch, 'failure', 1))); sys.exit(1)",
+            [" failed at step 12, phase backward; the run has ended", "last error: ValueError: mine"],
         ),
         ("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwait()", ["was suspended"]),
     ],
@@ -186,12 +188,6 @@ def test_wrong_numbers_of_ranks(text: str):
     with pytest.raises(UserError) as error:
         parse_worlds(text)
     assert "--world" in str(error.value) and "2..4" in str(error.value)
-
-
-def test_next_world():
-    assert next_world([4, 2, 1], 4, lost=True) == 2
-    assert next_world([4, 2, 1], 4, lost=False) == 4
-    assert next_world([4], 4, lost=True) == 4
 
 
 DRIVER = "import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], 2))"

@@ -1,15 +1,16 @@
 """N ranks on this machine: start them, pass signals on, end all when one fails, say why, start again. No torch.
 
 The first rank to fail ends the run: the others have SETTLE_SECONDS to fail by themselves and to report what they saw, then
-get SIGTERM, and after TERM_SECONDS SIGKILL; all is over within END_SECONDS. Rank 0 has the terminal; what the others write is
-kept, and shown only when they are the cause. Ranks never outlive the launcher.
+get SIGTERM, and after TERM_SECONDS SIGKILL; all is over within END_SECONDS. Rank 0 has the terminal; what the others write
+goes to a file, and is shown only when they are the cause. Ranks never outlive the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import shutil
+import re
 import signal
 import socket
 import subprocess
@@ -24,20 +25,14 @@ from pathlib import Path
 from windlass import errors, processes
 from windlass.errors import UserError
 
-POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0
 TERM_SECONDS = 5.0
-KILL_SECONDS = 2.0
-"""How long a rank may take to end after SIGKILL; the kernel keeps one that waits for a disk or a device longer."""
-END_SECONDS = 10.0
-"""Stated: so long after a rank ended, or was seen to be suspended, the launcher has ended at the latest."""
-STOP_SECONDS = 60.0
-"""How long the other ranks have to end after the first one stopped: rank 0 may let its trackers finish."""
-STOPPED_SECONDS = 15.0
-"""A rank that has been suspended (SIGSTOP) for this long counts as lost."""
+KILL_SECONDS = 2.0  # for a rank to end after SIGKILL; the kernel keeps one that waits for a disk or a device longer
+END_SECONDS = 10.0  # documented: so long after a rank ended, or was seen to be suspended, the launcher has ended
+STOP_SECONDS = 60.0  # for the other ranks to end after the first one stopped: rank 0 may let its trackers finish
+STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
 TAIL_LINES = 30
-KEPT_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)
-"""Exit codes of a rank that mean something to the caller, and that no restart would change."""
+MEANT_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart would change them
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTSTP)
 
 
@@ -48,18 +43,10 @@ def worker_command(arguments: Sequence[str]) -> list[str]:
 
 def parse_worlds(text: str) -> list[int]:
     """The numbers of ranks that `--world` allows, largest first: `4` or `2..4`; raises UserError for anything else."""
-    low, dots, high = text.partition("..")
-    if low.isdigit() and (high.isdigit() if dots else not high):
-        first, last = int(low), int(high or low)
-        if 1 <= first <= last:
-            return list(range(last, first - 1, -1))
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if match and 1 <= int(match[1]) <= int(match[2] or match[1]):
+        return list(range(int(match[2] or match[1]), int(match[1]) - 1, -1))
     raise UserError(f"--world {text!r} is neither a number of ranks (4) nor a range (2..4)")
-
-
-def next_world(worlds: Sequence[int], current: int, lost: bool) -> int:
-    """How many ranks to start again: the next smaller number allowed after a rank was lost, else as many as before."""
-    smaller = [world for world in worlds if world < current]
-    return max(smaller) if lost and smaller else current
 
 
 def launch(
@@ -85,22 +72,21 @@ def launch(
         0: all done. 75: stopped by a signal, everything saved. 2, 44, 46: what the first rank to end said. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    log, world = log or _to_stderr, allowed[0]
+    log, world = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0]
     with received_signals() as received:
         for attempt in range(max_restarts + 1):
-            watch_dir = Path(tempfile.mkdtemp(prefix="windlass-"))
-            group = Group(command, world, attempt, dict(environ or os.environ), watch_dir, log, received)
-            try:
-                code = group.run(stopped_seconds)
-            except BaseException:
-                group.kill()
-                raise
-            finally:
-                shutil.rmtree(watch_dir, ignore_errors=True)
-            final = code in (errors.DONE, errors.STOPPED, *KEPT_CODES) or group.forwarded
+            with tempfile.TemporaryDirectory(prefix="windlass-", ignore_cleanup_errors=True) as watch_dir:
+                group = Group(command, world, attempt, dict(environ or os.environ), Path(watch_dir), log, received)
+                try:
+                    code = group.run(stopped_seconds)
+                except BaseException:
+                    group.kill()
+                    raise
+            final = code in (errors.DONE, errors.STOPPED, *MEANT_CODES) or group.forwarded
             if final or attempt == max_restarts:
                 return code
-            world = next_world(allowed, world, group.lost)
+            if group.lost:
+                world = max((smaller for smaller in allowed if smaller < world), default=world)
             log(f"windlass: restart {attempt + 1} of {max_restarts}, with {world} rank{'s' * (world > 1)}")
     raise AssertionError("the loop returns")
 
@@ -109,9 +95,8 @@ def launch(
 def received_signals() -> Iterator[list[int]]:
     """The signals to pass on, as they come; outside the main thread no handler can be set, and none come."""
     received: list[int] = []
-    old = {number: signal.getsignal(number) for number in SIGNALS}
-    if threading.current_thread() is not threading.main_thread():
-        old = {}
+    is_main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:
         for number, handler in old.items():
             if handler != signal.SIG_IGN:  # nohup's choice stands
@@ -131,8 +116,7 @@ class Worker:
     output: Path | None
     code: int | None = None
     ended: float = 0.0
-    suspended: float | None = None
-    """Since when the kernel has it stopped (monotonic; Linux only)."""
+    suspended: float | None = None  # since when the kernel has it stopped (monotonic; Linux only)
 
     def poll(self) -> bool:
         """Whether it has ended."""
@@ -145,11 +129,18 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
+    def suspended_seconds(self) -> float:
+        """For how long the kernel has had it stopped."""
+        state = ""
+        with contextlib.suppress(OSError, IndexError):
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        self.suspended = (self.suspended or time.monotonic()) if state == "T" else None
+        return time.monotonic() - self.suspended if self.suspended else 0.0
+
     def tail(self) -> str:
         """The last lines it wrote; empty for rank 0, whose lines are on the terminal."""
-        if self.output is None:
-            return ""
-        return "\n".join(self.output.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:])
+        lines = self.output.read_text(errors="replace").rstrip().splitlines() if self.output else []
+        return "\n".join(lines[-TAIL_LINES:])
 
 
 @dataclass
@@ -171,36 +162,27 @@ class Group:
         """From the start to the end of the last rank; the exit code."""
         self._start()
         while True:
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.05)
             while self.received:
                 if not self._forward(self.received.pop(0)):
                     self.kill()
                     return errors.FAILED
             ended = [worker for worker in self.workers if worker.poll()]
-            hung = [worker for worker in self.workers if self._suspended(worker) >= stopped_seconds]
+            hung = [worker for worker in self.workers if worker.suspended_seconds() >= stopped_seconds]
             if ended and (first := min(ended, key=lambda worker: worker.ended)).code == errors.STOPPED:
-                if self._rest_stopped(time.time() - first.ended):
+                # In training all ranks stop together. One that is signalled alone before step 1 ends at once: the others
+                # may wait for it, and are signalled, too (in training a second SIGTERM changes nothing).
+                seconds = time.time() - first.ended
+                if seconds > STOP_SECONDS:
+                    self.kill()
+                if len(ended) == self.world or seconds > STOP_SECONDS:
                     return errors.STOPPED
-                continue
-            if hung or any(worker.code not in (errors.DONE, errors.STOPPED) for worker in ended):
+                if seconds > SETTLE_SECONDS and signal.SIGTERM not in self.forwarded:
+                    self._forward(signal.SIGTERM)
+            elif hung or any(worker.code not in (errors.DONE, errors.STOPPED) for worker in ended):
                 return self._end(hung)
-            if len(ended) == self.world:
+            elif len(ended) == self.world:
                 return max(worker.code or 0 for worker in ended)
-
-    def _rest_stopped(self, seconds: float) -> bool:
-        """Whether all ranks have ended, so long after the first one stopped, or have been made to end.
-
-        In training all ranks stop together. One that is signalled alone before step 1 ends at once: the others may wait for it,
-        and are signalled, too (in training a second SIGTERM changes nothing).
-        """
-        alive = [worker for worker in self.workers if worker.code is None]
-        if seconds > STOP_SECONDS:
-            self.kill()
-        elif seconds > SETTLE_SECONDS and signal.SIGTERM not in self.forwarded:
-            self.forwarded.add(signal.SIGTERM)
-            for worker in alive:
-                worker.process.send_signal(signal.SIGTERM)
-        return not alive or seconds > STOP_SECONDS
 
     def _start(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -219,7 +201,7 @@ class Group:
             }
             for rank in range(self.world):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if rank == 0:  # is given MASTER_PORT open, so that nobody else takes it
+                if rank == 0:  # gets MASTER_PORT as an open socket, so that nobody else takes it
                     own[processes.STORE_FD] = str(listening.fileno())
                 try:
                     self.workers.append(self._spawn(rank, environ | own, listening.fileno()))
@@ -262,39 +244,38 @@ class Group:
                 worker.process.send_signal(number)
         return True
 
-    def _suspended(self, worker: Worker) -> float:
-        """For how many seconds the kernel has had it stopped."""
-        try:
-            state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            state = ""
-        if state != "T":
-            worker.suspended = None
-            return 0.0
-        worker.suspended = worker.suspended or time.monotonic()
-        return time.monotonic() - worker.suspended
-
     def _end(self, hung: Sequence[Worker]) -> int:
         """One rank failed: end the rest, say which one and why; the exit code."""
         if not hung:
             self._settle(SETTLE_SECONDS)
         alive = [worker for worker in self.workers if worker.code is None]
         for worker in alive:
-            worker.send(
-                signal.SIGKILL if worker.suspended else signal.SIGTERM
-            )  # one that is suspended acts on no other
+            # one that is suspended acts on no other signal
+            worker.send(signal.SIGKILL if worker.suspended else signal.SIGTERM)
         self._settle(TERM_SECONDS)
         self.kill()
-        if not hung and self._stopped(alive):
+        # Before step 1 there is nothing to save: a rank exits with 75 at once, or the signal kills it before it has a
+        # handler, and others that wait for it fail by that. After it 75 means that everything is saved.
+        codes = [worker.code or 0 for worker in self.workers if worker not in alive]
+        killed = [-code for code in codes if -code in self.forwarded]
+        if not hung and self.forwarded and (killed or errors.STOPPED in codes):
+            if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has said so
+                self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
         first = hung[0] if hung else self._first_to_fail(alive)
         code = first.code or errors.FAILED
-        if code in KEPT_CODES:
+        if code in MEANT_CODES:
             if first.rank and self.workers[0].code != code:  # else rank 0 has said it on the terminal
                 self.log(first.tail())
             return code
         self.lost = bool(hung) or (first not in alive and code < 0)
-        self.log(self._summary(first, "failed" if first in alive and not hung else _how(first)))
+        how = "was suspended" if first.suspended else f"failed with exit code {code}"
+        if first in alive and not hung:
+            how = "failed"
+        elif code < 0 and not first.suspended:
+            how = f"was killed by {signal.Signals(-code).name}"
+            how += " (often the kernel, for want of memory)" if -code == signal.SIGKILL else ""
+        self.log(self._summary(first, how))
         return errors.FAILED
 
     def _settle(self, seconds: float) -> None:
@@ -304,64 +285,31 @@ class Group:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End what is left of the ranks and of their children; one that the kernel keeps, for a dead disk, is left behind."""
+        """End what is left of the ranks and of their children; one that the kernel keeps, for a dead disk, stays."""
         for worker in self.workers:
             worker.send(signal.SIGKILL)
         self._settle(KILL_SECONDS)
-
-    def _stopped(self, alive: Sequence[Worker]) -> bool:
-        """Whether the ranks ended by a signal that was passed on.
-
-        Before step 1 there is nothing to save: a rank exits with 75 at once, or the signal kills it before it has a handler,
-        and others that wait for it fail by that. After it 75 means that everything is saved.
-        """
-        codes = [worker.code or 0 for worker in self.workers if worker not in alive]
-        killed = [-code for code in codes if -code in self.forwarded]
-        if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has said so
-            self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
-        return bool(self.forwarded) and (bool(killed) or errors.STOPPED in codes)
 
     def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
         """The rank that failed first: by time, those that only lost contact with another rank last.
 
         Also one that had reported a failure, and was slow to end when the others had ended because of it.
         """
-        failures = {w.rank: processes.read_failure(self.watch_dir, w.rank) for w in self.workers}
+        reports = {worker.rank: processes.read(self.watch_dir, "failure", worker.rank) for worker in self.workers}
+        secondary = {rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()}
         failed = [w for w in self.workers if w not in ended_by_us and w.code not in (errors.DONE, errors.STOPPED)]
-        if not any(w.code in KEPT_CODES for w in failed):
-            failed += [w for w in ended_by_us if (f := failures[w.rank]) and not f.secondary and f.rank == w.rank]
-
-        def order(worker: Worker) -> tuple[bool, float]:
-            failure = failures[worker.rank]
-            secondary = failure is not None and (failure.secondary or failure.rank != worker.rank)
-            return (secondary, min(failure.time, worker.ended) if failure else worker.ended)
-
-        return min(failed, key=order)
+        if not any(w.code in MEANT_CODES for w in failed):
+            failed += [w for w in ended_by_us if reports[w.rank] and not secondary[w.rank]]
+        return min(failed, key=lambda w: (secondary[w.rank], min(reports[w.rank].get("time", w.ended), w.ended)))
 
     def _summary(self, worker: Worker, how: str) -> str:
-        status = processes.read_status(self.watch_dir, worker.rank)
+        status = processes.read(self.watch_dir, "status", worker.rank)
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
-        lines = [
-            f"windlass: rank {worker.rank} of {self.world} on {socket.gethostname()} {how}{where}; the run has ended"
-        ]
-        if failure := processes.read_failure(self.watch_dir, worker.rank):
-            accused = f"{failure}" if failure.rank != worker.rank else failure.error
-            lines.append(f"  last error: {accused}")
+        host = socket.gethostname()
+        lines = [f"windlass: rank {worker.rank} of {self.world} on {host} {how}{where}; the run has ended"]
+        if fields := processes.read(self.watch_dir, "failure", worker.rank):
+            failure = processes.Failure(**fields)
+            lines.append(f"  last error: {failure if failure.rank != worker.rank else failure.error}")
         if tail := worker.tail():
             lines.append(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {worker.rank}] "))
         return "\n".join(lines)
-
-
-def _how(worker: Worker) -> str:
-    if worker.suspended:
-        return "was suspended"
-    code = worker.code or 0
-    if code >= 0:
-        return f"failed with exit code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    return f"was killed by {name}{' (often the kernel, for want of memory)' if -code == signal.SIGKILL else ''}"
-
-
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()

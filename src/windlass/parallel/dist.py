@@ -2,8 +2,7 @@
 
 A start has two halves. `init_store` connects the ranks by a key-value store and waits until all have come; from then on a
 failure of one rank, written there, ends the waits of the others, and each rank can open its data before anything else is
-set up. `init_process_group` then chooses the device and makes the groups. `Ranks` is a context manager: a rank that leaves
-it by an exception reports that and joins no collective any more.
+set up. `init_process_group` then chooses the device and makes the groups.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -33,26 +33,17 @@ from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
-EXIT_SECONDS = 10.0
-"""A rank that failed has ended after this long, whatever its communicators wait for."""
-STOP_SECONDS = 30.0
-"""How long rank 0, which holds the store, waits at a clean end for the others."""
-POLL_SECONDS = 0.02
-"""How often a rank that waits on the store looks: between two looks Python handles its signals."""
+EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, whatever its communicators wait for
+STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
+POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
-LOST_CONTACT = (
-    "connection closed by peer",
-    "connection reset",
-    "timed out",
-    "timeout",
-    "broken pipe",
-    "socket",
-    "nccl",
-)
+LOST_CONTACT = r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
 
 
 class Ranks:
     """This rank among all, from `init_store` to the end of the `with` block.
+
+    A rank that leaves the block by an exception reports that, and joins no collective any more.
 
     Attributes:
         env: rank, world, host and launcher.
@@ -61,7 +52,8 @@ class Ranks:
         mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
         store: the key-value store of this attempt; None with the strategy `single`.
         control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
-        hosts: the host name of each rank.
+        mark: `mark(step, phase)` notes where this rank is, for messages about it; takes microseconds and waits for nothing.
+            On CUDA that is where the host is: the device may still be at work that the host gave it earlier.
     """
 
     def __init__(self, env: DistEnv, device: torch.device, strategy: str):
@@ -70,29 +62,17 @@ class Ranks:
         self.mesh: DeviceMesh | None = None
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
-        self.hosts: list[str] = [socket.gethostname()]
         self._status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
+        self.mark = self._status.mark
         self._heartbeat: Heartbeat | None = None
         self._failed = False
         self._timeout = 0.0
         self._exchanges = Counter[str]()
 
     @property
-    def step(self) -> int:
-        """The step of the last `mark`."""
-        return self._status.step
-
-    @property
     def phase(self) -> str:
         """The phase of the last `mark`."""
         return self._status.phase
-
-    def mark(self, step: int, phase: str) -> None:
-        """Note where this rank is, for messages about it; takes microseconds and waits for nothing.
-
-        On CUDA that is where the host is: the device may still be at work that the host gave it earlier.
-        """
-        self._status.mark(step, phase)
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
@@ -106,27 +86,23 @@ class Ranks:
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
         """Every rank's value (anything that JSON holds), in order of the ranks; waits for all. Not for the hot path."""
-        if self.store is None or self.world == 1:
-            return [json.loads(json.dumps(value))]
-        self._exchanges[name] += 1
-        keys = [f"gather/{name}/{self._exchanges[name]}/{rank}" for rank in range(self.world)]
-        self.store.set(keys[self.rank], json.dumps(value))
-        self._wait(dict(enumerate(keys)))
-        return [json.loads(raw) for raw in self.store.multi_get(keys)]
+        return self._exchange(f"gather/{name}", value, range(self.world))
 
     def broadcast_object(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank; the others' values are ignored."""
-        if self.store is None or self.world == 1:
-            return json.loads(json.dumps(value))
-        self._exchanges[name] += 1
-        key = f"broadcast/{name}/{self._exchanges[name]}"
-        if self.main:
-            self.store.set(key, json.dumps(value))
-        self._wait({0: key})
-        return json.loads(self.store.get(key))
+        return self._exchange(f"broadcast/{name}", value, range(1))[0]
 
-    def _wait(self, keys: dict[int, str]) -> None:
-        """Wait for a key of each of some ranks; raises DistStoreError when the time is over or any rank has failed."""
+    def _exchange(self, name: str, value: Any, senders: Sequence[int]) -> list[Any]:
+        if self.store is None or self.world == 1:
+            return [json.loads(json.dumps(value))]
+        self._exchanges[name] += 1
+        keys = {rank: f"{name}/{self._exchanges[name]}/{rank}" for rank in senders}
+        if self.rank in keys:
+            self.store.set(keys[self.rank], json.dumps(value))
+        return self._wait(keys)
+
+    def _wait(self, keys: dict[int, str]) -> list[Any]:
+        """The values of a key of each of some ranks; DistStoreError when the time is over or any rank has failed."""
         assert self.store is not None
         until, pause = time.monotonic() + self._timeout, 0.0005
         while not self.store.check(list(keys.values())):
@@ -137,6 +113,7 @@ class Ranks:
                 raise dist.DistStoreError(f"timed out: waited {self._timeout:g} s for rank {', '.join(missing)}")
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
+        return [json.loads(raw) for raw in self.store.multi_get(list(keys.values()))]
 
     def stop(self) -> None:
         """A clean end. Rank 0 ends last, because the store lives in it."""
@@ -158,14 +135,11 @@ class Ranks:
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
-        host = socket.gethostname()
-        failure = processes.Failure(self.rank, host, self.step, self.phase, text, time.time(), lost_contact(error))
+        failure = self._status.failure(text, lost_contact(error))
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
             atexit.register(exit_now, BAD_INPUT if isinstance(error, UserError) else FAILED)
-        if directory := os.environ.get(processes.WATCH_DIR):
-            with contextlib.suppress(OSError):
-                failure.write(directory, self.rank)
+        self._status.write(failure)
         if self._heartbeat is None:
             return failure
         first = self._heartbeat.report(failure)
@@ -179,15 +153,15 @@ class Ranks:
         if error is None or self.world == 1 or isinstance(error, Stopped):  # all ranks stop together
             self.stop()
         elif not self._failed:
-            last_seen = self._heartbeat.last_seen() if self._heartbeat and lost_contact(error) else ""
+            lost = lost_contact(error)
+            last_seen = self._heartbeat.last_seen() if self._heartbeat and lost else ""
             first = self.fail(error)
-            here = f"rank {self.rank} on {socket.gethostname()} at step {self.step}, phase {self.phase}"
-            if lost_contact(error) and first.rank != self.rank:
-                raise RunFailed(f"{here} lost the others; the first failure was that of {first}") from None
-            if lost_contact(error):
-                raise RunFailed(
-                    f"{here} lost the others: {first.error}; last seen: {last_seen or 'nothing'}"
-                ) from error
+            if lost and first.rank != self.rank:
+                text = f"it lost the others; the first failure was that of {first}"
+                raise RunFailed(str(self._status.failure(text))) from None
+            if lost:
+                text = f"it lost the others: {first.error}; last seen: {last_seen or 'nothing'}"
+                raise RunFailed(str(self._status.failure(text))) from error
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
@@ -221,23 +195,34 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     if strategy == "single":
         return ranks
     seconds = recipe.parallel.startup_timeout_seconds
+    is_master = (
+        env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # else torchrun's agent has it
+    listening = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
     try:
-        if store is None:
-            store = dist.HashStore() if env.world == 1 else _tcp_store(env, seconds)
-        ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)  # a restart under torchrun meets old keys
+        if store is None and env.world == 1:
+            store = dist.HashStore()
+        elif store is None:
+            store = dist.TCPStore(
+                env.addr,
+                env.port,
+                env.world,
+                is_master=is_master,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+                master_listen_fd=int(listening) if listening else None,
+            )
+        ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)  # a restart under torchrun sees the old keys
         ranks.set_timeout(seconds)
         if env.world > 1:
             ranks._heartbeat = Heartbeat(ranks._status, env, ranks.store, recipe.parallel.heartbeat_seconds)
-            keys = {rank: f"beat/{rank}" for rank in range(env.world)}
-            ranks._wait(keys)
-            ranks.hosts = [json.loads(beat)["host"] for beat in ranks.store.multi_get(list(keys.values()))]
+            ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
         why = first_line(error) if first.rank == env.rank else f"the first failure was that of {first}"
-        raise RunFailed(
-            f"rank {env.rank} of {env.world} did not meet the others at {env.addr}:{env.port}: {why}"
-        ) from error
+        at = f"{env.addr}:{env.port}"
+        raise RunFailed(f"rank {env.rank} of {env.world} did not meet the others at {at}: {why}") from error
     return ranks
 
 
@@ -245,7 +230,11 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     """The second half of `init_ranks`: device, process group (NCCL on CUDA, gloo on CPU), control group and meshes."""
     env, settings = ranks.env, recipe.parallel
     ranks.device = device = choose_device(settings.device, env)
-    _set_threads(recipe.train.threads, env, device)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
     elif recipe.train.tf32:
@@ -255,10 +244,6 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if env.nodes == 1 and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may resolve to nowhere
-    if env.world > 1:
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        if message := shared_device(list(zip(ranks.hosts, ranks.all_gather_object("device", uuid), strict=True))):
-            raise UserError(message)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -277,25 +262,9 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.set_timeout(settings.startup_timeout_seconds)
 
 
-def _tcp_store(env: DistEnv, seconds: float) -> dist.Store:
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds a store already
-    is_master = env.rank == 0 and not agent
-    listening = os.environ.get(processes.STORE_FD) if env.launcher == "windlass" else None
-    return dist.TCPStore(
-        env.addr,
-        env.port,
-        env.world,
-        is_master=is_master,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-        master_listen_fd=int(listening) if is_master and listening else None,
-    )
-
-
 def lost_contact(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone or late."""
-    text = str(error).lower()
-    lost = type(error) is RuntimeError and any(words in text for words in LOST_CONTACT)
+    lost = type(error) is RuntimeError and re.search(LOST_CONTACT, str(error).lower()) is not None
     return lost or isinstance(error, dist.DistError)
 
 
@@ -314,16 +283,14 @@ def shard_size(wanted: int, env: DistEnv) -> int:
         UserError: the wanted size does not divide the world.
     """
     divisors = [size for size in range(1, env.world + 1) if env.world % size == 0]
-    if wanted:
-        if wanted not in divisors:
-            near = min(divisors, key=lambda size: abs(size - wanted))
-            raise UserError(
-                f"parallel.shard_size = {wanted} does not divide the {env.world} ranks; the nearest that does is {near}"
-            )
-        return wanted
-    if env.nodes > 1 and env.local_world in divisors:
+    if wanted and wanted not in divisors:
+        near = min(divisors, key=lambda size: abs(size - wanted))
+        raise UserError(
+            f"parallel.shard_size = {wanted} does not divide the {env.world} ranks; the nearest that does is {near}"
+        )
+    if not wanted and env.nodes > 1 and env.local_world in divisors:
         return env.local_world
-    return max(size for size in divisors if size <= max(1, env.world // 2))
+    return wanted or max(size for size in divisors if size <= max(1, env.world // 2))
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:
@@ -332,34 +299,16 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
     Raises:
         UserError: CUDA is asked for and is not there, or a host has more ranks than devices.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if not visible and wanted == "cuda":
         raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
-    visible = torch.cuda.device_count()
-    if env.local_world > visible > 1:  # a single visible device may be this rank's own: `shared_device` checks that
+    if not visible:
+        return torch.device("cpu")
+    if env.local_world > visible > 1:  # a single visible device may be this rank's own; if not, NCCL says so
         raise UserError(
-            f"{env.local_world} ranks on this host and {visible} CUDA device(s): start as many ranks as devices, "
+            f"{env.local_world} ranks on this host and {visible} CUDA devices: start as many ranks as devices, "
             'or set parallel.device = "cpu"'
         )
-    index = env.local_rank if visible > 1 else 0
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def shared_device(devices: list[tuple[str, str]]) -> str | None:
-    """What is wrong where two ranks would use one device; `devices` holds each rank's host and the UUID of its device."""
-    seen: dict[tuple[str, str], int] = {}
-    for rank, (host, uuid) in enumerate(devices):
-        if uuid and (host, uuid) in seen:
-            return f"ranks {seen[host, uuid]} and {rank} on {host} both see the same one CUDA device: give each rank its own"
-        seen[host, uuid] = rank
-    return None
-
-
-def _set_threads(wanted: int, env: DistEnv, device: torch.device) -> None:
-    if wanted:
-        torch.set_num_threads(wanted)
-    elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // env.local_world))
+    device = torch.device("cuda", env.local_rank if visible > 1 else 0)
+    torch.cuda.set_device(device)
+    return device

@@ -5,7 +5,7 @@ the others that of rank 0, and all look for the first failure that any rank repo
 MISSED intervals (it was suspended, or its host is gone) is lost, and the run ends: within 30 s at the default interval.
 
 The store lives in rank 0. When that is suspended a call to the store never returns, whatever its time limit; so each call
-is made in a helper thread, which is left behind when it takes too long.
+is made in a helper thread, which is left to itself when it takes too long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -23,18 +22,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from windlass import processes
 from windlass.parallel.env import DistEnv
-from windlass.processes import Failure
+from windlass.processes import Failure, RankStatus
 
-MISSED = 5
-"""Intervals without a beat after which a rank is lost."""
-POLL_SECONDS = 1.0
-"""How often a rank looks for a reported failure, at least."""
-EXIT_SECONDS = 2.0
-"""How long the main thread has to end with a message of its own, once the run is known to be lost."""
-CAUSE_SECONDS = 1.0
-"""How long a rank that only lost contact waits for the report of the one that failed."""
+MISSED = 5  # intervals without a beat after which a rank is lost
+POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least
+EXIT_SECONDS = 2.0  # how long the main thread has to end with a message of its own, once the run is known to be lost
+CAUSE_SECONDS = 1.0  # how long a rank that only lost contact waits for the report of the one that failed
 
 Result = TypeVar("Result")
 
@@ -42,13 +36,11 @@ Result = TypeVar("Result")
 class Heartbeat:
     """The watching thread of one rank, with a connection to the store of its own."""
 
-    def __init__(self, status: processes.RankStatus, env: DistEnv, store: dist.Store, interval: float):
+    def __init__(self, status: RankStatus, env: DistEnv, store: dist.Store, interval: float):
         self.status, self.env, self.store, self.interval = status, env, store.clone(), interval
-        self.host = socket.gethostname()
-        self.failure: Failure | None = None
-        """The first failure that this rank knows of."""
+        self.failure: Failure | None = None  # the first one that this rank has heard of
         self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # of each watched rank: the last new beat, and when
         self._count = 0
         self._over = threading.Event()
         self._beat()
@@ -82,15 +74,9 @@ class Heartbeat:
 
     def last_seen(self) -> str:
         """The last beat of each other rank, to say who is late; empty where the store does not answer."""
-        ranks, now = [r for r in range(self.env.world) if r != self.env.rank], time.time()
-        beats = within(EXIT_SECONDS, lambda: self.store.multi_get([f"beat/{r}" for r in ranks])) or []
-        texts = []
-        for rank, beat in zip(ranks, map(json.loads, beats), strict=False):
-            age = now - beat["since"]
-            texts.append(
-                f"rank {rank} on {beat['host']} at step {beat['step']}, phase {beat['phase']}, for {age:.0f} s"
-            )
-        return "; ".join(texts)
+        keys = [f"beat/{rank}" for rank in range(self.env.world) if rank != self.env.rank]
+        beats = [json.loads(beat) for beat in within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []]
+        return "; ".join(str(_failure(beat, f"for {time.time() - beat['since']:.0f} s")) for beat in beats)
 
     def _run(self) -> None:
         beat_due, before = 0.0, time.monotonic()
@@ -99,30 +85,31 @@ class Heartbeat:
             if now - before > 3 * self.interval:  # this process itself was suspended: nobody is late because of that
                 self._seen.clear()
             watch = now >= beat_due
-            if watch:
-                beat_due = now + self.interval
-            answer = within(self.interval * MISSED, lambda: self._poll(watch))  # noqa: B023 - it has ended, or is left behind
+            beat_due = now + self.interval if watch else beat_due
+            answered = within(self.interval * MISSED, lambda watch=watch: self._poll(watch))  # type: ignore[misc]
             before = time.monotonic()
-            if answer is None and not self._over.is_set():
-                last = self._seen.get(0, ({"host": self.env.addr, "step": self.status.step, "phase": "unknown"}, 0.0))[
-                    0
-                ]
-                self.failure = self.failure or self._lost(0, last, f"its store did not answer for {before - now:.0f} s")
+            if not answered and not self._over.is_set():
+                unseen = {"rank": 0, "host": self.env.addr, "step": self.status.step, "phase": "unknown"}
+                beat, _ = self._seen.get(0, (unseen, 0.0))
+                self.failure = self.failure or _failure(beat, f"its store did not answer for {before - now:.0f} s")
             if self.failure and not self._over.wait(EXIT_SECONDS):
-                self._exit(self.failure)
+                # The main thread did not end by itself: it waits in a collective.
+                sys.stderr.write(f"windlass: {self.status.failure(f'it ends, because the run lost {self.failure}')}\n")
+                sys.stderr.flush()
+                self.status.write(self.failure)
+                os._exit(1)
 
     def _poll(self, watch: bool) -> bool:
         if watch:
             self._beat()
-            for rank, text in zip(
-                self._watched, self.store.multi_get([f"beat/{r}" for r in self._watched]), strict=True
-            ):
-                beat, now = json.loads(text), time.monotonic()
+            beats = self.store.multi_get([f"beat/{rank}" for rank in self._watched])
+            for rank, beat in zip(self._watched, map(json.loads, beats), strict=True):
+                now = time.monotonic()
                 last, since = self._seen.get(rank, ({}, now))
                 if last.get("count") != beat["count"]:
                     self._seen[rank] = (beat, now)
                 elif now - since >= self.interval * MISSED and not self.store.check([f"done/{rank}"]):
-                    lost = self._lost(rank, beat, f"no heartbeat for {now - since:.0f} s")
+                    lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
                     self.store.compare_set("failure", "", json.dumps(asdict(lost)))
         self.failure = self.failure or self._reported()
         if self.failure:
@@ -131,28 +118,18 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._count += 1
-        beat = {"count": self._count, "host": self.host, **self.status.fields()}
-        self.store.set(f"beat/{self.env.rank}", json.dumps(beat))
+        self.store.set(f"beat/{self.env.rank}", json.dumps({"count": self._count, **self.status.fields()}))
 
     def _reported(self) -> Failure | None:
         return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
-    def _lost(self, rank: int, beat: dict[str, Any], why: str) -> Failure:
-        return Failure(rank, beat["host"], beat["step"], beat["phase"], why, time.time())
 
-    def _exit(self, failure: Failure) -> None:
-        """The main thread did not end by itself: it waits in a collective."""
-        where = f"rank {self.env.rank} on {self.host} at step {self.status.step}, phase {self.status.phase}"
-        sys.stderr.write(f"windlass: {where} ends, because the run lost {failure}\n")
-        sys.stderr.flush()
-        if directory := os.environ.get(processes.WATCH_DIR):
-            with contextlib.suppress(OSError):
-                failure.write(directory, self.env.rank)
-        os._exit(1)
+def _failure(beat: dict[str, Any], why: str) -> Failure:
+    return Failure(beat["rank"], beat["host"], beat["step"], beat["phase"], why, time.time())
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """What `call` returns; None where it fails or takes longer, and then its thread is left behind."""
+    """What `call` returns; None where it fails or takes longer, and then its thread is left to itself."""
     results: list[Result] = []
 
     def run() -> None:

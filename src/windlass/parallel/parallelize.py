@@ -1,15 +1,13 @@
 """From a bare model to one that computes on many ranks: activation checkpointing, compile, then DDP or FSDP2.
 
-What every strategy promises: after the backward pass of a step each parameter's gradient is the *sum over ranks* of the
-gradient of that rank's loss. A rank's loss is its sum over unmasked labels divided by the *global* number of unmasked labels
-of the step, so the sum is the gradient of the mean over all tokens, whatever the world, the accumulation and the padding.
+After the backward pass of a step each parameter's gradient is the *sum over ranks* of the gradient of that rank's loss, which
+is its sum over unmasked labels divided by the *global* number of them: so it is the gradient of the mean over all tokens.
 DDP and FSDP2 average by themselves; here both are told to add.
 
-Precision. The master weights and the reduction of gradients are float32 (float64 with `fp64`). bf16 and fp16 are autocast
-in *every* strategy, so that all choose the same precision for each operation. FSDP2 in addition gathers the parameters of
-the blocks in the low precision, which halves its traffic and changes nothing for a matrix, which autocast would round to the
-same values; the gains and biases of the blocks' norms, which autocast would keep, are rounded too: the one difference between
-the strategies (a relative 2^-9 of a gain). Embedding, final norm and head are gathered in float32.
+Master weights and reductions are float32 (float64 with `fp64`). bf16 and fp16 are autocast in every strategy, so that all
+choose the same precision for each operation. FSDP2 in addition gathers the parameters of the blocks in low precision, which
+changes nothing for a matrix; the gains and biases of the blocks' norms, which autocast leaves alone, are rounded too (by a
+relative 2^-9): the one difference between the strategies. Embedding, final norm and head are gathered in float32.
 """
 
 from __future__ import annotations
@@ -28,14 +26,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from windlass.parallel import gloo
+from windlass.parallel.collectives import AllGather, ReduceScatter
 from windlass.parallel.dist import SHARDED, Ranks
 from windlass.recipe import Recipe
 
 aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
-ATTENTION = "_scaled_dot_product_"
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -69,25 +66,23 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for block in blocks:
             block.forward = torch.compile(block.forward)
     on_meta = any(p.is_meta for p in model.parameters())
-    sharded = ranks.strategy in SHARDED
-    if not sharded:
-        _move(model, ranks.device, ranks.device, empty=on_meta)
+    if ranks.strategy not in SHARDED:
+        _move(model, ranks.device, ranks.device)
     if not on_meta and ranks.world > 1:  # a model that a user made may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
-    if sharded:
+    if ranks.strategy in SHARDED:
         _shard(model, blocks, ranks, recipe)
         if on_meta:
-            _move(model, torch.device("cpu") if settings.offload else ranks.device, ranks.device, empty=True)
+            _move(model, torch.device("cpu") if settings.offload else ranks.device, ranks.device)
         return model
     if ranks.strategy == "single":
         return model
-    name = "forward_sync_buffers"  # `broadcast_buffers` until torch 2.12
-    known = name in inspect.signature(DistributedDataParallel.__init__).parameters
+    is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch >= 2.12
     wrapped = DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        **{name if known else "broadcast_buffers": False},  # no buffer of ours changes
+        **{"forward_sync_buffers" if is_new else "broadcast_buffers": False},  # no buffer of ours changes
         init_sync=False,  # done above
         bucket_cap_mb=settings.bucket_mb,  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
@@ -108,14 +103,23 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
     in_root = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if settings.offload else OffloadPolicy()
     gather_again = ranks.strategy != "shard_grad_op"
+
+    # A norm raises its gathered gain and bias to float32, as autocast does on CUDA but not on a CPU.
+    def in_float32(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wide = {name: p.float() for name, p in norm.named_parameters() if p.dtype in LOW.values()}
+        return torch.func.functional_call(norm, wide, args, kwargs) if wide else forward(*args, **kwargs)
+
     for block in blocks:
-        if low:
-            _keep_norms_in_float32(block)
+        for module in block.modules() if low else ():
+            # A norm, of a model library too, has it in its class's name, and no parameters but vectors.
+            vectors = [p.dim() <= 1 for p in module.parameters()]
+            if "norm" in type(module).__name__.lower() and vectors and all(vectors):
+                module.forward = functools.partial(in_float32, module, module.forward)
         fully_shard(
             block, mesh=ranks.mesh, reshard_after_forward=gather_again, mp_policy=in_blocks, offload_policy=offload
         )
     fully_shard(model, mesh=ranks.mesh, reshard_after_forward=False, mp_policy=in_root, offload_policy=offload)
-    gather, reduce = gloo.AllGather(), gloo.ReduceScatter()
+    gather, reduce = AllGather(), ReduceScatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -134,38 +138,22 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
             unit.set_modules_to_backward_prefetch(units[max(1, i - backward) : i][::-1])
 
 
-def _keep_norms_in_float32(block: nn.Module) -> None:
-    """Have each norm raise its gathered gain and bias to float32, as autocast does on CUDA but not on a CPU.
+def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Parameters and buffers to their devices, tied ones together; those on the meta device come out without values."""
+    moved: dict[Tensor, Any] = {}
 
-    A norm is known by its class's name, and by having no parameters but vectors: also one of a model library.
-    """
-
-    def run(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        low = {name: p.float() for name, p in norm.named_parameters() if p.dtype in LOW.values()}
-        return torch.func.functional_call(norm, low, args, kwargs) if low else forward(*args, **kwargs)
-
-    for module in block.modules():
-        parameters = list(module.parameters())
-        if "norm" in type(module).__name__.lower() and parameters and all(p.dim() <= 1 for p in parameters):
-            module.forward = functools.partial(run, module, module.forward)
-
-
-def _move(model: nn.Module, device: torch.device, buffer_device: torch.device, empty: bool) -> None:
-    """Parameters and buffers to their devices; with `empty` those on the meta device come out without values. Ties stay."""
-    done: dict[Tensor, Any] = {}
-
-    def moved(tensor: Tensor, target: torch.device) -> Tensor:
-        return torch.empty_like(tensor, device=target) if empty and tensor.is_meta else tensor.to(target)
+    def move(tensor: Tensor, target: torch.device) -> Tensor:
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device != device:
-                if parameter not in done:
-                    done[parameter] = nn.Parameter(moved(parameter.data, device), requires_grad=parameter.requires_grad)
-                module._parameters[name] = done[parameter]
+        for name, p in module._parameters.items():
+            if p is not None and p.device != device:
+                if p not in moved:
+                    moved[p] = nn.Parameter(move(p.data, device), requires_grad=p.requires_grad)
+                module._parameters[name] = moved[p]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != buffer_device:
-                module._buffers[name] = done.setdefault(buffer, moved(buffer, buffer_device))
+                module._buffers[name] = moved.setdefault(buffer, move(buffer, buffer_device))
 
 
 @contextlib.contextmanager
@@ -186,17 +174,16 @@ def sync_gradients(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
-    """Have each block forget its activations in the forward pass, and compute them again in the backward pass.
+    """Have each block drop its activations in the forward pass and compute them again in the backward pass.
 
-    `full` recomputes the whole block; `selective` keeps what matrix products and attention gave and recomputes the rest.
-    The generators' states are restored for the recomputation, so that dropout draws the same masks. The blocks stay the
-    modules they were: no name changes.
+    `full` recomputes the whole block; `selective` saves what matrix products and attention gave. The generators' states are
+    restored for the recomputation, so that dropout draws the same masks. The blocks stay the modules they were: no name
+    changes.
     """
-    if how == "none":
-        return
-    context = {} if how == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep)}
+    contexts = functools.partial(create_selective_checkpoint_contexts, selective_policy)
+    context = {"context_fn": contexts} if how == "selective" else {}
 
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -205,22 +192,19 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
         return run
 
-    for block in blocks:
-        block.forward = wrap(block.forward)
+    for block in blocks if how != "none" else ():
+        block.forward = recomputed(block.forward)
 
 
-def keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of `selective`: keep matrix products and attention.
-
-    Attention that draws dropout itself is recomputed: if it were skipped, the generator would stand elsewhere for the
-    dropout after it, and the masks would differ from those of the forward pass.
-    """
+def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of `selective`: save the outputs of matrix products and attention, recompute the rest."""
     if op in MATRIX_PRODUCTS:
         return CheckpointPolicy.MUST_SAVE
-    if ATTENTION in str(op):
+    if "_scaled_dot_product_" in str(op):
         names = [argument.name for argument in op._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if not given.get("dropout_p"):
+        # Attention that draws dropout itself is recomputed: if it were skipped, the generator would stand elsewhere for the
+        # dropout after it, and the masks would differ from those of the forward pass.
+        if not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"):
             return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -237,15 +221,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's or module's name without what wrappers of its modules add."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    """A parameter's or module's name without what `torch.compile` of a module adds."""
+    return name.replace("_orig_mod.", "")
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter once (a tied one under its first name), under its name in the bare model."""
     return ((clean_name(name), parameter) for name, parameter in unwrap(model).named_parameters())
-
-
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Likewise the buffers."""
-    return ((clean_name(name), buffer) for name, buffer in unwrap(model).named_buffers())
