@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from helpers import kept
 from windlass.checkpoint.load import list_checkpoints
 from windlass.checkpoint.reshard import Slice, State
 from windlass.checkpoint.save import Saver
-from windlass.cli import _register, app
+from windlass.cli.checkpoints import checkpoints
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 
@@ -38,9 +39,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    if not any(c.name == "checkpoints" for c in app.registered_commands):
-        _register()
-    result = CliRunner().invoke(app, ["checkpoints", *arguments])
+    app = typer.Typer()
+    app.command()(checkpoints)
+    result = CliRunner().invoke(app, arguments)
     return result.exit_code, result.output
 
 

@@ -45,7 +45,7 @@ def call(*arguments):
     import typer
 
     app = typer.Typer()
-    verb.register(app)
+    app.command()(verb.runs)
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import sys
 
 import typer
@@ -21,14 +20,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ORDER = (
-    "recipe", "prepare", "plan", "train", "eval", "sample", "sweep", "report", "runs", "checkpoints", "export", "track",
-    "verify",
-)  # fmt: skip
-"""The order of the verbs in the help: as one meets them."""
+VERBS = {
+    "recipe": "show", "prepare": "prepare", "plan": "plan", "train": "train", "eval": "evaluate", "sample": "sample",
+    "sweep": "sweep", "report": "report", "runs": "runs", "checkpoints": "checkpoints", "export": "export", "track": "track",
+    "verify": "verify",
+}  # fmt: skip
+"""The modules here and the function of each, in the order of the help: as a user needs them."""
+EXIT_CODES = {
+    errors.UserError: errors.BAD_INPUT,
+    errors.RunFailed: errors.FAILED,
+    errors.Stopped: errors.STOPPED,
+}
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from windlass import __version__
 
@@ -39,48 +44,36 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_say_version, help="Print the version and exit."
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
     ),
 ) -> None:
     pass
 
 
-def _register() -> None:
-    present = {module.name for module in pkgutil.iter_modules(__path__)}
-    for verb in [v for v in ORDER if v in present] + sorted(present - set(ORDER)):
-        importlib.import_module(f"{__name__}.{verb}").register(app)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command line. A user's mistake is one message and exit code 2; anything unforeseen keeps its traceback."""
-    _register()
+    for verb, function in VERBS.items():
+        module = importlib.import_module(f"{__name__}.{verb}")
+        app.command(verb, epilog=getattr(module, "EPILOG", None))(getattr(module, function))
     try:
         code = app(args=arguments, standalone_mode=False)
-        sys.stdout.flush()  # here, so that a closed pipe is met below and not while the interpreter ends
+        sys.stdout.flush()  # here, so that a closed pipe raises now and not while the interpreter ends
     except SystemExit:
-        if not type(sys.stdout).__name__.endswith(
-            "PacifyFlushWrapper"
-        ):  # typer's mark of a closed pipe, for which it exits with 1
-            raise
-        sys.exit(errors.DONE)
+        # For a closed pipe typer replaces stdout by this wrapper and exits with 1, which a shell would take for a failure.
+        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
+            sys.exit(errors.DONE)
+        raise
     except typer.Abort:
         sys.exit(130)
-    except errors.UserError as error:
+    except tuple(EXIT_CODES) as error:
         print(f"windlass: {error}", file=sys.stderr)
-        sys.exit(errors.BAD_INPUT)
-    except errors.RunFailed as error:
-        print(f"windlass: {error}", file=sys.stderr)
-        sys.exit(errors.FAILED)
-    except errors.Stopped as error:
-        print(f"windlass: {error}", file=sys.stderr)
-        sys.exit(errors.STOPPED)
+        sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
     except BrokenPipeError:  # the reader of our output closed its end, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(errors.DONE)
     except Exception as error:
-        show = getattr(error, "show", None)  # what the parser itself has to say of the command line
-        if show is None or not hasattr(error, "exit_code"):
+        if not hasattr(error, "show") or not hasattr(error, "exit_code"):
             raise
-        show()
+        error.show()  # click's own error: the command line could not be parsed
         sys.exit(errors.BAD_INPUT)
     sys.exit(code if isinstance(code, int) else errors.DONE)

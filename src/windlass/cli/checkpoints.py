@@ -18,11 +18,6 @@ WIDTH = 120
 """Characters that a row may take where the terminal is narrower, so that no number and no reason is cut."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("checkpoints")(checkpoints)
-
-
 def checkpoints(
     run: Path = typer.Argument(..., metavar="RUN", help="A run directory."),
     verify: bool = typer.Option(False, "--verify", help="Read every byte and compare it with what was written."),

@@ -19,11 +19,6 @@ UNITS = {
 """The units of the numbers, in the order in which they are shown."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("eval")(evaluate)
-
-
 def evaluate(
     run: str = typer.Argument(
         ...,

@@ -7,11 +7,6 @@ from pathlib import Path
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("export")(export)
-
-
 def export(
     run: str = typer.Argument(
         ..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best, or a checkpoint."

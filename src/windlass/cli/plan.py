@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from windlass.run import Run
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("plan")(plan)
-
-
 def plan(
     recipe: str = typer.Argument(..., metavar="RECIPE|RUN", help="A preset's name, a .toml file or a run directory."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4."),

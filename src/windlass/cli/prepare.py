@@ -5,11 +5,6 @@ from __future__ import annotations
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("prepare")(prepare)
-
-
 def prepare(
     recipe: str = typer.Argument(..., metavar="RECIPE", help="A preset's name, a .toml file or a run directory."),
     overrides: list[str] = typer.Argument(

@@ -7,11 +7,6 @@ from itertools import takewhile
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("recipe")(show)
-
-
 def show(
     recipe: str = typer.Argument("", metavar="RECIPE", help="A preset's name, a .toml file or a run directory."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4."),

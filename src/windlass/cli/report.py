@@ -5,11 +5,6 @@ from __future__ import annotations
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("report")(report)
-
-
 def report(
     paths: list[str] = typer.Argument(..., metavar="RUN|STUDY...", help="Run directories, recipes' names, or a study."),
     out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),

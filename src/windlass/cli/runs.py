@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from windlass.reports.overview import RunRow
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("runs")(runs)
-
-
 def runs(
     directory: str = typer.Argument("runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."),
     sort: str = typer.Option("name", "--sort", metavar="KEY", help=f"One of {', '.join(SORTS)}."),

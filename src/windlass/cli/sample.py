@@ -10,11 +10,6 @@ STDIN_SECONDS = 1.0
 """How long to wait for a prompt in a pipe before assuming that there is none."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("sample")(sample)
-
-
 def sample(
     run: str = typer.Argument(
         ..., metavar="RUN", help="A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers, or hf:NAME."

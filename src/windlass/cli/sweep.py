@@ -9,10 +9,7 @@ import typer
 
 from windlass.study.grid import AXIS_HELP
 
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("sweep", epilog=f"\b\nAxes, which are crossed:\n{AXIS_HELP}")(sweep)
+EPILOG = f"\b\nAxes, which are crossed:\n{AXIS_HELP}"
 
 
 def sweep(

@@ -5,11 +5,6 @@ from __future__ import annotations
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("track")(track)
-
-
 def track(
     run: str = typer.Argument(..., metavar="RUN", help="A run directory."),
     to: str = typer.Option(..., "--to", metavar="wandb|mlflow|tensorboard", help="The tracker."),

@@ -11,11 +11,6 @@ if TYPE_CHECKING:
     from windlass.verification import Proof
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command("verify")(verify)
-
-
 def verify(
     recipe: str = typer.Argument("", metavar="[RECIPE]", help="A recipe to prove instead of a tiny one."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change."),
