@@ -48,7 +48,9 @@ def save(
     """One save from begin to end, in this thread; raises nothing."""
     keep = Policy(last=options.pop("keep", 2))
     attempt = options.pop("attempt", "0")
-    saver = Saver(directory, rank, world, attempt, keep, files=files, background=False, piece_bytes=128, **options)
+    saver = Saver(
+        directory, rank, world, attempt, keep, files=files or Files(), background=False, piece_bytes=128, **options
+    )
     saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = saver.poll()
     return outcome

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import format as format_
-from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Manifest, TensorInfo
+from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
 from windlass.checkpoint.retention import LOSS, Saved, policy_of, read_lineage, retain, scores_by_step
 from windlass.errors import UserError
 from windlass.fileio import Files
@@ -163,9 +163,9 @@ def candidates(
     if resume == "never":
         return []
     if resume == "latest":
-        return _latest(run, up_to)
+        return _latest(run, entries, up_to)
     if resume == "best":
-        return _best(run, measure)
+        return _best(run, entries, measure)
     if resume.isdigit():
         of_step = [e.path for e in entries if e.step == int(resume)]
         if not of_step:
@@ -181,15 +181,13 @@ def candidates(
     return candidates(path) if (path / "recipe.toml").is_file() else [path]
 
 
-def _latest(run: Run, up_to: int | None) -> list[Path]:
+def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
     lineage, limit = read_lineage(run.path), float("inf") if up_to is None else up_to
     origin = run.path / lineage.checkpoint if lineage is not None and lineage.checkpoint else None
     since = lineage.serial if lineage is not None else 0
     # Damaged ones, whose serial is not known, may belong to the lineage: they are tried, and reported.
     paths = [
-        e.path
-        for e in format_.list_entries(run.checkpoints_dir)
-        if (e.manifest is None or e.serial > since) and e.step <= limit and e.path != origin
+        e.path for e in entries if (e.manifest is None or e.serial > since) and e.step <= limit and e.path != origin
     ]
     if lineage is None or origin is None or lineage.step > limit:
         return paths
@@ -201,11 +199,10 @@ def _latest(run: Run, up_to: int | None) -> list[Path]:
     return [*paths, *([origin] if origin.is_dir() else [])]
 
 
-def _best(run: Run, measure: str) -> list[Path]:
+def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     if not measure:
         measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS
     lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
-    entries = format_.list_entries(run.checkpoints_dir)
     if lineage is not None:  # abandoned steps have no score: the ledger may have that of another model there
         entries = [e for e in entries if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step]
     sign = 1 if measure == LOSS else -1

@@ -1,8 +1,7 @@
 """The state of a training as named tensors, cut so that each rank writes its share and any other world can read it.
 
-Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and `optim/<parameter>/<key>`, where a
-key with `#int`, `#float` or `#bool` at its end was a Python number. Weights that are tied have one name, the others are
-aliases.
+Names do not depend on how the model is wrapped: `model/<parameter or buffer>` and `optim/<parameter>/<key>`. Weights
+that are tied have one name, the others are aliases.
 
 A tensor that is whole on every rank (one process, DDP, scalars, buffers) is written by all of them together: its rows
 are divided so that every rank writes about as many bytes. Rows that FSDP2 gave to a rank are written by it, and where a
@@ -28,36 +27,15 @@ from windlass.errors import UserError
 from windlass.parallel.parallelize import clean_name, unwrap
 
 MODEL, OPTIM = "model/", "optim/"
-NUMBERS: dict[str, tuple[type, torch.dtype]] = {
-    "int": (int, torch.int64),
-    "float": (float, torch.float64),
-    "bool": (bool, torch.bool),
-}
 
 
 @dataclass(frozen=True)
 class Slice:
     """Rows `start`, `start + 1`, ... (along the first dimension) of a tensor of `global_shape`, for one rank."""
 
-    tensor: Tensor
-    """The rows, as they lie on the device; a scalar is one row."""
+    tensor: Tensor  # the rows, as they lie on the device; a scalar is one row
     global_shape: tuple[int, ...]
     start: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows in this slice."""
-        return self.tensor.shape[0] if self.global_shape else 1
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """What a rank holds of a tensor: rows `start` to `stop`, as number `replica` of `replicas` ranks."""
-
-    start: int
-    stop: int
-    replica: int
-    replicas: int
 
 
 @dataclass(frozen=True)
@@ -65,10 +43,8 @@ class State:
     """This rank's share of the state, and what all ranks together have."""
 
     slices: dict[str, Slice]
-    aliases: dict[str, str]
-    """Names of tied weights, and the name under which they are written."""
-    total_bytes: int
-    """Bytes of the whole state, over all ranks, each tensor once."""
+    aliases: dict[str, str]  # names of tied weights, and the name under which they are written
+    total_bytes: int  # of the whole state, over all ranks, each tensor once
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -81,17 +57,18 @@ def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: 
     are gathered are resharded first.
     """
     tensors, aliases = named_state(model, optimizer)
-    ranges = {name: _row_range(tensor, rank, world) for name, tensor in tensors.items()}
-    groups: dict[tuple[int, int], list[str]] = {}  # tensors that the same ranks hold are divided together
-    for name, r in ranges.items():
-        groups.setdefault((r.replica, r.replicas), []).append(name)
+    starts: dict[str, int] = {}
+    groups: dict[tuple[int, int], list[tuple[str, int, int]]] = {}  # what the same ranks hold is divided together
+    for name, tensor in tensors.items():
+        starts[name], stop, replica, replicas = _row_range(tensor, rank, world)
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        groups.setdefault((replica, replicas), []).append((name, stop - starts[name], row_bytes))
     slices: dict[str, Slice] = {}
-    for (replica, replicas), names in groups.items():
-        sizes = [(n, ranges[n].stop - ranges[n].start, _row_bytes(tensors[n])) for n in names]
+    for (replica, replicas), sizes in groups.items():
         for name, (first, last) in divide_rows(sizes, replica, replicas).items():
             local = _local(tensors[name])
             rows = local[first:last] if local.dim() else local
-            slices[name] = Slice(rows, tuple(tensors[name].shape), ranges[name].start + first)
+            slices[name] = Slice(rows, tuple(tensors[name].shape), starts[name] + first)
     total = sum(math.prod(t.shape) * t.element_size() for t in tensors.values())
     return State(slices, aliases, total)
 
@@ -117,23 +94,12 @@ def divide_rows(tensors: Iterable[tuple[str, int, int]], index: int, count: int)
 
 
 def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of model and optimizer by its name (DTensors where they are sharded), and the aliases of tied
-    weights.
-
-    Python numbers in the optimizer's state become tensors of their own.
-    """
-    parameters, buffers, aliases = _model_tensors(model)
-    tensors = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
+    """Every tensor of model and optimizer by its name (DTensors where they are sharded), and tied weights' aliases."""
+    parameters, persistent, aliases = _model_tensors(model)
+    tensors = {MODEL + name: tensor.detach() for name, tensor in persistent.items()}
     for name, parameter, state in _optimizer_states(parameters, optimizer):
-        for key in sorted(state, key=str):
-            value = state[key]
-            if isinstance(value, Tensor):
-                tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
-            elif isinstance(value, bool | int | float):
-                kind = type(value).__name__
-                tensors[f"{OPTIM}{name}/{key}#{kind}"] = torch.tensor(value, dtype=NUMBERS[kind][1])
-            elif value is not None:
-                raise TypeError(f"the optimizer's {key} of {name} is a {type(value).__name__}, which cannot be saved")
+        for key, value in sorted(state.items()):
+            tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
     return tensors, {MODEL + alias: MODEL + name for alias, name in aliases.items()}
 
 
@@ -152,8 +118,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
             that was whole when the checkpoint was chosen cannot be read now.
     """
     try:
-        parameters, buffers, aliases = _model_tensors(model)
-        targets = {MODEL + name: p.detach() for name, p in {**parameters, **buffers}.items()}
+        parameters, persistent, aliases = _model_tensors(model)
+        targets = {MODEL + name: tensor.detach() for name, tensor in persistent.items()}
         _check_same_model(checkpoint, targets, {MODEL + alias for alias in aliases})
         for name, tensor in targets.items():
             _fill(checkpoint, name, tensor)
@@ -182,38 +148,23 @@ def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], op
         old = dict(state)
         state.clear()
         for key in saved.get(name, ()):
-            plain, _, number = key.partition("#")
-            if number:
-                state[plain] = NUMBERS[number][0](checkpoint.tensor(f"{OPTIM}{name}/{key}").item())
-            else:
-                state[plain] = _restored(checkpoint, f"{OPTIM}{name}/{key}", parameter, old.get(plain), optimizer)
-
-
-def _restored(checkpoint: Checkpoint, name: str, parameter: Tensor, old: Any, optimizer: Any) -> Tensor:
-    """One tensor of an optimizer's state: the old one filled, or a new one where there is none that fits."""
-    shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)
-    fits = isinstance(old, Tensor) and old.dtype == dtype and tuple(_as_sharded(old, parameter).shape) == shape
-    if not fits:
-        if shape == tuple(parameter.shape) and shape:
-            old = torch.zeros_like(parameter.detach(), dtype=dtype)
-        else:
-            # Torch keeps the count of steps on the host, except for fused and capturable optimizers.
-            on_device = not name.endswith("/step") or any(
-                group.get("fused") or group.get("capturable")
-                for one in _optimizers(optimizer)
-                for group in one.param_groups
-                if any(p is parameter for p in group["params"])
-            )
-            old = torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    assert isinstance(old, Tensor)
-    _fill(checkpoint, name, _as_sharded(old.detach(), parameter))
-    return old
+            full, tensor = f"{OPTIM}{name}/{key}", old.get(key)
+            shape, dtype = checkpoint.info(full).shape, checkpoint.dtype(full)
+            if tensor is None or tensor.dtype != dtype or _as_sharded(tensor, parameter).shape != shape:
+                tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
+                if key == "step":  # a scalar, which torch keeps on the host, except for fused optimizers
+                    fused = any(
+                        g.get("fused") for g in optimizer.param_groups if any(p is parameter for p in g["params"])
+                    )
+                    tensor = torch.zeros((), dtype=dtype, device=parameter.device if fused else "cpu")
+            _fill(checkpoint, full, _as_sharded(tensor.detach(), parameter))
+            state[key] = tensor
 
 
 def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: set[str]) -> None:
-    there = set(checkpoint.names(MODEL))
     problems = [f"{n.removeprefix(MODEL)} is missing" for n in targets if not checkpoint.has(n)]
-    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(there - set(targets) - aliases)]
+    left_over = set(checkpoint.names(MODEL)) - set(targets) - aliases
+    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(left_over)]
     for name, tensor in targets.items():
         if checkpoint.has(name):
             shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)
@@ -226,9 +177,9 @@ def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliase
 
 
 def _fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    rows, local = _row_range(tensor, 0, 1), _local(tensor)
-    if not tensor.dim() or rows.stop > rows.start:
-        checkpoint.read_into(name, rows.start, local)
+    start, stop, *_ = _row_range(tensor, 0, 1)
+    if stop > start:
+        checkpoint.read_into(name, start, _local(tensor))
 
 
 def _some(items: list[str], most: int = 6) -> str:
@@ -239,53 +190,45 @@ def _some(items: list[str], most: int = 6) -> str:
 
 
 def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by clean name, each once, and the other names of those that are tied."""
+    """Parameters, then with the persistent buffers, by clean name, each once, and the other names of those that are
+    tied.
+    """
     model = unwrap(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation under `shard_grad_op` leaves parameters gathered
-    parameters: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    temporary = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in temporary}
+    tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for tensors, own in ((parameters, module._parameters), (buffers, persistent)):
-            for name, tensor in own.items():
-                if tensor is None:
-                    continue
-                clean = clean_name(f"{prefix}.{name}" if prefix else name)
-                first = first_name.setdefault(id(tensor), clean)
-                if first == clean:
-                    tensors[clean] = tensor
-                else:
-                    aliases[clean] = first
-    return parameters, buffers, aliases
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    """The torch optimizers in an optimizer: itself, or the members of its `optimizers`."""
-    if optimizer is None:
-        return []
-    members = getattr(optimizer, "optimizers", optimizer if isinstance(optimizer, list | tuple) else None)
-    return [o for member in members for o in _optimizers(member)] if members is not None else [optimizer]
+    for name, tensor in {**parameters, **buffers}.items():
+        clean = clean_name(name)
+        first = first_name.setdefault(id(tensor), clean)
+        if first == clean:
+            tensors[clean] = tensor
+        else:
+            aliases[clean] = first
+    return {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}, tensors, aliases
 
 
 def _optimizer_states(
     parameters: dict[str, Tensor], optimizer: Any, create: bool = False
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """(name, parameter, state) of each trained parameter, in the order of the model's names."""
-    owner = {id(p): one for one in _optimizers(optimizer) for group in one.param_groups for p in group["params"]}
-    assert owner.keys() <= {id(p) for p in parameters.values()}, "the optimizer has parameters that the model has not"
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    assert trained <= {id(p) for p in parameters.values()}, "the optimizer has parameters that the model has not"
     for name, parameter in parameters.items():
-        if id(parameter) in owner:
-            states = owner[id(parameter)].state
-            if create or parameter in states:
-                yield name, parameter, states[parameter]
+        if id(parameter) in trained and (create or parameter in optimizer.state):
+            yield name, parameter, optimizer.state[parameter]
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The rows on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -301,15 +244,11 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _row_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
-
-
-def _row_range(tensor: Tensor, rank: int, world: int) -> RowRange:
-    """Where this rank's rows lie in a tensor, and with how many ranks it shares them."""
+def _row_range(tensor: Tensor, rank: int, world: int) -> tuple[int, int, int, int]:
+    """What this rank holds of a tensor: rows `start` to `stop`, as number `replica` of `replicas` ranks."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not isinstance(tensor, DTensor):
-        return RowRange(0, rows, rank, world)
+        return 0, rows, rank, world
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
@@ -325,4 +264,4 @@ def _row_range(tensor: Tensor, rank: int, world: int) -> RowRange:
             raise NotImplementedError(f"a checkpoint of tensors with the placement {tensor.placements}")
     local = tensor.to_local()
     assert local.shape[:1] == (stop - start,), f"{tuple(local.shape)} is not rows {start} to {stop}"
-    return RowRange(start, stop, replica, replicas)
+    return start, stop, replica, replicas

@@ -115,13 +115,10 @@ class Lineage(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     version: Literal[1] = 1
-    checkpoint: str = ""
-    """Its path, relative to the run where it is one of the run's own; empty: the lineage starts at step 0."""
+    checkpoint: str = ""  # its path, relative to the run where it is one of the run's own; empty: the start is step 0
     step: Count = 0
-    serial: Count = 0
-    """The highest number of a commit in the run when the lineage began: only later commits belong to it."""
-    job: dict[str, str] = Field(default_factory=dict)
-    """The job that began the lineage, to recognise its restarts."""
+    serial: Count = 0  # the highest number of a commit when the lineage began: only later commits belong to it
+    job: dict[str, str] = Field(default_factory=dict)  # that began the lineage, to recognise its restarts
 
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:

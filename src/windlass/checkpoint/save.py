@@ -1,10 +1,9 @@
-"""Saving: the step waits while the state is copied to the host; a thread writes the copy while training goes on.
+"""Saving: the step waits while the state is copied to the host; a thread writes the copy while training continues.
 
-The way of a save: `Saver.save` copies this rank's rows into a buffer that holds the file as it will be written, header
-first (`HostBuffer`), and returns. A thread writes the buffer, hashing on the way, and agrees with the other ranks
-through the file system (commit.py). Rank 0 then deletes what retention does not keep. The thread never touches a
-process group: its calls would cross the training's own collectives, and an agreement that needs all ranks alive could
-not be given up when one is not.
+`Saver.save` copies this rank's rows into a buffer that holds the file as it will be written, header first
+(`HostBuffer`), and returns. A thread writes the buffer, hashing on the way, and agrees with the other ranks through the
+file system (commit.py). Rank 0 then deletes what retention does not keep. The thread never touches a process group:
+its calls would cross the training's own collectives, and could not be given up when a rank is dead.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from windlass.checkpoint import format as format_
-from windlass.checkpoint.commit import Commit, Request, explain
+from windlass.checkpoint.commit import Commit, explain
 from windlass.checkpoint.load import discard
 from windlass.checkpoint.reshard import Slice, State
 from windlass.checkpoint.retention import PERIODIC, Policy, Saved, read_lineage, retain
@@ -42,22 +41,15 @@ class Outcome:
     step: int
     path: Path
     error: str
-    bytes: int
-    """Of the state, over all ranks."""
-    staged_s: float
-    """How long the step waited for the copy."""
-    waited_s: float
-    """How long the step waited for the save before this one."""
-    write_s: float
-    """From the copy to the end, hashing, syncing and agreement included."""
-    removed: tuple[str, ...] = ()
-    """Checkpoints that were deleted by the rules of retention (rank 0)."""
-    warning: str = ""
-    """What went wrong without failing the save: after the commit, or in allocating page-locked memory."""
+    bytes: int  # of the state, over all ranks
+    staged_s: float  # how long the step waited for the copy
+    waited_s: float  # how long the step waited for the save before this one
+    write_s: float  # from the copy to the end, hashing, syncing and agreement included
+    warning: str = ""  # what went wrong without failing the save: after the commit, or in getting page-locked memory
 
 
 class HostBuffer:
-    """The host's copy of a rank's share, reused by every save: its pages are touched once, and its size is known.
+    """The host's copy of a rank's share, reused by every save: its pages are touched once, and its size is constant.
 
     For a state on CUDA it is page-locked, and the copies are put on the current stream, so that they see the weights of
     this step and none of the next; an event says when they are done, and only the writer waits for it.
@@ -66,8 +58,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._can_pin = True
-        self.warning = ""
-        """Why the memory is not page-locked though the state lies on CUDA; until it was reported."""
+        self.warning = ""  # why the memory is not page-locked though the state lies on CUDA; until it was reported
 
     def reserve(self, size: int, pinned: bool) -> None:
         """Have a buffer of at least `size` bytes; a smaller one is freed first.
@@ -93,33 +84,34 @@ class HostBuffer:
     def fill(self, slices: Mapping[str, Slice], rank: int) -> tuple[memoryview, dict[str, dict[str, Any]], Any]:
         """Copy the slices into the buffer, after the header that describes them.
 
-        Returns `image` and `tensors` as `commit.Request` has them, and an event that is done when the copies from the
-        device are; None where they are already.
+        Returns `image` and `tensors` as `Commit` has them, and an event that is done when the copies from the device
+        are; None where they are already.
         """
         order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
-        offsets: dict[str, int] = {}
-        size = 0
+        ends = [0]
         for name in order:
             tensor = slices[name].tensor
-            offsets[name], size = size, size + tensor.numel() * tensor.element_size()
+            ends.append(ends[-1] + tensor.nbytes)
             header[name] = {
-                "dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offsets[name], size],
+                "dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends[-2:],
             }  # fmt: skip
         text = json.dumps(header, separators=(",", ":")).encode()
         data_at = -(-(8 + len(text)) // PAGE) * PAGE
         text = text.ljust(data_at - 8)  # the format allows spaces after the header's JSON
         on_cuda = any(s.tensor.is_cuda for s in slices.values())
-        self.reserve(data_at + size, on_cuda)
-        image = memoryview(self._bytes.numpy())[: data_at + size]
+        self.reserve(data_at + ends[-1], on_cuda)
+        image = memoryview(self._bytes.numpy())[: data_at + ends[-1]]
         image[:data_at] = len(text).to_bytes(8, "little") + text
         tensors = {}
-        for name, s in slices.items():
-            at, count = data_at + offsets[name], s.tensor.numel() * s.tensor.element_size()
-            target = self._bytes[at : at + count].view(s.tensor.dtype).view(s.tensor.shape)
+        for name, start, end in zip(order, ends, ends[1:], strict=False):
+            s = slices[name]
+            target = self._bytes[data_at + start : data_at + end].view(s.tensor.dtype).view(s.tensor.shape)
             target.copy_(s.tensor, non_blocking=True)
-            chunk = [at, s.start, s.rows]
-            tensors[name] = {"dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape), "chunk": chunk}
+            tensors[name] = {
+                "dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape),
+                "chunk": [data_at + start, s.start, s.tensor.shape[0] if s.global_shape else 1],  # a scalar is one row
+            }  # fmt: skip
         event = None
         if on_cuda:
             event = torch.cuda.Event()
@@ -130,61 +122,37 @@ class HostBuffer:
 @dataclass(frozen=True)
 class _Job:
     number: int
-    request: Request
-    copied: Any
-    """The event of HostBuffer.fill."""
+    commit: Commit
+    copied: Any  # the event of HostBuffer.fill
     staged_s: float
     waited_s: float
     scores: Mapping[int, float]
 
 
+@dataclass
 class Saver:
-    """Saves the state of one rank. Every rank has one, with the same `attempt`, and makes the same saves in the same
-    order.
+    """Saves the state of one rank. Every rank has one, with the same `attempt`, and makes the same saves in order."""
 
-    Args:
-        directory: the run's `checkpoints`, on a file system that all ranks share.
-        rank: this rank, of
-        world: so many.
-        attempt: the same text on all ranks, and another one at every start of the run.
-        policy: what is kept.
-        device: the device of the state.
-        files: the layer through which the disk is changed.
-        deadline: seconds that rank 0 waits for the parts of the others once its own is written.
-        background: False to write before `save` returns.
-        piece_bytes: bytes in one write.
-    """
+    directory: Path  # the run's `checkpoints`, on a file system that all ranks share
+    rank: int = 0
+    world: int = 1
+    attempt: str = "0"  # the same letters and digits on all ranks, and others at every start of the run
+    policy: Policy = field(default_factory=Policy)
+    device: torch.device | None = None  # where the state is
+    files: Files = field(default_factory=Files)
+    deadline: float = 600.0  # seconds that rank 0 waits for the parts of the others once its own is written
+    background: bool = True  # False: `save` returns when all is written
+    piece_bytes: int = PIECE_BYTES  # in one write
 
-    def __init__(
-        self,
-        directory: Path,
-        rank: int = 0,
-        world: int = 1,
-        attempt: str = "0",
-        policy: Policy | None = None,
-        *,
-        device: torch.device | None = None,
-        files: Files | None = None,
-        deadline: float = 600.0,
-        background: bool = True,
-        piece_bytes: int = PIECE_BYTES,
-    ):
-        if not re.fullmatch(r"[A-Za-z0-9_]+", attempt):
-            raise ValueError(f"an attempt is named by letters, digits and underscores, not {attempt!r}")
-        self.directory, self.rank, self.world, self.attempt = Path(directory), rank, world, attempt
-        self.policy, self.device, self.files = policy or Policy(), device, files or Files()
-        self.deadline, self.background, self.piece_bytes = deadline, background, piece_bytes
-        self.last_seconds: float | None = None
-        """How long the last committed save took, copy included: what a grace budget is held against."""
-        self._number, self._began = 0, 0.0
+    def __post_init__(self) -> None:
+        self.last_seconds: float | None = None  # of the last committed save, copy included: for a grace budget
+        self._number, self._began, self._closed = 0, 0.0, False
         self._buffer = HostBuffer()
-        self._known: dict[str, Saved] = {}
-        """What rank 0's writer knows of the checkpoints by directory: each manifest is read once."""
+        self._committed: dict[str, Saved] = {}  # by directory; rank 0's writer reads each manifest once
         self._changed = threading.Condition()
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
         self._thread: threading.Thread | None = None
-        self._closed = False
 
     @property
     def busy(self) -> bool:
@@ -205,19 +173,13 @@ class Saver:
         scores: Mapping[int, float] | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Take the state of a step; it may change as soon as this returns. The outcome comes by `poll` or `wait`.
+        """Take the state after so many steps; it may change as soon as this returns. The outcome comes by `poll` or
+        `wait`, and nothing is durable before it says so.
 
-        Waits for the save before this one, where that is still being written. Nothing is durable before the outcome
-        says so.
-
-        Args:
-            step: optimizer steps done.
-            state: this rank's share (see `reshard.gather_state`).
-            counters: JSON; what a resume needs besides tensors. Rank 0's are written.
-            meta: JSON; `reason` (see retention), digests, anything else to list. A float that is not finite becomes
-                null.
-            scores: values of `policy.measure` by step, from the run's ledger: the best checkpoint is kept.
-            while_waiting: called ten times a second while an earlier save is still being written.
+        Waits for the save before this one, where that is still being written, and calls `while_waiting` ten times a
+        second. `counters` (JSON) is what a resume needs besides tensors; rank 0's are written. `meta` (JSON) is `reason`
+        (see retention), digests, anything else to list; a float that is not finite becomes null. `scores` are values of
+        `policy.measure` by step, from the run's ledger.
         """
         assert not self._closed, "a save after close()"
         self._number += 1
@@ -231,17 +193,17 @@ class Saver:
         except (MemoryError, OSError, RuntimeError, ValueError) as error:  # fails the save on all ranks, not the run
             failed = f"the state could not be copied to the host: {explain(error)}"
         finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in (meta or {}).items()}
-        save_id = f"{step:08d}-{self.attempt}-{self._number}"
-        request = Request(
-            step, save_id, image, tensors, state.aliases, counters_json, {"reason": PERIODIC, **finite},
-            state.total_bytes, failed,
+        commit = Commit(
+            self.directory, self.rank, self.world, self.files, self.deadline, self.piece_bytes, step,
+            f"{step:08d}-{self.attempt}-{self._number}", image, tensors, state.aliases, counters_json,
+            {"reason": PERIODIC, **finite}, state.total_bytes, failed,
         )  # fmt: skip
-        job = _Job(self._number, request, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
+        job = _Job(self._number, commit, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
         with self._changed:
             self._job, self._began = job, time.monotonic()
             self._changed.notify_all()
         if not self.background:
-            self._finish(self._write(job))
+            self._write(job)
         elif self._thread is None:
             self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
             self._thread.start()
@@ -258,9 +220,7 @@ class Saver:
         return self.poll()
 
     def close(self) -> None:
-        """End the thread: at once where it is idle, else when its save has ended, which is not waited for (`wait`
-        first).
-        """
+        """End the thread: at once where it is idle, else when its save has ended, which is not awaited (`wait` first)."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -289,67 +249,58 @@ class Saver:
                         return
                     self._changed.wait()
                 job = self._job
-            self._finish(self._write(job))
+            self._write(job)
 
-    def _finish(self, outcome: Outcome) -> None:
-        with self._changed:
-            self._outcomes.append(outcome)
-            self._job = None
-            self._changed.notify_all()
-
-    def _write(self, job: _Job) -> Outcome:
+    def _write(self, job: _Job) -> None:
         """Write and commit; any error becomes the outcome, and training continues."""
-        began, request = time.perf_counter(), job.request
-        error, removed = "", tuple[str, ...]()
+        began, commit = time.perf_counter(), job.commit
+        error = ""
         warning, self._buffer.warning = self._buffer.warning, ""
         try:
             if job.copied is not None:
                 job.copied.synchronize()
             serial = self._next_serial() if self.rank == 0 else 0
-            commit = Commit(
-                request, self.directory, self.rank, self.world, serial, self.files, self.deadline, self.piece_bytes
-            )
-            commit.run()
+            commit.run(serial)
         except Exception as problem:
             error = explain(problem)
         else:
             warning = commit.warning or warning
             if self.rank == 0:
-                self._known[commit.target.name] = Saved(serial, request.step, str(request.meta["reason"]))
+                self._committed[commit.target.name] = Saved(serial, commit.step, str(commit.meta["reason"]))
                 try:
-                    removed = self._clean_up(job)
+                    self._clean_up(job)
                 except Exception as problem:  # the checkpoint is committed all the same
                     warning = f"the checkpoint is committed, but old ones could not be removed: {explain(problem)}"
             self.last_seconds = time.perf_counter() - began + job.staged_s
-        return Outcome(
-            request.step, format_.step_dir(self.directory, request.step), error, request.total_bytes, job.staged_s,
-            job.waited_s, time.perf_counter() - began, removed, warning,
+        outcome = Outcome(
+            commit.step, commit.target, error, commit.total_bytes, job.staged_s, job.waited_s,
+            time.perf_counter() - began, warning,
         )  # fmt: skip
+        with self._changed:
+            self._outcomes.append(outcome)
+            self._job = None
+            self._changed.notify_all()
 
     def _next_serial(self) -> int:
         """One more than any commit of the run has had; those that were deleted by hand count by the lineage."""
-        names = [n for n in format_.names_in(self.directory) if format_.STEP_DIR.match(n)]
-        self._known = {n: saved for n, saved in self._known.items() if n in names}
-        for name in names:
-            if name not in self._known and format_.is_whole(self.directory / name):
-                entry = format_.read_entry(self.directory / name)
-                if entry.manifest is not None:
-                    reason = str(entry.manifest.meta.get("reason", PERIODIC))
-                    self._known[name] = Saved(entry.serial, entry.step, reason)
-        lineage = None
+        names = format_.names_in(self.directory)
+        self._committed = {name: saved for name, saved in self._committed.items() if name in names}
+        for e in format_.list_entries(self.directory) if not self._committed else ():
+            if e.manifest is not None:
+                self._committed[e.path.name] = Saved(e.serial, e.step, str(e.manifest.meta.get("reason", PERIODIC)))
+        serials = [saved.serial for saved in self._committed.values()]
         with contextlib.suppress(UserError):
-            lineage = read_lineage(self.directory.parent)
-        return 1 + max((*(s.serial for s in self._known.values()), lineage.serial if lineage else 0), default=0)
+            if lineage := read_lineage(self.directory.parent):
+                serials.append(lineage.serial)
+        return 1 + max(serials, default=0)
 
-    def _clean_up(self, job: _Job) -> tuple[str, ...]:
+    def _clean_up(self, job: _Job) -> None:
         """After a commit: remove leftovers of earlier saves, and what retention does not keep."""
         for name in format_.names_in(self.directory):
             # Not those of a later save of this attempt: another rank may have begun it.
             if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= job.number):
                 self.files.remove_tree(self.directory / name)
-        why = retain(self._known.values(), self.policy, job.scores)
-        leaving = [name for name, saved in self._known.items() if not why[saved.serial]]
-        for name in leaving:
+        why = retain(self._committed.values(), self.policy, job.scores)
+        for name in [name for name, saved in self._committed.items() if not why[saved.serial]]:
             discard(self.directory / name, self.files)
-            del self._known[name]
-        return tuple(leaving)
+            del self._committed[name]
