@@ -1,6 +1,6 @@
 """What a run shows: a header, a live bar in a terminal and plain lines elsewhere, and all of it in `log.txt`.
 
-A terminal that goes away, or a full disk under the log, ends the showing and never the run. Generated text is shown
+A terminal that goes away, or a full disk under the log, ends the output and never the run. Generated text is shown
 with its control characters made visible, so that it cannot steer the terminal.
 """
 
@@ -13,24 +13,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from windlass.telemetry.ledger import Line, now
+from windlass.run import Line
+from windlass.telemetry.ledger import now
 
-if TYPE_CHECKING:
-    from rich.console import Console as Terminal
-    from rich.progress import Progress
-
-LEGEND = (
-    ("loss", "mean over the step's tokens, nats"),
-    ("lr", "learning rate"),
-    ("norm", "gradient norm before clipping"),
-    ("tok/s", "tokens a second, padding not counted"),
-    ("mfu", "share of the device's peak arithmetic"),
-    ("mem", "memory of this rank"),
-    ("eta", "time left"),
-)
-
+LEGEND = {
+    "loss": "mean over the step's tokens, nats", "lr": "learning rate", "norm": "gradient norm before clipping",
+    "tok/s": "tokens a second, padding not counted", "mfu": "share of the device's peak arithmetic",
+    "mem": "memory of this rank", "eta": "time left",
+}  # fmt: skip
+NUMBERS = {
+    "loss": lambda x: f"loss {float(x):.4f}", "lr": lambda x: f"lr {x:.2e}", "grad_norm": lambda x: f"norm {float(x):.2f}",
+    "tokens_per_s": lambda x: f"{short(x)} tok/s", "mfu": lambda x: f"mfu {100 * x:.1f}%",
+    "mem_mb": lambda x: f"mem {x / 1e3:.2f} GB",
+}  # fmt: skip
+"""Fields of a `train` line that are shown, as far as it has them."""
 SCORES = ("loss", "perplexity", "acc", "acc_norm", "exact_match", "f1")
 """Fields of an `eval` line that are shown."""
 
@@ -83,12 +81,11 @@ class Console:
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = 0.0
-        self._live: Progress | None = None
-        self._terminal: Terminal | None = None
+        self._live: Any = None  # rich.progress.Progress
+        self._terminal: Any = None  # rich.console.Console
         self._log: TextIO | None = None
         if enabled and log_path is not None:
             with contextlib.suppress(OSError):
-                log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
         if enabled and (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console as RichConsole
@@ -99,24 +96,18 @@ class Console:
         """Show what is about to run, and what the columns mean."""
         for line in header.lines():
             self._print(line, style="bold" if line.startswith("run ") else "")
-        for word, meaning in LEGEND:
+        for word, meaning in LEGEND.items():
             self._print(f"  {word:<6} {meaning}", style="dim")
         if self._terminal is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
             from rich.table import Column
 
-            numbers = TextColumn(
-                "{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
-            )
-            columns = (
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                numbers,
-                TextColumn("eta {task.fields[eta]}", style="cyan"),
-            )
+            numbers = TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True))
+            eta = TextColumn("eta {task.fields[eta]}", style="cyan")
+            columns = MofNCompleteColumn(), BarColumn(bar_width=20), numbers, eta
             self._live = Progress(*columns, console=self._terminal, auto_refresh=False)
             self._live.add_task("train", total=self.steps, completed=header.first_step, text="", eta="")
-            with self._if_terminal_is_there():
+            with self._while_terminal_is_there():
                 self._live.start()
 
     def tick(self, step: int) -> None:
@@ -125,7 +116,7 @@ class Console:
             self._draw(completed=step)
 
     def step(self, line: Line) -> None:
-        """A logged step: a `train` line of the ledger, with `mem_mb` where it is known."""
+        """A logged step: a `train` line of the ledger, with `mem_mb` where the memory is measured."""
         # the time left is by the time from the first logged step on, evaluations and saves in it: what came before
         # (imports, compiling, the evaluation at step 0) does not come again
         self._first = self._first or (time.monotonic(), line["step"])
@@ -133,7 +124,7 @@ class Console:
         if done := line["step"] - self._first[1]:
             seconds_per_step = (time.monotonic() - self._first[0]) / done
         eta = "-" if seconds_per_step is None else duration((self.steps - line["step"]) * seconds_per_step)
-        text = describe_step(line)
+        text = " | ".join(write(line[key]) for key, write in NUMBERS.items() if key in line)
         if self._live is not None:
             self._draw(completed=line["step"], text=text, eta=eta)
         self._print(f"step {line['step']}/{self.steps} | {text} | eta {eta}", only_log=self._live is not None)
@@ -149,9 +140,9 @@ class Console:
         """Something that happened: a save, a resume, the end."""
         self._print(text if step is None else f"step {step}/{self.steps} | {text}", style="cyan")
 
-    def sample(self, text: str, step: int | None = None) -> None:
+    def sample(self, text: str, step: int) -> None:
         """A generated text, set off from the rest."""
-        self._print("sample |" if step is None else f"sample {step}/{self.steps} |")
+        self._print(f"sample {step}/{self.steps} |")
         for line in text.splitlines() or [""]:
             self._print(f"  | {line}", style="italic")
 
@@ -160,17 +151,17 @@ class Console:
         if self.enabled:
             self._print(f"warning: {text}", style="yellow")
         else:
-            with self._if_terminal_is_there():
+            with self._while_terminal_is_there():
                 print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Take the bar away and close the log; a second call does nothing."""
         live, log, self._live, self._log = self._live, self._log, None, None
-        if live is not None:
-            with self._if_terminal_is_there():
+        with self._while_terminal_is_there():
+            if live is not None:
                 live.stop()
-        if log is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if log is not None:
                 log.close()
 
     def _print(self, text: str, style: str = "", only_log: bool = False) -> None:
@@ -181,7 +172,7 @@ class Console:
                 self._log.flush()
         if not self.enabled or only_log:
             return
-        with self._if_terminal_is_there():
+        with self._while_terminal_is_there():
             if self._terminal is not None:
                 from rich.text import Text
 
@@ -191,31 +182,17 @@ class Console:
 
     def _draw(self, **fields: Any) -> None:
         self._drawn = time.monotonic()
-        if self._live is not None:
-            with self._if_terminal_is_there():
-                self._live.update(self._live.task_ids[0], **fields)
-                self._live.refresh()
+        with self._while_terminal_is_there():
+            self._live.update(self._live.task_ids[0], **fields)
+            self._live.refresh()
 
     @contextlib.contextmanager
-    def _if_terminal_is_there(self) -> Iterator[None]:
+    def _while_terminal_is_there(self) -> Iterator[None]:
         """A terminal that went away (its window closed, ssh gone) is not written to again."""
         try:
             yield
         except (OSError, ValueError):
             self._terminal = self._live = self._stream = None
-
-
-def describe_step(line: Line) -> str:
-    """The numbers of a `train` line in a few words, as far as they are known."""
-    words = {
-        "loss": lambda x: f"loss {float(x):.4f}",
-        "lr": lambda x: f"lr {x:.2e}",
-        "grad_norm": lambda x: f"norm {float(x):.2f}",
-        "tokens_per_s": lambda x: f"{short(x)} tok/s",
-        "mfu": lambda x: f"mfu {100 * x:.1f}%",
-        "mem_mb": lambda x: f"mem {x / 1e3:.2f} GB",
-    }
-    return " | ".join(write(line[key]) for key, write in words.items() if key in line)
 
 
 def short(number: float) -> str:
@@ -229,7 +206,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h; `-` where it is not known."""
+    """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h; `-` for None."""
     if seconds is None:
         return "-"
     whole = round(seconds)

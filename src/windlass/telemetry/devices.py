@@ -1,8 +1,7 @@
 """Utilisation and memory of each rank's device: sampled by a background thread, summed up at the run's end.
 
-The thread takes part in no step and no collective. Unusual: a GPU is looked up in NVML by its UUID, because
-`CUDA_VISIBLE_DEVICES` renumbers torch's devices and not NVML's; and each sample says which phase of the run (train,
-eval, save …) took most of its interval, so that an evaluation does not look like an idle device. MB are 10^6 bytes.
+The thread takes part in no step and no collective. Each sample has the phase of the run (train, eval, save …) that took
+most of its interval, so that an evaluation does not look like an idle device. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import statistics
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass.run import Run, read_lines
-from windlass.telemetry.ledger import Line, encode, now, open_lines
+from windlass.run import Line, Run, read_lines
+from windlass.telemetry.ledger import encode, now, open_lines
 
 MB = 1e6
 
@@ -59,7 +58,7 @@ class CudaProbe:
             import pynvml as nvml
 
             nvml.nvmlInit()
-            handle = None
+            handle = None  # by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's
             for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
                 with contextlib.suppress(nvml.NVMLError):
                     handle = handle or nvml.nvmlDeviceGetHandleByUUID(name)
@@ -93,10 +92,9 @@ class CudaProbe:
 class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`.
 
-    Whatever goes wrong is kept in `warning` and ends the sampling, never the run.
-
-    `device` is `cpu` or `cuda:<index>`, `every` in seconds, `attempt` as in the ledger. A `probe` has `about`, written
-    once a start, and `read()`; None: what fits the device.
+    Whatever goes wrong is noted in `warning` and ends the sampling, never the run. `device` is `cpu` or `cuda:<index>`,
+    `every` in seconds, `attempt` as in the ledger. A `probe` has `about`, written once a start, and `read()`; None: what
+    fits the device.
     """
 
     def __init__(
@@ -108,9 +106,9 @@ class DeviceSampler:
         self.warning: str | None = None
         self.cpu_seconds = 0.0  # what the thread itself has used
         self._probe = probe
-        self._switches: deque[tuple[float, str]] = deque()  # time and name of each new phase
-        self._phase = "startup"
-        self._stop = threading.Event()
+        self._phase, self._since = "startup", time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)  # in each phase since the last sample
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)
 
     def start(self) -> DeviceSampler:
@@ -120,7 +118,17 @@ class DeviceSampler:
 
     def phase(self, name: str) -> None:
         """From now on the device does `name`: train, eval, save, … Waiting for data belongs to training."""
-        self._switches.append((time.perf_counter(), "train" if name == "data" else name))
+        with self._lock:
+            at = time.perf_counter()
+            self._seconds[self._phase] += at - self._since
+            self._phase, self._since = "train" if name == "data" else name, at
+
+    def main_phase(self) -> str:
+        """The phase that took most of the time since the last call."""
+        self.phase(self._phase)
+        with self._lock:
+            seconds, self._seconds = self._seconds, defaultdict(float)
+        return max(seconds, key=lambda name: seconds[name])
 
     def stop(self, timeout: float = 2.0) -> None:
         """Take a last sample and end the thread; a second call does nothing."""
@@ -130,6 +138,11 @@ class DeviceSampler:
 
     def _run(self) -> None:
         file = -1
+
+        def write(fields: dict[str, Any]) -> None:
+            line = {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
+            os.write(file, encode(line).encode() + b"\n")
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file, torn = open_lines(self.path)
@@ -138,13 +151,11 @@ class DeviceSampler:
             if probe is None:
                 _, _, index = self.device.partition(":")
                 probe = CudaProbe(int(index or 0)) if self.device.startswith("cuda") else HostProbe()
-            self._write(file, {"kind": "start", "world": self.world, "every": self.every} | probe.about)
-            since, stopped = time.perf_counter(), False
+            write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
+            stopped = False
             while not stopped:
                 stopped = self._stop.wait(self.every)
-                until = time.perf_counter()
-                self._write(file, {"phase": self._main_phase(since, until)} | probe.read())
-                since = until
+                write({"phase": self.main_phase()} | probe.read())
                 self.cpu_seconds = time.thread_time()
         except Exception as error:  # a sampler must never end a run, whatever a driver or a disk does
             self.warning = f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
@@ -152,27 +163,11 @@ class DeviceSampler:
             if file >= 0:
                 os.close(file)
 
-    def _write(self, file: int, fields: dict[str, Any]) -> None:
-        line = {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
-        os.write(file, encode(line).encode() + b"\n")
-
-    def _main_phase(self, since: float, until: float) -> str:
-        """The phase that took most of the interval."""
-        seconds: dict[str, float] = {}
-        at = since
-        while self._switches and self._switches[0][0] <= until:
-            when, name = self._switches.popleft()
-            seconds[self._phase] = seconds.get(self._phase, 0.0) + max(when - at, 0.0)
-            at, self._phase = max(when, at), name
-        seconds[self._phase] = seconds.get(self._phase, 0.0) + until - at
-        return max(seconds, key=lambda name: seconds[name])
-
 
 # --- the summary -----------------------------------------------------------------------------------------------------
 
 MAX_BYTES = 24_000_000
-"""So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every so many-th minute."""
-
+"""So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every 340th line."""
 NAMES = {
     "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
@@ -190,12 +185,19 @@ def summarise_devices(run: Run) -> dict[str, Any]:
     for line in read_lines(run.metrics_path):
         world = line.get("world", world)
         worlds[line.get("attempt", 0)] = world
-    by_rank: dict[str, list[Line]] = {}
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
+    every = sum(path.stat().st_size for path in files) // MAX_BYTES + 1
+    by_rank: dict[str, list[Line]] = {}
     for path in files:
-        samples = _samples(path, MAX_BYTES // len(files))
-        if same_world := [x for x in samples if worlds.get(x.get("attempt", 0), world) == world]:
-            by_rank[f"rank_{int(path.stem.removeprefix('rank-'))}"] = same_world
+        samples = []
+        for text in path.read_bytes().splitlines()[::-every]:  # from the last one on, which has the run's peak
+            with contextlib.suppress(ValueError):  # torn by a kill
+                sample = json.loads(text)
+                # the head of a start has no phase
+                if "phase" in sample and worlds.get(sample["attempt"], world) == world:
+                    samples.append(sample)
+        if samples:
+            by_rank[f"rank_{int(path.stem.removeprefix('rank-'))}"] = samples
     if not by_rank:
         return {}
     together = _statistics([sample for samples in by_rank.values() for sample in samples])
@@ -212,20 +214,3 @@ def _statistics(samples: list[Line]) -> dict[str, float]:
                 stats[f"std_{name}"] = round(statistics.pstdev(values), 3)
     peaks = [float(x[peak]) for x in samples if peak in x]
     return stats | ({"peak_mem_mb": max(peaks)} if peaks else {})
-
-
-def _samples(path: Path, max_bytes: int) -> list[Line]:
-    """A rank's samples; of a larger file every so many-th minute of them, and the last one, which has the run's peak."""
-    every = path.stat().st_size // max_bytes + 1
-    with open(path, "rb") as file:
-        texts = [text for number, text in enumerate(file) if number // 60 % every == 0]
-    if every > 1:
-        with open(path, "rb") as file:
-            texts += deque(file, maxlen=1)
-    samples = []
-    for text in texts:
-        with contextlib.suppress(ValueError):  # torn by a kill
-            line = json.loads(text)
-            if isinstance(line, dict) and "phase" in line:  # not the head of a start
-                samples.append(line)
-    return samples

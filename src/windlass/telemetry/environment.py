@@ -1,7 +1,6 @@
 """What a run ran on and with: versions, commit, hosts, devices, command; from lists of what is reported, never a dump.
 
-Secrets are removed by the name of what holds them (`scrub`, `scrub_command`, `scrub_settings`), before anything is
-written or sent to a tracker.
+`scrub` and `scrub_command` remove secrets before anything is written or sent to a tracker.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
     "SLURM_JOB_PARTITION", "PBS_JOBID", "HF_HUB_OFFLINE",
 )  # fmt: skip
-"""What is reported of the environment's variables; none of them ever holds a secret."""
 
 HIDDEN = "***"
 
@@ -67,24 +65,16 @@ def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
     """A command line without secrets: also the values of `--api-key X`, `--token=X`, `some.password=X`."""
-    shown, hide_next = [], False
+    shown, hidden = [], False  # hidden: the argument is the value of an option before it
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        secret = bool(SECRET_NAME.search(name.lstrip("-")))
-        if hide_next and not argument.startswith("-"):
+        secret, option = bool(SECRET_NAME.search(name.lstrip("-"))), argument.startswith("-")
+        if hidden and not option:
             shown.append(HIDDEN)
         else:
             shown.append(f"{name}={HIDDEN}" if equals and secret else scrub(argument, environ))
-        hide_next = secret and not equals and argument.startswith("-")
+        hidden = secret and option and not equals
     return shown
-
-
-def scrub_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings for a tracker: every text in them scrubbed."""
-    return {
-        key: scrub_settings(value) if isinstance(value, Mapping) else scrub(value) if isinstance(value, str) else value
-        for key, value in settings.items()
-    }
 
 
 def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -94,24 +84,20 @@ def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | N
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     return {
-        "time": now(),
-        "command": scrub_command(sys.orig_argv if command is None else command),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
-        "commit": commit(Path(__file__).parent),
+        "time": now(), "command": scrub_command(sys.orig_argv if command is None else command),
+        "python": platform.python_version(), "platform": platform.platform(), "packages": packages,
+        "commit": commit(Path(__file__).parent), "machine": machine(), "ranks": list(ranks),
         "variables": {name: scrub(os.environ[name]) for name in VARIABLES if name in os.environ},
-        "machine": machine(),
-        "ranks": [dict(rank) for rank in ranks],
-    }
+    }  # fmt: skip
 
 
 def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
     """Host and device of one rank."""
+    import torch
+
     about: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
-    torch = sys.modules.get("torch")
-    if torch is None or not str(device).startswith("cuda"):
-        return about | {"name": machine()["cpu"], "threads": torch.get_num_threads() if torch is not None else None}
+    if not str(device).startswith("cuda"):
+        return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     driver = None
     with contextlib.suppress(Exception):  # no NVML, whatever it raises
@@ -139,18 +125,15 @@ def machine() -> dict[str, Any]:
 def commit(directory: Path) -> dict[str, Any] | None:
     """The git commit that holds `directory`, and whether its tracked files were changed; None outside of a checkout."""
 
-    def git(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
-    head = git("rev-parse", "HEAD")
-    if head is None or git("ls-files", "--error-unmatch", ".") is None:
-        return None  # not a checkout, or a checkout of something else around an installed package
-    return {"hash": head, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    try:
+        git("ls-files", "--error-unmatch", ".")  # fails in a checkout of something else around an installed package
+        return {"hash": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def write_environment(run: Path, environment: Mapping[str, Any]) -> None:

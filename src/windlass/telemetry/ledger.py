@@ -1,8 +1,7 @@
 """The ledger `metrics.jsonl`: JSON lines, appended by rank 0 alone; everything else is computed from it.
 
-A disk that is full or gone never stops the run: a line that cannot be written is kept in memory and goes out before
-the next one. Each line is one `write` to a file opened for appending, so that a kill leaves at most one torn line,
-at the end.
+A disk that is full or gone never stops the run: a line that cannot be written stays in memory and is written before the
+next one. Each line is one `write` to a file opened for appending, so a kill leaves at most one torn line, at the end.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-Line = dict[str, Any]
-
-KINDS = ("train", "eval", "sample", "event", "summary")
+from windlass.run import Line
 
 
 def now() -> str:
@@ -53,12 +50,12 @@ def plain(value: Any) -> Any:
 class Ledger:
     """Appends lines to a run's ledger on rank 0 (`enabled`). Never raises OSError after it was opened.
 
-    `warning` says what is wrong, once. `attempt` is 0 for the first start of the run and one more for each restart.
-    `stamp` gives further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
+    `warning`: what is wrong. `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives
+    further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
     """
 
     def __init__(
-        self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Mapping[str, Any]] | None = None
+        self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Mapping[str, Any]] = dict
     ):
         self.path, self.attempt, self.enabled, self.stamp = Path(path), attempt, enabled, stamp
         self.warning: str | None = None
@@ -68,10 +65,12 @@ class Ledger:
             self._file, self._unwritten = open_lines(self.path)
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
-        """Append a line of one of KINDS after `step` optimizer steps, and return it; a field that is None is left out."""
-        assert kind in KINDS, kind
+        """Append a line (`train`, `eval`, `sample`, `event`, `summary`) after `step` optimizer steps, and return it.
+
+        A field that is None is left out.
+        """
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
-        if self.stamp is not None and kind in ("train", "event", "summary"):
+        if kind in ("train", "event", "summary"):
             line |= self.stamp()
         line |= {key: value for key, value in fields.items() if value is not None}
         if self.enabled:
@@ -97,18 +96,14 @@ class Ledger:
             try:
                 written = os.write(self._file, self._unwritten)
             except OSError as error:
-                self.warning = self.warning or (
-                    f"the ledger {self.path} cannot be written ({error.strerror}); its lines are kept in memory and "
-                    "written as soon as possible"
-                )
+                self.warning = self.warning or f"{self.path} cannot be written ({error.strerror}); tried again later"
                 return False
             self._unwritten = self._unwritten[written:]
         return True
 
 
 def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a JSONL file for appending: its descriptor, and the newline that ends a line torn by a kill, if there is
-    one."""
+    """Open a JSONL file for appending: its descriptor, and the newline that a line torn by a kill still lacks."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(file).st_size
     return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""

@@ -1,9 +1,8 @@
 """How fast a run is and where its time goes: throughput, wall time, device hours, MFU, each computed here alone.
 
-Two objects measure inside the training process: `StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds
-of the process by phase). What they measure is written into the ledger, and the functions below compute from its
-lines, so that a killed and resumed run has right numbers too. Unusual: this file never imports torch (plans and
-reports use it); a CUDA event is taken from the torch that the training process has loaded.
+`StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase) measure inside the training
+process. What they measure is written into the ledger, and the functions below compute from its lines, so that a killed
+and resumed run has right numbers too. No torch: plans and reports use this file.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
+
+from windlass.run import Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
 """The phases of a process's wall time; `lost` is computed afterwards, see `wall_time`."""
-
 STARTS = ("started", "resumed", "branched", "rewound")
 """Events from which steps are counted on from the step of the event."""
 
-Line = dict[str, Any]
 Seconds = dict[str, float]
-
-# --- measured while training -----------------------------------------------------------------------------------------
 
 
 class StepTimer:
@@ -40,28 +36,28 @@ class StepTimer:
 
     def __init__(self, device: Any = "cpu", goodput: Goodput | None = None, new_event: Callable[[], Any] | None = None):
         if new_event is None and str(device).startswith("cuda"):
-            cuda = sys.modules["torch"].cuda  # not imported: see the head of this file
+            cuda = sys.modules["torch"].cuda  # loaded by the training process; not imported here
             new_event = lambda: cuda.Event(enable_timing=True)  # noqa: E731
         self._new_event, self._goodput = new_event, goodput
         self._marks: list[tuple[str, Any, Any]] = []  # phase, its first mark, its last mark
         self._steps = 0
-        self._inside = ""
         self._begin = self._mark()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of a step: `data`, `forward`, `backward` or `optimizer`; the last one ends the step."""
-        assert name in STEP_PHASES, name
-        counted = self._goodput.phase("data") if name == "data" and self._goodput else contextlib.nullcontext()
-        with self._timed(name, host=name == "data"), counted:
-            yield
-        self._steps += name == "optimizer"
+        data = name == "data"
+        first = self._mark(host=data)
+        try:
+            with self._goodput.phase("data") if data and self._goodput else contextlib.nullcontext():
+                yield
+            self._steps += name == "optimizer"
+        finally:
+            self._marks.append((name, first, self._mark(host=data)))
 
-    @contextlib.contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> contextlib.AbstractContextManager[None]:
         """Leave what happens inside out of the steps' time: an evaluation, a save, a sample."""
-        with self._timed("outside"):
-            yield
+        return self.phase("outside")
 
     def read(self) -> dict[str, float]:
         """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets. Waits for the device."""
@@ -74,16 +70,6 @@ class StepTimer:
         ms["step"] = max(ms["step"] - ms["outside"], 0.0)
         steps, self._steps, self._marks, self._begin = self._steps, 0, [], end
         return {f"{name}_ms": ms[name] / steps for name in ("step", *STEP_PHASES) if name in ms and steps}
-
-    @contextlib.contextmanager
-    def _timed(self, name: str, host: bool = False) -> Iterator[None]:
-        assert not self._inside, f"phase {name!r} inside of {self._inside!r}"
-        self._inside, first = name, self._mark(host)
-        try:
-            yield
-        finally:
-            self._inside = ""
-            self._marks.append((name, first, self._mark(host)))
 
     def _mark(self, host: bool = False) -> Any:
         """Now, on the host's clock in seconds, or as an event at the present end of the current stream."""
@@ -101,12 +87,12 @@ def _elapsed_ms(first: Any, last: Any) -> float:
 class Goodput:
     """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
 
-    The clock starts when the process did, or `before` seconds before this object was made, so that imports count as
-    `startup`. There is always exactly one phase.
+    The clock starts when the process did, or `before` seconds before this object is constructed, so that imports count
+    as `startup`. There is always exactly one phase.
     """
 
     def __init__(self, before: float | None = None):
-        self._listeners: list[Callable[[str], None]] = []
+        self._listener: Callable[[str], None] = lambda phase: None
         self._since = time.perf_counter_ns()
         self._phase = "startup"
         self._ns = dict.fromkeys(RUN_PHASES, 0)
@@ -117,24 +103,22 @@ class Goodput:
         self._ns["startup"] = int(before * 1e9)
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """Tell `listener` (such as `DeviceSampler.phase`) the present phase, and each later one."""
-        self._listeners.append(listener)
+        """Call `listener` (such as `DeviceSampler.phase`) with the present phase, and with each later one."""
+        self._listener = listener
         listener(self._phase)
 
     def enter(self, name: str) -> str:
         """From now on time counts as `name`; returns the phase that ended."""
-        assert name in RUN_PHASES, name
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since
         before, self._phase, self._since = self._phase, name, now
         if before != name:
-            for listener in self._listeners:
-                listener(name)
+            self._listener(name)
         return before
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`, then go back to the phase before."""
+        """Count the time inside as `name`, then return to the phase before."""
         before = self.enter(name)
         try:
             yield
@@ -147,23 +131,20 @@ class Goodput:
         return {name: round(ns / 1e9, 3) for name, ns in self._ns.items() if ns}
 
     def stamp(self) -> dict[str, Seconds]:
-        """The field `seconds` of a ledger line: give this to `Ledger(stamp=…)`."""
+        """The field `seconds` of a ledger line, for `Ledger(stamp=…)`."""
         return {"seconds": self.seconds()}
 
 
 # --- computed from the ledger ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Throughput:
+class Throughput(NamedTuple):
     """Work divided by the time of the steps that did it: no evaluation, no save, no start in it."""
 
     steps_per_s: float
     samples_per_s: float
-    tokens_per_s: float
-    """Padding not counted."""
-    mfu: float | None
-    """None where the device's peak is not known."""
+    tokens_per_s: float  # padding not counted
+    mfu: float | None  # None where the device's peak is not known
 
 
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
@@ -207,9 +188,11 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
     for number, own in attempts.items():
-        resumed_at = [later[0][0] for other, later in attempts.items() if other > number]
-        last = own[-1][1]
-        useful = last if not resumed_at else _seconds_at(own, min(resumed_at))
+        resumed_at = min((later[0][0] for other, later in attempts.items() if other > number), default=float("inf"))
+        # up to the first line beyond that step: the event of a checkpoint that is written in the background may come
+        # later, and does not count
+        before = [seconds for _, seconds in takewhile(lambda line, last=resumed_at: line[0] <= last, own)]  # type: ignore[misc]
+        last, useful = own[-1][1], before[-1] if before else {}
         for name in last:
             totals[name] = totals.get(name, 0.0) + useful.get(name, 0.0)
             totals["lost"] += last[name] - useful.get(name, 0.0)
@@ -232,11 +215,7 @@ def device_hours(lines: Iterable[Line]) -> float:
 
 
 def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
-    """Step and seconds of each line by attempt.
-
-    A rewind begins a new attempt in the same process, whose clock runs on: what it showed by then belongs to the
-    attempt before, at a step beyond every step that is kept.
-    """
+    """Step and seconds of each line by attempt."""
     attempts: dict[int, list[tuple[float, Seconds]]] = {}
     base: Seconds = {}
     for line in lines:
@@ -245,6 +224,8 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
             continue
         number = int(line.get("attempt", 0))
         if number not in attempts:
+            # a rewind begins a new attempt in the same process, whose clock runs on: what it shows by then belongs to
+            # the attempt before, at a step beyond every step that stays
             rewound = line.get("event") == "rewound" and bool(attempts)
             if rewound:
                 attempts[max(attempts)].append((float("inf"), {n: s - base.get(n, 0.0) for n, s in seconds.items()}))
@@ -252,18 +233,6 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
             attempts[number] = []
         attempts[number].append((line["step"], {name: value - base.get(name, 0.0) for name, value in seconds.items()}))
     return attempts
-
-
-def _seconds_at(lines: list[tuple[float, Seconds]], step: float) -> Seconds:
-    """What an attempt had spent before its first line beyond `step`.
-
-    The event of a checkpoint that is written in the background may come after such a line: it does not count.
-    """
-    within = [seconds for _, seconds in takewhile(lambda line: line[0] <= step, lines)]
-    return within[-1] if within else {}
-
-
-# --- MFU -------------------------------------------------------------------------------------------------------------
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:

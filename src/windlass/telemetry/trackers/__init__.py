@@ -1,9 +1,8 @@
 """Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which follows the ledger.
 
-Training writes its ledger and nothing else; `exporter_process.py` reads `metrics.jsonl` and the devices' files and
-sends what is new, so that a tracker that hangs holds up no other and costs the training nothing. This file is the
-training's side. The pipe to an exporter's standard input shows it that this process lives; its standard output brings
-at most two lines of JSON: where the run is shown, and the first thing that went wrong. Exit code 0: all delivered.
+Training writes its ledger and nothing else, so a tracker that hangs costs it nothing. This file is the training's side
+of two pipes: an exporter's standard input closes when this process ends, its standard output brings at most two lines
+of JSON (where the run is shown, and the first error). Exit code 0: everything was delivered.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ class Note(NamedTuple):
 class Trackers:
     """The exporter processes of a run. Nothing here raises OSError, and only `finish` waits.
 
-    Once this process is gone, an exporter has `flush_seconds` left. `live`: this process trains the run.
+    When this process ends, an exporter has `flush_seconds` left. `live`: this process trains the run.
     """
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float, live: bool = True):
         self.run = run
-        self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any, for their pipes are never None here
+        self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: their pipes are never None here
         self._notes: list[Note] = []
         self._warned: set[str] = set()
+        module = "windlass.telemetry.trackers.exporter_process"
         for name in names:
             if find_spec(name) is None:
-                self._warn(name, f"not installed (pip install 'windlass[{name}]')")
+                self._note(name, f"not installed (pip install 'windlass[{name}]')")
                 continue
             try:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
-                module = "windlass.telemetry.trackers.exporter_process"
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
                     self.processes[name] = subprocess.Popen(
                         [sys.executable, "-m", module, str(run), name, "live" if live else "replay", str(flush_seconds)],
@@ -60,20 +59,16 @@ class Trackers:
                     )  # fmt: skip
                 os.set_blocking(self.processes[name].stdout.fileno(), False)
             except OSError as error:
-                self._warn(name, f"its exporter could not be started ({error})")
+                self._note(name, f"its exporter could not be started ({error})")
 
     def poll(self) -> list[Note]:
         """What there is to show since the last call."""
         for name, process in self.processes.items():
             code = process.poll()  # asked before reading: what an ended process reported is in the pipe
             for line in (process.stdout.read() or b"").splitlines():  # lines are short, so the pipe never splits one
-                note = Note(**json.loads(line))
-                if note.warning:
-                    self._warn(name, note.text)
-                else:
-                    self._notes.append(Note(f"{name}: {note.text}"))
+                self._note(name, *json.loads(line))
             if code:
-                self._warn(name, f"its exporter ended early (exit code {code})")
+                self._note(name, f"its exporter ended early (exit code {code})")
         notes, self._notes = self._notes, []
         return notes
 
@@ -88,7 +83,7 @@ class Trackers:
         notes = self.poll()
         for name, process in self.processes.items():
             if process.poll() is None:
-                self._warn(name, f"not done {timeout:.0f} s after the end")
+                self._note(name, f"not done {timeout:.0f} s after the end")
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
             process.wait()
@@ -96,16 +91,18 @@ class Trackers:
         return notes + self.poll()
 
     def close(self) -> None:
-        """Let go of the trackers without waiting, as where the run failed: they send the rest and end by themselves."""
+        """Close the pipes without waiting, as where the run failed: the exporters send the rest and end."""
         for process in self.processes.values():
             process.stdin.close()
             process.stdout.close()
             process.returncode = process.returncode or 0  # nobody waits for it: no ResourceWarning
         self.processes = {}
 
-    def _warn(self, name: str, text: str) -> None:
-        """A warning with its remedy, the first of each tracker only."""
-        if name not in self._warned:
+    def _note(self, name: str, text: str, warning: bool = True) -> None:
+        """Show a line, a warning with its remedy and the first of each tracker only."""
+        if not warning:
+            self._notes.append(Note(f"{name}: {text}"))
+        elif name not in self._warned:
             self._warned.add(name)
             remedy = f"nothing is lost: `windlass track {self.run} --to {name}` replays the ledger"
             self._notes.append(Note(f"{name}: {text}; {remedy}", warning=True))
@@ -114,11 +111,13 @@ class Trackers:
 def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there is to show.
 
-    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is no such tracker or
-    nothing to send, RunFailed where the tracker is not installed or did not take all of it.
+    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is no such tracker, its
+    library is not installed or there is nothing to send, RunFailed where the tracker did not take all of it.
     """
     if name not in TRACKERS:
         raise UserError(f"--to {name}: there are {', '.join(TRACKERS)}")
+    if find_spec(name) is None:
+        raise UserError(f"--to {name}: {name} is not installed; pip install 'windlass[{name}]'")
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")

@@ -1,0 +1,205 @@
+"""TensorBoard, MLflow and W&B, each as a class that connects to a run in the tracker when it is constructed.
+
+A back-end has `hint`, where to look at the run, and `marks`, the last step of each stream that the tracker has.
+`write(points)` takes points in the order of their steps, after which the tracker has everything up to `marks`;
+`close(state, ended)` sends the run's state and returns when all is delivered. An error means: not delivered.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from windlass.errors import first_line
+from windlass.run import Run
+from windlass.telemetry.environment import scrub
+
+MLFLOW_DEFAULTS = {  # of the environment; the exporter tries again anyway
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+}  # fmt: skip
+MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
+MLFLOW_STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+WANDB_SETTINGS: dict[str, Any] = {  # nothing of the machine, the code, or the console; retries that end
+    "silent": True, "console": "off", "disable_code": True, "disable_git": True, "reinit": "create_new",
+    "x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True, "x_save_requirements": False,
+    "init_timeout": 20.0, "x_graphql_retry_max": 3, "x_graphql_timeout_seconds": 10.0,
+}  # fmt: skip
+
+
+class Point(NamedTuple):
+    """What one line of the ledger gives a tracker at one step."""
+
+    step: int
+    time: float  # seconds since 1970
+    stream: str
+    scalars: dict[str, float]
+    texts: dict[str, str]
+
+
+class TensorBoard:
+    """Writes the whole effective ledger into a new file at each start and replay, then removes the file before it.
+
+    Events cannot be taken out of a file, and not every reader heeds the mark that says to forget them.
+    """
+
+    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.marks: dict[str, int] = {}
+        directory = run.path / "tensorboard"
+        self.hint = f"tensorboard --logdir {shlex.quote(str(directory))}"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._old = list(directory.glob("events.out.tfevents.*"))
+        # readers go through the files by name, so a later one must sort after
+        self._file = open(directory / f"events.out.tfevents.{time.time_ns()}.windlass", "xb")  # noqa: SIM115
+        self._writer, self._event = RecordWriter(self._file), event_pb2.Event
+        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # a running server forgets what it has read
+        hparams = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
+        session = hparams_pb(hparams, trial_id=run.path.resolve().name, start_time_secs=started)
+        for fields in ({"file_version": "brain.Event:2"}, {"step": 0, "session_log": restart}, {"summary": session}):
+            self._writer.write(self._event(wall_time=started, **fields).SerializeToString())
+
+    def write(self, points: Iterator[Point]) -> None:
+        """Append the points; the file before this one can go then."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        for point in points:
+            values = [Summary.Value(tag=tag, simple_value=x) for tag, x in point.scalars.items()]
+            for tag, text in point.texts.items():
+                values += text_pb(tag, text.encode("utf-8", "replace")).value
+            event = self._event(wall_time=point.time, step=point.step, summary=Summary(value=values))
+            self._writer.write(event.SerializeToString())
+        self._file.flush()
+        while self._old:
+            self._old.pop().unlink(missing_ok=True)
+
+    def close(self, state: str, ended: float) -> None:
+        """Close the file; TensorBoard has no state of a run."""
+        self._file.close()
+
+
+class MLflow:
+    """One MLflow run, identified by a tag, in `MLFLOW_TRACKING_URI` or a SQLite store beside the runs.
+
+    Metrics carry the ledger's own times, so lines that are sent again after a kill are, to the store, the same rows.
+    Points of steps that a resume does again cannot be removed: those of the first attempt stay, none comes twice.
+    """
+
+    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+        os.environ.update({key: os.environ.get(key, value) for key, value in MLFLOW_DEFAULTS.items()})
+        import mlflow
+        from mlflow.entities import Param
+
+        home, uri = Path(os.path.relpath(run.path.resolve().parent)), os.environ.get("MLFLOW_TRACKING_URI")
+        artifacts = None if uri else (home / "mlartifacts").resolve().as_uri()
+        uri = uri or f"sqlite:///{home / 'mlflow.db'}"
+        self._client = client = mlflow.MlflowClient(tracking_uri=uri)
+        project = settings["telemetry.project"]
+        existing = client.get_experiment_by_name(project)
+        experiment = existing.experiment_id if existing else client.create_experiment(project, artifacts)
+        runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
+        if not runs:
+            tags = {"windlass.id": id, "mlflow.runName": run.path.resolve().name}
+            tags["mlflow.note.content"] = settings["run.notes"]
+            runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
+        self._id, data = runs[0].info.run_id, runs[0].data
+        params = [Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params]
+        for first in range(0, len(params), MAX_PARAMS):  # those that are there cannot be changed and need not be
+            client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
+        self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
+        page = f"{scrub(uri).rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
+        self.hint = page if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
+
+    def write(self, points: Iterator[Point]) -> None:
+        """Metrics first, then the marks: after a kill in between, the store gets equal rows again and keeps one."""
+        from mlflow.entities import Metric
+
+        self._client.update_run(self._id, status="RUNNING")
+        metrics: list[Metric] = []
+        for point in points:
+            metrics += [Metric(key, value, round(point.time * 1e3), point.step) for key, value in point.scalars.items()]
+            for key, text in point.texts.items():
+                self._client.log_text(self._id, text, f"{key}/step-{point.step:08d}.txt")
+            while len(metrics) > MAX_METRICS:
+                self._client.log_batch(self._id, metrics=metrics[:MAX_METRICS])
+                del metrics[:MAX_METRICS]
+        self._client.log_batch(self._id, metrics=metrics)
+        self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
+
+    def close(self, state: str, ended: float) -> None:
+        """The status and the time of the end."""
+        if state in MLFLOW_STATUS:
+            self._client.set_terminated(self._id, MLFLOW_STATUS[state], end_time=round(ended * 1e3))
+
+
+class WandB:
+    """One W&B run under a stable id: online where the library gets in, else a complete directory to be synced later.
+
+    Online, a resume continues the same run; which steps the server has is in the run's own summary, as `marks/*`. An
+    offline file cannot be appended to, so each start writes the whole effective ledger into a new one and then removes
+    those before it. The key is taken by the library itself from `WANDB_API_KEY`, never read or written here.
+    """
+
+    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self.marks: dict[str, int] = {}
+        self._old: list[Path] = []
+        self._run: Any = None
+        why = os.environ.get("WANDB_MODE", "online")
+        arguments: dict[str, Any] = {
+            "project": settings["telemetry.project"], "id": id, "name": run.path.resolve().name, "config": settings,
+            "notes": settings["run.notes"] or None, "dir": str(run.path), "settings": wandb.Settings(**WANDB_SETTINGS),
+        }  # fmt: skip
+        if why == "online":
+            try:
+                self._run = wandb.init(**arguments, mode="online", resume="allow")
+            except Exception as error:  # no key, no network, no answer, a wrong one: offline loses nothing
+                why = scrub(first_line(error))
+                wandb.teardown()
+        self._run = self._run or wandb.init(**arguments, mode="offline")
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("marks/*", hidden=True)
+        if self._run.settings._offline:
+            directory = run.path / "wandb" / Path(self._run.settings.sync_dir).name
+            self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {why})"
+            self._old = [path for path in directory.parent.glob(f"offline-run-*-{id}") if path != directory]
+        else:
+            self.hint = str(self._run.url)
+            summary = dict(self._run.summary) if self._run.resumed else {}
+            self.marks = {key.removeprefix("marks/"): int(x) for key, x in summary.items() if key.startswith("marks/")}
+
+    def write(self, points: Iterator[Point]) -> None:
+        """A row for each point, with its mark in the row itself."""
+        import wandb
+
+        for point in points:
+            row = {**point.scalars, "step": point.step, "_timestamp": point.time, f"marks/{point.stream}": point.step}
+            row |= {tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False) for tag, x in point.texts.items()}
+            # the server would refuse a row before its last one; under the next free number it still has its own `step`
+            self._run.log(row, step=point.step if point.step >= self._run.step else None)
+
+    def close(self, state: str, ended: float) -> None:
+        """The state, and all that waits; then the offline directories before this one can go."""
+        import wandb
+
+        self._run.summary["state"] = state
+        self._run.finish(exit_code=0 if state in ("finished", "running") else 1)
+        wandb.teardown()
+        for path in self._old:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+BACKENDS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
