@@ -88,7 +88,7 @@ def expected(run: Path) -> readers.Curves:
     curves = defaultdict(list)
     for line in Run(run).ledger():
         if line["kind"] in ("train", "eval"):
-            for name, value in points.point(line).scalars.items():
+            for name, value in points.point(line, {}).scalars.items():
                 curves[name].append((line["step"], value))
     return dict(curves)
 
@@ -150,7 +150,7 @@ def expected_of_attempts(run: Path) -> readers.Curves:
         line = json.loads(raw)
         if line["kind"] in ("train", "eval") and (line["step"], points.stream(line)) not in seen:
             seen.add((line["step"], points.stream(line)))
-            for name, value in points.point(line).scalars.items():
+            for name, value in points.point(line, {}).scalars.items():
                 # SQL has no infinity: MLflow keeps the largest number there is
                 curves[name].append((line["step"], min(value, sys.float_info.max)))
     return dict(curves)

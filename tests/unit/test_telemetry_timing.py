@@ -104,8 +104,6 @@ def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):
         raise ZeroDivisionError
     with timer.phase("optimizer"):  # the phase that raised is closed
         pass
-    with pytest.raises(AssertionError), timer.phase("forward"), timer.phase("backward"):
-        pass
 
 
 def test_the_parts_of_the_goodput_sum_to_the_whole():

@@ -9,14 +9,14 @@ import types
 import pytest
 
 from helpers import windlass
-from windlass.errors import RunFailed, UserError
+from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import exporter_process as points
 from windlass.telemetry.trackers import replay
+from windlass.telemetry.trackers.backends import WandB
 from windlass.telemetry.trackers.exporter_process import Follower, device_means
-from windlass.telemetry.trackers.wandb import Backend as WandB
 
 TIME = "2026-01-01T00:00:00.000Z"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -61,11 +61,11 @@ def test_names_are_grouped():
 
 def test_suites_samples_and_the_summary_have_streams_of_their_own():
     base = {"step": 5, "time": TIME, "attempt": 0}
-    loss = points.point(base | {"kind": "eval", "suite": "loss", "loss": 1.5, "perplexity": "Infinity"})
+    loss = points.point(base | {"kind": "eval", "suite": "loss", "loss": 1.5, "perplexity": "Infinity"}, {})
     assert loss.scalars == {"eval/loss": 1.5, "eval/perplexity": math.inf} and loss.stream == "eval/loss"
-    other = points.point(base | {"kind": "eval", "suite": "hellaswag", "acc_norm": 0.3})
+    other = points.point(base | {"kind": "eval", "suite": "hellaswag", "acc_norm": 0.3}, {})
     assert other.scalars == {"eval/hellaswag/acc_norm": 0.3} and other.stream == "eval/hellaswag"
-    sample = points.point(base | {"kind": "sample", "index": 1, "prompt": "a", "text": "ab"})
+    sample = points.point(base | {"kind": "sample", "index": 1, "prompt": "a", "text": "ab"}, {})
     assert sample.texts == {"samples/1": "ab"} and sample.stream == "sample/1"
     summary = base | {
         "kind": "summary",
@@ -74,7 +74,7 @@ def test_suites_samples_and_the_summary_have_streams_of_their_own():
         "best": "loss",
         "by_rank": {"rank_0": {"u": 2.5}},
     }
-    assert points.point(summary).scalars == {"summary/loss": 1.0, "summary/by_rank/rank_0/u": 2.5}
+    assert points.point(summary, {}).scalars == {"summary/loss": 1.0, "summary/by_rank/rank_0/u": 2.5}
 
 
 # -- following the ledger -----------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
         replay(run, "neptune")
     assert "tensorboard, mlflow, wandb" in str(error.value)
     monkeypatch.setattr("windlass.telemetry.trackers.find_spec", lambda name: None)
-    with pytest.raises(RunFailed) as error:
+    with pytest.raises(UserError) as error:
         replay(run, "mlflow")
     assert "windlass[mlflow]" in str(error.value)
 

@@ -1,7 +1,6 @@
 """What a run shows: a header, a live bar in a terminal and plain lines elsewhere, and all of it in `log.txt`.
 
-A terminal that goes away, or a full disk under the log, ends the output and never the run. Generated text is shown
-with its control characters made visible, so that it cannot steer the terminal.
+A terminal that goes away, or a full disk under the log, ends the output and never the run.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,43 +21,12 @@ LEGEND = {
     "tok/s": "tokens a second, padding not counted", "mfu": "share of the device's peak arithmetic",
     "mem": "memory of this rank", "eta": "time left",
 }  # fmt: skip
-NUMBERS = {
+NUMBERS: dict[str, Callable[[Any], str]] = {  # fields of a `train` line that are shown, as far as it has them
     "loss": lambda x: f"loss {float(x):.4f}", "lr": lambda x: f"lr {x:.2e}", "grad_norm": lambda x: f"norm {float(x):.2f}",
     "tokens_per_s": lambda x: f"{short(x)} tok/s", "mfu": lambda x: f"mfu {100 * x:.1f}%",
     "mem_mb": lambda x: f"mem {x / 1e3:.2f} GB",
 }  # fmt: skip
-"""Fields of a `train` line that are shown, as far as it has them."""
-SCORES = ("loss", "perplexity", "acc", "acc_norm", "exact_match", "f1")
-"""Fields of an `eval` line that are shown."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a run shows of itself at the start; `first_step`: steps that were done before."""
-
-    run: str
-    recipe: str
-    config_hash: str
-    device: str
-    world: int
-    strategy: str
-    precision: str
-    parameters: int
-    steps: int
-    tokens_per_step: int
-    first_step: int = 0
-
-    def lines(self) -> list[str]:
-        """The header as text."""
-        tokens = short(self.steps * self.tokens_per_step)
-        resumed = f", resumed after step {self.first_step:,}" if self.first_step else ""
-        return [
-            f"run     {self.run}",
-            f"recipe  {self.recipe} ({self.config_hash})",
-            f"ranks   {self.world} rank{'s' * (self.world != 1)} x {self.device}, {self.strategy}, {self.precision}",
-            f"model   {self.parameters:,} parameters",
-            f"work    {self.steps:,} steps x {self.tokens_per_step:,} tokens = {tokens} tokens{resumed}",
-        ]
+SCORES = ("loss", "perplexity", "acc", "acc_norm", "exact_match", "f1")  # fields of an `eval` line that are shown
 
 
 class Console:
@@ -92,21 +59,26 @@ class Console:
 
             self._terminal = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
 
-    def header(self, header: Header) -> None:
-        """Show what is about to run, and what the columns mean."""
-        for line in header.lines():
-            self._print(line, style="bold" if line.startswith("run ") else "")
+    def header(
+        self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
+        parameters: int, tokens_per_step: int, first_step: int = 0,
+    ) -> None:  # fmt: skip
+        """Show what is about to run, and what the columns mean; `first_step`: steps that were done before."""
+        tokens = short(self.steps * tokens_per_step)
+        resumed = f", resumed after step {first_step:,}" if first_step else ""
+        self._print(f"run     {run}", style="bold")
+        self._print(f"recipe  {recipe} ({config_hash})")
+        self._print(f"ranks   {world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}")
+        self._print(f"model   {parameters:,} parameters")
+        self._print(f"work    {self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}")
         for word, meaning in LEGEND.items():
             self._print(f"  {word:<6} {meaning}", style="dim")
         if self._terminal is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-            from rich.table import Column
 
-            numbers = TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True))
-            eta = TextColumn("eta {task.fields[eta]}", style="cyan")
-            columns = MofNCompleteColumn(), BarColumn(bar_width=20), numbers, eta
+            columns = MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
             self._live = Progress(*columns, console=self._terminal, auto_refresh=False)
-            self._live.add_task("train", total=self.steps, completed=header.first_step, text="", eta="")
+            self._live.add_task("", total=self.steps, completed=first_step)
             with self._while_terminal_is_there():
                 self._live.start()
 
@@ -124,10 +96,11 @@ class Console:
         if done := line["step"] - self._first[1]:
             seconds_per_step = (time.monotonic() - self._first[0]) / done
         eta = "-" if seconds_per_step is None else duration((self.steps - line["step"]) * seconds_per_step)
-        text = " | ".join(write(line[key]) for key, write in NUMBERS.items() if key in line)
+        numbers = [write(line[key]) for key, write in NUMBERS.items() if key in line]
+        text = " | ".join([*numbers, f"eta {eta}"])
         if self._live is not None:
-            self._draw(completed=line["step"], text=text, eta=eta)
-        self._print(f"step {line['step']}/{self.steps} | {text} | eta {eta}", only_log=self._live is not None)
+            self._draw(completed=line["step"], description=text)
+        self._print(f"step {line['step']}/{self.steps} | {text}", only_log=self._live is not None)
 
     def eval(self, line: Line) -> None:
         """An evaluation: an `eval` line of the ledger."""
@@ -165,7 +138,8 @@ class Console:
                 log.close()
 
     def _print(self, text: str, style: str = "", only_log: bool = False) -> None:
-        text = printable(text)
+        # control characters made visible, so that a generated text cannot steer the terminal
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         if self._log is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._log.write(f"{now()} {text}\n")
@@ -205,17 +179,10 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def duration(seconds: float | None) -> str:
-    """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h; `-` for None."""
-    if seconds is None:
-        return "-"
+def duration(seconds: float) -> str:
+    """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h."""
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
     return f"{whole}s"
-
-
-def printable(text: str) -> str:
-    """Text with control characters made visible, so that a generated text cannot steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass.run import Line, Run, read_lines
+from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now, open_lines
 
 MB = 1e6
@@ -174,8 +174,8 @@ NAMES = {
 }
 
 
-def summarise_devices(run: Run) -> dict[str, Any]:
-    """Utilisation and memory over all ranks and `by_rank`, for the `summary` line.
+def summarise_devices(run: Run) -> dict[str, float]:
+    """Utilisation and memory over all ranks, for the `summary` line.
 
     Means (`avg_gpu_util_pct`, `avg_mem_alloc_mb` …; `avg_cpu_util_pct`, `avg_rss_mb`) are over the samples of the phase
     `train`; `peak_mem_mb`, the allocator's or the resident memory's peak on the fullest rank, is over all phases.
@@ -187,24 +187,14 @@ def summarise_devices(run: Run) -> dict[str, Any]:
         worlds[line.get("attempt", 0)] = world
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
     every = sum(path.stat().st_size for path in files) // MAX_BYTES + 1
-    by_rank: dict[str, list[Line]] = {}
+    samples = []
     for path in files:
-        samples = []
         for text in path.read_bytes().splitlines()[::-every]:  # from the last one on, which has the run's peak
             with contextlib.suppress(ValueError):  # torn by a kill
                 sample = json.loads(text)
                 # the head of a start has no phase
                 if "phase" in sample and worlds.get(sample["attempt"], world) == world:
                     samples.append(sample)
-        if samples:
-            by_rank[f"rank_{int(path.stem.removeprefix('rank-'))}"] = samples
-    if not by_rank:
-        return {}
-    together = _statistics([sample for samples in by_rank.values() for sample in samples])
-    return together | {"by_rank": {rank: _statistics(samples) for rank, samples in by_rank.items()}}
-
-
-def _statistics(samples: list[Line]) -> dict[str, float]:
     kind, peak = ("cuda", "peak_alloc_mb") if any("mem_alloc_mb" in x for x in samples) else ("cpu", "rss_mb")
     stats: dict[str, float] = {}
     for field, name in NAMES[kind].items():

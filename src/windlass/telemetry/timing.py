@@ -130,10 +130,6 @@ class Goodput:
         self.enter(self._phase)
         return {name: round(ns / 1e9, 3) for name, ns in self._ns.items() if ns}
 
-    def stamp(self) -> dict[str, Seconds]:
-        """The field `seconds` of a ledger line, for `Ledger(stamp=…)`."""
-        return {"seconds": self.seconds()}
-
 
 # --- computed from the ledger ----------------------------------------------------------------------------------------
 
@@ -263,12 +259,9 @@ PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"\bMIG\b", {}),  # a slice of a GPU has a share of its peak that its name does not tell
     (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80}),
     (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
-    (r"\bGH200\b", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
-    (r"\bH200 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),
-    (r"\bH200\b", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
-    (r"\bH100 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),
+    (r"\bH[12]00 NVL", {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60}),
     (r"\bH100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
-    (r"\bH[18]00\b.*(SXM|HBM3)", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
+    (r"\bG?H200\b|\bH[18]00\b.*(SXM|HBM3)", {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67}),
     (r"\bA[18]00\b", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
     (r"\bA30\b", {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3}),
     (r"\bA40\b", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),

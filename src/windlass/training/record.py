@@ -13,7 +13,6 @@ import torch
 
 from windlass.checkpoint.retention import best
 from windlass.run import Line, Run, read_lines
-from windlass.telemetry.console import Header
 from windlass.telemetry.timing import device_hours, mfu, throughput, wall_time
 
 if TYPE_CHECKING:
@@ -73,11 +72,9 @@ class Recorder:
         """The terminal's header and the event of this start."""
         facts, state, recipe = self.facts, self.state, plan.recipe
         self.console.header(
-            Header(
-                run=str(self.run.path), recipe=recipe.preset, config_hash=recipe.config_hash, device=facts.device_name,
-                world=ranks.world, strategy=ranks.strategy, precision=facts.precision, parameters=facts.parameters,
-                steps=self.horizon.steps, tokens_per_step=batch.tokens_per_step, first_step=state.step,
-            )
+            run=str(self.run.path), recipe=recipe.preset, config_hash=recipe.config_hash, device=facts.device_name,
+            world=ranks.world, strategy=ranks.strategy, precision=facts.precision, parameters=facts.parameters,
+            tokens_per_step=batch.tokens_per_step, first_step=state.step,
         )  # fmt: skip
         for note in notes:
             self.console.warning(note)

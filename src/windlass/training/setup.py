@@ -332,7 +332,7 @@ def open_recorder(
 ) -> Recorder:  # fmt: skip
     """Ledger, terminal and trackers on rank 0, the device sampler on every rank; all closed at the end of `stack`."""
     recipe, run = plan.recipe, plan.run
-    ledger = Ledger(run.metrics_path, attempt, enabled=ranks.main, stamp=goodput.stamp)
+    ledger = Ledger(run.metrics_path, attempt, enabled=ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
     stack.callback(ledger.close)
     console = Console(horizon.steps, ranks.main, run.log_path, ranks.rank)
     stack.callback(console.close)
