@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "dist"), str(TESTS)]
 
 from harness import run_ranks  # noqa: E402 - the tests come first in the path
-from test_memory_of_a_step import measured  # noqa: E402 - the tests come first in the path
+from memory_meter import measured  # noqa: E402 - the tests come first in the path
 
 from windlass.estimate.memory import layout_of, memory  # noqa: E402 - the tests come first in the path
 from windlass.recipe import Recipe  # noqa: E402 - the tests come first in the path

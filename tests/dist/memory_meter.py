@@ -1,7 +1,8 @@
-"""How much memory tensors take, seen from outside: every operation's results, until the last reference is gone."""
+"""How much memory tensors take in real training steps: every operation's results, until the last reference is gone."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import Any
@@ -9,6 +10,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
+from windlass.optim.build import build_optimizer
+from windlass.parallel import collectives
+from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap
+from windlass.recipe import Recipe
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -69,3 +77,27 @@ class MemoryMeter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
+
+
+def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) -> tuple[int, int]:
+    """On one rank, for `harness.run_ranks`: bytes at rest after two steps, and at the peak of the third."""
+    with join(r) as ranks, MemoryMeter() as meter:
+        model = parallelize(build_model(r, vocab), ranks, r)
+        initialise(unwrap(model), 0)
+        optimizer, parameters = build_optimizer(unwrap(model), r.optim, "cpu"), list(model.parameters())
+        tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
+        rest = 0
+        for step in range(3):
+            if step == 2:
+                gc.collect()
+                rest = meter.restart()
+            for k in range(accumulation):
+                with sync_gradients(model, k == accumulation - 1):
+                    with autocast(r, ranks.device):
+                        loss = model(tokens, tokens)
+                    (loss / 1000).backward()
+                    del loss
+            collectives.global_grad_norm(parameters, ranks)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return rest, meter.peak

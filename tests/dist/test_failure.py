@@ -41,7 +41,12 @@ def suspended(pid: int) -> bool:
 
 
 def end(
-    fn: Callable[[Ranks], None], world: int, folder: Path, missing: int | None = None, alone: bool = False, **settings: float
+    fn: Callable[[Ranks], None],
+    world: int,
+    folder: Path,
+    missing: int | None = None,
+    alone: bool = False,
+    **settings: float,
 ) -> list[Ended]:
     """Run `fn` on forked ranks, as a worker does, and see how each of them ends.
 
@@ -81,7 +86,9 @@ def end(
     listening.close()
     while len(times) < world and time.monotonic() < began + 30:
         for rank, process in enumerate(processes):
-            if process.exitcode is not None or (len(times) == world - 1 and (rank == missing or suspended(process.pid))):
+            if process.exitcode is not None or (
+                len(times) == world - 1 and (rank == missing or suspended(process.pid))
+            ):
                 times.setdefault(rank, time.monotonic() - began)
         time.sleep(0.02)
     ended = []

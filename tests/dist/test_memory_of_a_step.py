@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
-import torch
 from harness import recipe, run_ranks
-from memory_meter import MemoryMeter
+from memory_meter import measured
 
 import hf_fixtures
 from windlass.estimate.memory import layout_of, memory
-from windlass.model.build import build_model
-from windlass.model.gpt import initialise
 from windlass.model.hf import read_sizes
-from windlass.optim.build import build_optimizer
-from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap
 
 SHAPES = {
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
@@ -30,40 +22,12 @@ SHAPES = {
 """Models in which one thing or another takes most of the memory: settings, vocabulary, micro-batch."""
 
 
-def one_step(model, ranks, r, optimizer, tokens, accumulation):
-    parameters = list(model.parameters())
-    for k in range(accumulation):
-        with sync_gradients(model, k == accumulation - 1):
-            with autocast(r, ranks.device):
-                loss = model(tokens, tokens)
-            (loss / 1000).backward()
-            del loss
-    collectives.global_grad_norm(parameters, ranks)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def measured(join, r, vocab, micro, accumulation):
-    """Bytes at rest after two steps, and at the peak of the third."""
-    with join(r) as ranks, MemoryMeter() as meter:
-        model = parallelize(build_model(r, vocab), ranks, r)
-        initialise(unwrap(model), 0)
-        optimizer = build_optimizer(unwrap(model), r.optim, "cpu")
-        tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
-        for _ in range(2):
-            one_step(model, ranks, r, optimizer, tokens, accumulation)
-        gc.collect()
-        rest = meter.restart()
-        one_step(model, ranks, r, optimizer, tokens, accumulation)
-        return rest, meter.peak
-
-
 def compare(shape, world=1, accumulation=1, **overrides):
     settings, vocab, micro = SHAPES[shape]
     model = {f"model__{key}": value for key, value in settings.items()}
     batch = {"train__micro_batch": micro, "train__global_batch": micro * world * accumulation}
     r = recipe(**model, **batch, **overrides)
-    rest, peak = max(run_ranks(measured, world, r, vocab, micro, accumulation), key=lambda found: found[1])
+    rest, peak = max(run_ranks(measured, world, r, vocab, micro, accumulation), key=lambda rank: rank[1])
     return memory(r.model, vocab, layout_of(r, world), r.optim.kind), rest, peak
 
 
@@ -78,7 +42,6 @@ ONE_RANK = [
 
 
 def slow(value):
-    """A parameter that belongs to the slower proofs."""
     return pytest.param(value, marks=pytest.mark.full)
 
 
@@ -101,6 +64,8 @@ SEVERAL_RANKS = [
     {"parallel__strategy": "shard_grad_op"},
     slow({"parallel__strategy": "ddp", "accumulation": 2}),
     slow({"parallel__strategy": "full_shard", "accumulation": 2}),
+    slow({"parallel__strategy": "full_shard", "accumulation": 2, "parallel__reduce_each_micro_batch": True}),
+    slow({"parallel__strategy": "shard_grad_op", "accumulation": 2, "parallel__reduce_each_micro_batch": True}),
     slow({"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"}),
     slow({"parallel__strategy": "shard_grad_op", "accumulation": 2}),
 ]

@@ -316,7 +316,11 @@ def test_what_runs_again_in_the_backward_pass(how: str, products: int, attention
 
 def test_attention_that_draws_dropout_is_recomputed():
     flash, q = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1)
-    assert selective_policy(None, flash, q, q, q, 0.0) == selective_policy(None, flash, q, q, q) == CheckpointPolicy.MUST_SAVE
+    assert (
+        selective_policy(None, flash, q, q, q, 0.0)
+        == selective_policy(None, flash, q, q, q)
+        == CheckpointPolicy.MUST_SAVE
+    )
     assert selective_policy(None, flash, q, q, q, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     assert selective_policy(None, efficient, q, q, q, None, True, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE

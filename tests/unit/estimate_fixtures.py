@@ -1,4 +1,4 @@
-"""A finished run's directory, made up: known step times, evaluations and saves."""
+"""The directory of a finished run: known step times, evaluations and saves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from windlass.run import Run
 
 def write_run(
     path: Path,
-    *overrides: str,
     device: str = "CPU",
     world: int = 1,
     step_s: float = 0.1,
     first_eval_s: float = 2.0,
-    eval_s: float = 2.0,
     until: int = 100,
     **first_eval: Any,
 ) -> Run:
     """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2 steps; 1 s of start-up."""
-    recipe = Recipe.load("quickstart", ["train.steps=100", "eval.every=25", "eval.sample_every=0", *overrides])
+    recipe = Recipe.load("quickstart", ["train.steps=100", "eval.every=25", "eval.sample_every=0"])
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
     tokens = 16 * 128
@@ -47,10 +45,8 @@ def write_run(
         }
         lines.append({"kind": "train", "step": step, "loss": 4.0, **speed, "seconds": dict(spent)})
         if step % 25 == 0 or step in (26, 76):  # 25 and 75 are logged with the next even step
-            evaluate(step // 25 * 25, eval_s)
-    lines = [line for line in lines if line["step"] <= until]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
-    return Run(path)
+            evaluate(step // 25 * 25, 2.0)
+    return rewrite(Run(path), [line for line in lines if line["step"] <= until])
 
 
 def rewrite(run: Run, lines: list[dict[str, Any]]) -> Run:

@@ -1,26 +1,16 @@
-"""Memory: what a forward pass keeps against what autograd saves, sums by hand, and which layout is recommended."""
+"""Memory: what a forward pass saves against what autograd saves, sums by hand, and which layout is recommended."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
-from windlass.estimate.activations import (
-    CHUNK_BYTES,
-    Pass,
-    block_bytes,
-    logits_bytes,
-    recomputed,
-    root_bytes,
-    saved_by_block,
-    weight_copies,
-)
-from windlass.estimate.layouts import Task, largest_micro_batch, micro_batches, options, recommend, sized
-from windlass.estimate.memory import Layout, layout_of, memory
+from windlass.estimate.memory import CHUNK_BYTES, Layout, Step, layout_of, memory, memory_rows, recommend
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import HfSizes, count
@@ -33,30 +23,39 @@ VOCAB, BATCH = 1000, 2
 
 
 def saved_bytes(settings: ModelSettings, low_precision: bool, dtype=torch.float32) -> int:
-    """Bytes of the storages that autograd keeps after a forward pass; parameters, tokens and labels not among them."""
+    """Bytes of the storages that autograd saves in a forward pass; parameters, tokens and labels not among them."""
     model = GPT(settings, VOCAB).to(dtype)
     initialise(model, 0)
     tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
     outside = {t.untyped_storage().data_ptr() for t in (*model.parameters(), tokens)}
-    found, alive = {}, []
+    sizes, alive = {}, []
 
-    def keep(tensor):
+    def save(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in outside:
-            found[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)
         return tensor
 
     context = torch.autocast("cpu", torch.bfloat16) if low_precision else contextlib.nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), context:
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t), context:
         model(tokens, tokens)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
-def predicted_bytes(settings: ModelSettings, compute: int, master: int = 4) -> int:
-    p = Pass(settings, VOCAB, BATCH, compute, master)
-    blocks = settings.layers * (block_bytes(p) + weight_copies(p))
-    return blocks + root_bytes(p) - 16 * p.tokens + logits_bytes(p).saved
+def predicted_bytes(settings: ModelSettings, precision: str, checkpointing: str = "none") -> int:
+    step = Step(settings, VOCAB, Layout("single", precision=precision, checkpointing=checkpointing, micro_batch=BATCH))
+    return step.saved(settings.layers) + settings.layers * step.copies + step.root_saved() + step.logits().saved
+
+
+def allocations(call) -> list[int]:
+    """The allocator's bytes in use after each allocation and release of a call, on top of those before it."""
+    gc.collect()  # or what earlier tests left is freed, and counted, in the middle of it
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    del result
+    return list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
 @pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
@@ -74,74 +73,54 @@ def predicted_bytes(settings: ModelSettings, compute: int, master: int = 4) -> i
         {"qk_norm": True},
         {"logit_cap": 15.0},
     ],
-    ids=lambda over: "-".join(f"{k}" for k in over) or "gpt2",
+    ids=lambda over: "-".join(over) or "gpt2",
 )
 def test_what_autograd_saves(over, low_precision):
     settings = ModelSettings(**{**BASE, **over})
-    got = saved_bytes(settings, low_precision)
-    assert predicted_bytes(settings, 2 if low_precision else 4) == pytest.approx(got, rel=1e-4)
+    predicted = predicted_bytes(settings, "bf16" if low_precision else "fp32")
+    assert predicted == pytest.approx(saved_bytes(settings, low_precision), rel=1e-4)
 
 
 def test_float64():
     settings = ModelSettings(**BASE)
-    assert predicted_bytes(settings, 8, 8) == pytest.approx(saved_bytes(settings, False, torch.float64), rel=1e-4)
+    assert predicted_bytes(settings, "fp64") == pytest.approx(saved_bytes(settings, False, torch.float64), rel=1e-4)
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("over", [{}, {"activation": "swiglu", **{k: MODERN[k] for k in ("norm", "position")}}])
-def test_checkpointed_blocks_keep_less(how, over):
-    """The memory that a checkpointed block lets go of comes back at the latest with its graph: count what stays."""
+def test_checkpointed_blocks_save_less(how, over):
+    """The memory that a checkpointed block releases comes back at the latest with its graph: count what stays."""
     settings = ModelSettings(**{**BASE, **over})
-    p = Pass(settings, VOCAB, BATCH, 4)
     model = GPT(settings, VOCAB)
     initialise(model, 0)
     checkpoint_activations(model.blocks(), how)
     tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
-    gc.collect()  # or what earlier tests left is freed, and counted, in the middle of it
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = model(tokens, tokens)
-    left = sum(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
-    want = settings.layers * saved_by_block(p, how) + root_bytes(p) - 16 * p.tokens + logits_bytes(p).saved
-    assert result.requires_grad
-    assert want == pytest.approx(left, rel=0.01)
-    assert saved_by_block(p, how) + recomputed(p, how) == block_bytes(p)
-
-
-def test_the_chunk_is_that_of_the_loss():
-    assert CHUNK_BYTES == loss.CHUNK_BYTES
-    p = Pass(ModelSettings(**BASE), 200_000, 8, 4)
-    chunk = loss._chunk(p.tokens, p.vocab, "cpu")
-    assert logits_bytes(p).forward > 2 * chunk * p.vocab * 4 > 0
+    assert predicted_bytes(settings, "fp32", how) == pytest.approx(
+        allocations(lambda: model(tokens, tokens))[-1], rel=0.01
+    )
 
 
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])
 def test_the_peak_of_a_chunked_loss(over):
-    """All that the allocator gave out while the loss was made in chunks, on top of weights and hidden states."""
+    """All that the allocator gave out while the loss was computed in chunks, on top of weights and hidden states."""
+    assert CHUNK_BYTES == loss.CHUNK_BYTES
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
-    p = Pass(settings, vocab, 4, 4)
+    step = Step(settings, vocab, Layout("single", micro_batch=4))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)
     hidden = torch.zeros(4, settings.context, settings.width, requires_grad=True)
     labels = torch.zeros(4, settings.context, dtype=torch.int64)
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loss.cross_entropy_sum(hidden, weight, labels, cap=settings.logit_cap)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    assert logits_bytes(p).forward == pytest.approx(peak, rel=0.01)
+    peak = max(allocations(lambda: loss.cross_entropy_sum(hidden, weight, labels, cap=settings.logit_cap)))
+    assert step.logits().forward == pytest.approx(peak, rel=0.01)
 
-
-# ---------------------------------------------------------------- layouts
 
 GPT2 = Recipe.load("gpt2-124m")
 ROWS = 50304
-BASE_LAYOUT = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=0)
+BASE_LAYOUT = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=16, accumulation=4)
+LARGE = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
 
 
 def gpt2_memory(**layout):
-    return memory(GPT2.model, ROWS, replace(Layout("single", micro_batch=1), **layout))
+    return memory(GPT2.model, ROWS, replace(Layout("single"), **layout))
 
 
 def test_static_memory_by_hand():
@@ -157,66 +136,58 @@ def test_static_memory_by_hand():
 
 def test_memory_falls_in_the_order_one_expects():
     def total(**changes):
-        return gpt2_memory(
-            **{"strategy": "ddp", "world": 8, "precision": "bf16", "micro_batch": 8, "device": "cuda", **changes}
-        ).total
+        return memory(GPT2.model, ROWS, replace(BASE_LAYOUT, micro_batch=8, **changes)).total
 
     assert total() > total(checkpointing="selective") > total(checkpointing="full")
     assert total() > total(strategy="shard_grad_op", shard=8) > total(strategy="full_shard", shard=8)
-    assert total(precision="fp32") > total() and total(micro_batch=16) > total() > total(micro_batch=4)
+    assert total(precision="fp32") > total()
+    shard = {"strategy": "full_shard", "shard": 8, "checkpointing": "full"}
+    assert total(**shard) > total(**shard, reduce_each=True)
 
 
 def test_layout_of_a_recipe():
-    got = layout_of(GPT2, 8, "cuda")
-    assert (got.strategy, got.precision, got.micro_batch, got.accumulation) == ("ddp", "bf16", 16, 4)
-    assert layout_of(GPT2, 1, "cpu").precision == "fp32"
-
-
-def task(gigabytes, model=GPT2.model):
-    return Task(model, ROWS, "adamw", 64, int(gigabytes * 1e9))
+    layout = layout_of(GPT2.with_overrides("parallel.reduce_each_micro_batch=true"), 8, "cuda")
+    assert layout == replace(BASE_LAYOUT, reduce_each=True) and layout_of(GPT2, 1, "cpu").precision == "fp32"
 
 
 @pytest.mark.parametrize("gigabytes", [1, 3, 6, 12, 80])
 def test_the_largest_micro_batch_is_the_largest(gigabytes):
-    layout = replace(BASE_LAYOUT, checkpointing="selective")
-    needed = {size: memory(GPT2.model, ROWS, sized(layout, size, 64)).total for size in micro_batches(64)}
-    fits = [size for size, total in needed.items() if total <= gigabytes * 1e9]
-    assert largest_micro_batch(task(gigabytes), layout) == max(fits, default=0)
+    for row in memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9)):
+        layouts = [replace(row.layout, micro_batch=n, accumulation=64 // n) for n in (1, 2, 4, 8, 16, 32, 64)]
+        fits = [x.micro_batch for x in layouts if memory(GPT2.model, ROWS, x).total <= gigabytes * 1e9]
+        assert row.largest_micro_batch == max(fits, default=0)
 
 
 def test_what_is_recommended_fits_and_nothing_cheaper_does():
-    assert recommend(task(70), BASE_LAYOUT).settings == {
-        "parallel.strategy": "ddp", "parallel.activation_checkpointing": "none", "train.micro_batch": 16,
+    rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
+    assert [row.layout for row in rows if row.chosen] == [BASE_LAYOUT]
+    assert recommend(rows, 0)[0] == {
+        "parallel.strategy": "ddp", "parallel.activation_checkpointing": "none", "train.micro_batch": 64,
     }  # fmt: skip
-    model = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
+    strategies = set()
     for gigabytes in (6, 10, 16, 30):
-        found = recommend(task(gigabytes, model), BASE_LAYOUT)
-        assert found.fits and found.memory.total <= gigabytes * 1e9
-        chosen = replace(found.layout, micro_batch=0, accumulation=1)
-        for option in options(BASE_LAYOUT):
-            if option == chosen:
-                break
-            assert memory(model, ROWS, sized(option, 2, 64)).total > gigabytes * 1e9, option
-    fixed = recommend(task(20), replace(BASE_LAYOUT, micro_batch=64))
-    assert fixed.layout.micro_batch == 64 and fixed.layout.checkpointing != "none"
+        rows = memory_rows(LARGE, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9))
+        settings, _ = recommend(rows, 0)
+        first = next(row for row in rows if row.largest_micro_batch)
+        assert settings["parallel.strategy"] == first.layout.strategy
+        assert settings.get("parallel.offload", False) == first.layout.offload
+        strategies.add((first.layout.strategy, first.layout.checkpointing, first.layout.offload))
+    assert len(strategies) > 2
+    rows = memory_rows(GPT2.model, ROWS, "adamw", replace(BASE_LAYOUT, micro_batch=64, accumulation=1), int(20e9))
+    settings, _ = recommend(rows, 64)  # the recipe's own micro-batch stays
+    assert settings["train.micro_batch"] == 64 and settings["parallel.activation_checkpointing"] != "none"
 
 
-def test_when_nothing_fits_it_says_what_to_change():
+def test_where_nothing_fits_it_says_what_to_change():
     model = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
-    found = recommend(task(20, model), BASE_LAYOUT)
-    assert found.fits is False and found.settings == {}
-    assert all(word in found.why for word in ("GB", "--world", "train.micro_batch", "model.context"))
+    settings, advice = recommend(memory_rows(model, ROWS, "adamw", BASE_LAYOUT, int(20e9)), 0)
+    assert settings == {} and all(word in advice for word in ("GB", "--world", "train.micro_batch", "model.context"))
 
 
-def test_of_a_hugging_face_model_the_states_are_known(hf_sizes):
+def test_a_hugging_face_model_s_states():
     """Weights, and gradients and two moments of what is trained, in fp32; activations are not known."""
-    whole = memory(hf_sizes, 1000, Layout("ddp", 4))
+    sizes = HfSizes(total=10**6, trained=10**5, vocab=1000)
+    whole = memory(sizes, 1000, Layout("ddp", 4))
     assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
-    sharded = memory(hf_sizes, 1000, Layout("full_shard", 4, 4))
-    assert sharded.total == whole.total / 4
-    assert memory(hf_sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0
-
-
-@pytest.fixture
-def hf_sizes():
-    return HfSizes(total=10**6, trained=10**5, vocab=1000)
+    assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
+    assert memory(sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0

@@ -7,10 +7,8 @@ import re
 from dataclasses import dataclass
 
 from windlass.errors import UserError
-from windlass.telemetry.timing import peak_flops
 
 GIB = 2**30
-
 USABLE = 0.9
 """Share of a GPU's memory that a plan fills; the rest is for the driver's context, libraries and fragmentation."""
 
@@ -19,12 +17,9 @@ USABLE = 0.9
 class Device:
     """A kind of device."""
 
-    name: str
-    """As torch or NVML give it, so that the table of peaks knows it."""
-    kind: str
-    """`cuda` or `cpu`."""
-    memory_bytes: int | None
-    """None where it is not known."""
+    name: str  # as torch or NVML give it, so that it is in the table of peaks
+    kind: str  # `cuda` or `cpu`
+    memory_bytes: int | None  # None where it is not known
 
     @property
     def usable_bytes(self) -> int | None:
@@ -32,8 +27,8 @@ class Device:
         return None if self.memory_bytes is None else int(self.memory_bytes * USABLE)
 
 
-_TABLE: tuple[tuple[str, str, int], ...] = (
-    # what one types, the name that the driver reports, GiB by the maker's datasheet
+TABLE: tuple[tuple[str, str, int], ...] = (
+    # what is typed, the name that the driver reports, GiB by the maker's datasheet
     ("B200", "NVIDIA B200", 180),
     ("GH200-96GB", "NVIDIA GH200 480GB", 96),
     ("H200", "NVIDIA H200", 141),
@@ -65,11 +60,6 @@ _TABLE: tuple[tuple[str, str, int], ...] = (
 )
 
 
-def device_names() -> list[str]:
-    """What `--device` knows."""
-    return [short for short, _, _ in _TABLE]
-
-
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
     """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`.
 
@@ -81,10 +71,10 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     if name.lower() == "cpu":
         return Device("CPU", "cpu", memory_bytes)
     wanted = _plain(name)
-    for short, full, gib in _TABLE:
+    for short, full, gib in TABLE:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
-    variants = [short for short, _, _ in _TABLE if wanted and _plain(short).startswith(wanted)]
+    variants = [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]
     if variants:
         raise UserError(f"--device {name} is not one device of the table; write one of {', '.join(variants)}")
     return Device(name, "cuda", memory_bytes)
@@ -107,26 +97,6 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
     import psutil
 
     return Device("CPU", "cpu", memory_bytes or psutil.virtual_memory().total // ranks)
-
-
-def same_device(one: str, other: str) -> bool:
-    """Whether two names are of one kind of device; an empty name, which nobody wrote down, may be any."""
-
-    def full_name(name: str) -> str:
-        try:
-            return find_device(name).name.lower()
-        except UserError:  # the first part of several: it is none of them
-            return name.lower()
-
-    return not one or not other or full_name(one) == full_name(other)
-
-
-def low_precision(device: Device) -> str:
-    """`bf16` where a device does it in hardware or is not known, `fp16` where it does that alone; empty for a CPU."""
-    if device.kind == "cpu":
-        return ""
-    only_half = peak_flops(device.name, "fp16") is not None and peak_flops(device.name, "bf16") is None
-    return "fp16" if only_half else "bf16"
 
 
 def _plain(name: str) -> str:

@@ -1,28 +1,18 @@
 """Memory of one rank at the peak of a training step, for every strategy, precision, checkpointing and micro-batch.
 
-The method: walk through a step event by event (the loss, its backward pass, each block's backward pass from the last to
-the first, the update), add up what is allocated at each, and take the largest sum. Only tensors are counted; a device's
-driver, libraries and the allocator's rounding come on top (`devices.USABLE`). tests/dist/test_memory_of_a_step.py
-compares the sums with real steps on real ranks.
-
-Of a model of `transformers` only weights, gradients and optimizer state are known, from its number of parameters.
+The method: walk through a step event by event, add up the tensors that are allocated at each, and take the largest sum.
+A device's driver, libraries and the allocator's rounding come on top (`devices.USABLE`). The tests compare the sums with
+real steps on CPU ranks and with what autograd saves; on CUDA norms and dropout have kernels of their own, which save less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
-from windlass.estimate.activations import (
-    Pass,
-    backward_bytes,
-    logits_bytes,
-    recomputed,
-    root_bytes,
-    saved_by_block,
-    weight_copies,
-)
+from windlass.estimate.devices import USABLE
 from windlass.model.size import HfSizes, block_matrices, block_parameters, count
 from windlass.recipe.settings import ModelSettings
 
@@ -34,7 +24,12 @@ Network = ModelSettings | HfSizes
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+CHECKPOINTING = ("none", "selective", "full")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the two equal."""
+RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
+"""The generators' states that activation checkpointing saves for each block."""
 
 
 @dataclass(frozen=True)
@@ -43,59 +38,44 @@ class Layout:
 
     strategy: str
     world: int = 1
-    shard: int = 1
-    """Ranks among which parameters, gradients and optimizer state are divided; 1 where nothing is."""
+    shard: int = 1  # ranks among which parameters, gradients and optimizer state are divided
     precision: str = "fp32"
     checkpointing: str = "none"
     offload: bool = False
     micro_batch: int = 1
     accumulation: int = 1
-    device: str = "cpu"
-    """`cpu` or `cuda`."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 is used."""
-        return self.strategy in SHARDED
+    device: str = "cpu"  # or cuda
+    reduce_each: bool = False  # FSDP2 reduces the gradients of every micro-batch, not only of the step's last one
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step."""
+    """Bytes of one rank at the peak of a step; parameters, gradients and optimizer state where they are this rank's."""
 
-    parameters: int = 0
-    """Master weights; this rank's part where they are sharded."""
-    gradients: int = 0
-    """As far as they exist at the peak."""
+    parameters: int = 0  # master weights
+    gradients: int = 0  # as far as they exist at the peak
     optimizer: int = 0
-    """Optimizer state; this rank's part where it is sharded."""
-    activations: int = 0
-    """What the forward pass saved, and gradients of activations."""
-    logits: int = 0
-    """Head and loss."""
-    buffers: int = 0
-    """Gathered parameters, low-precision copies of weights, communication buffers, tokens."""
-    host: int = 0
-    """In the host's memory instead, with offload."""
-    at: str = ""
-    """Where in the step the peak is."""
+    activations: int = 0  # what the forward pass saved, and gradients of activations
+    logits: int = 0  # head and loss
+    buffers: int = 0  # gathered parameters, low-precision copies of weights, communication buffers, tokens
+    host: int = 0  # in the host's memory instead, with offload
+    at: str = ""  # where in the step the peak is
 
     @property
     def total(self) -> int:
         """All of it on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+        return sum(getattr(self, part) for part in PARTS)
 
 
 def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
     """The layout that a recipe has on `world` ranks. `precision` replaces `auto`."""
-    strategy, batch = recipe.strategy(world), recipe.batch(world, device)
+    strategy, batch, parallel = recipe.strategy(world), recipe.batch(world, device), recipe.parallel
     if not precision:
         precision = recipe.train.precision
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     return Layout(
-        strategy, world, shard_size(strategy, world, recipe.parallel.shard_size), precision,
-        recipe.parallel.activation_checkpointing, recipe.parallel.offload, batch.micro_batch, batch.accumulation,
-        device,
+        strategy, world, shard_size(strategy, world, parallel.shard_size), precision, parallel.activation_checkpointing,
+        parallel.offload, batch.micro_batch, batch.accumulation, device, parallel.reduce_each_micro_batch,
     )  # fmt: skip
 
 
@@ -115,164 +95,285 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
         layout: how it is spread.
         optimizer: `adamw` or `muon`.
     """
-    if isinstance(model, HfSizes):
-        return _states(model, layout)
-    compute = COMPUTE_BYTES[layout.precision]
-    master, parts = max(4, compute), count(model, vocab)
-    p = Pass(model, vocab, layout.micro_batch, compute, master, layout.device)
-    step = _Step(p, layout, optimizer, master * (parts.total - model.layers * block_parameters(model)))
-    moments = 2 * parts.total - (model.layers * block_matrices(model) if optimizer == "muon" else 0)
-    parameters, state, host = -(-step.weights // layout.shard), -(-master * moments // layout.shard), 0
+    if isinstance(model, HfSizes):  # AdamW; frozen weights have neither gradients nor optimizer state
+        master = max(4, COMPUTE_BYTES[layout.precision])
+        weights, trained = (-(-master * n // layout.shard) for n in (model.total, model.trained))
+        if layout.offload:
+            return Memory(host=weights + 3 * trained, at="states alone")
+        return Memory(weights, trained, 2 * trained, at="states alone")
+    step = Step(model, vocab, layout, optimizer)
+    moments = 2 * count(model, vocab).total - (model.layers * block_matrices(model) if optimizer == "muon" else 0)
+    parameters, state, host = -(-step.weights // layout.shard), -(-step.master * moments // layout.shard), 0
     if layout.offload:  # parameters, optimizer state and reduced gradients
         host, parameters, state = 2 * parameters + state, 0, 0
-    always = 16 * p.tokens  # tokens and labels, int64
-    if layout.sharded and layout.device == "cpu":
-        always += max(step.root, step.block)  # gloo's receive buffer is kept
-    peak = max(_fsdp_events(step) if layout.sharded else _plain_events(step), key=lambda event: event.total)
+    sharded = layout.strategy in SHARDED
+    always = 16 * step.n  # tokens and labels, int64
+    if sharded and layout.device == "cpu":
+        always += max(step.root, step.block)  # gloo's receive buffer stays allocated
+    peak = max(_fsdp_events(step) if sharded else _plain_events(step), key=lambda event: event.total)
     return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=peak.buffers + always)
 
 
-def _states(model: HfSizes, layout: Layout) -> Memory:
-    """Weights, gradients and two AdamW moments; frozen weights have neither gradients nor moments."""
-    master = max(4, COMPUTE_BYTES[layout.precision])
-    weights, trained = (-(-master * n // layout.shard) for n in (model.total, model.trained))
-    if layout.offload:
-        return Memory(host=weights + 3 * trained, at="states alone")
-    return Memory(weights, trained, 2 * trained, at="states alone")
-
-
 @dataclass(frozen=True)
-class _Step:
-    """What the events of a step are made of, in bytes."""
+class MemoryRow:
+    """The memory of a rank under one layout."""
 
-    p: Pass
     layout: Layout
-    optimizer: str
-    root: int
-    """Embedding, positions, final norm and head, whole, in master precision; so are its gradients."""
+    memory: Memory
+    fits: bool | None  # None: not known
+    largest_micro_batch: int | None  # that fits; 0: none
+    chosen: bool  # whether it is the recipe's own layout
 
-    @property
-    def block(self) -> int:
-        """One block, whole, in master precision; so are its gradients."""
-        return self.p.master_bytes * block_parameters(self.p.model)
 
-    @property
-    def gathered_block(self) -> int:
-        """One block as FSDP2 gathers it: in the lower of the two precisions."""
-        return min(self.p.compute_bytes, self.p.master_bytes) * block_parameters(self.p.model)
+def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None) -> list[MemoryRow]:
+    """A row for each layout that the world of `base` allows, the cheapest in time first, with its micro-batch.
 
-    @property
-    def weights(self) -> int:
-        """All weights, whole; so are all gradients."""
-        return self.root + self.p.model.layers * self.block
+    Recomputation costs up to a third more arithmetic. Sharding moves parameters over the network: `shard_grad_op` less than
+    `full_shard`; `hybrid_shard` gathers among half of the ranks. Offload moves everything over the host's bus.
+    """
+    ours = not isinstance(model, HfSizes)  # else activations are not known: states may be too large, never surely fit
+    base = base if ours else replace(base, checkpointing="none")
+    strategies = ["single"]
+    if base.world > 1:
+        strategies = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
+    kinds = [(c, s, False) for c, s in product(CHECKPOINTING if ours else ("none",), strategies)]
+    if base.device == "cuda" and ours:
+        kinds += [(c, "full_shard", True) for c in ("none", "full")]
+    layouts = []
+    for checkpointing, strategy, offload in kinds:
+        shard = base.shard if strategy == base.strategy else shard_size(strategy, base.world)
+        layouts.append(replace(base, strategy=strategy, shard=shard, checkpointing=checkpointing, offload=offload))
+    rows = []
+    for layout in layouts + [base] * (base not in layouts):
+        needed = memory(model, vocab, layout, optimizer)
+        fits = None if usable is None else needed.total <= usable
+        largest, share = None, base.micro_batch * base.accumulation
+        if ours and usable is not None:
+            sizes = (n for n in range(share, 0, -1) if share % n == 0)
+            each = ((n, replace(layout, micro_batch=n, accumulation=share // n)) for n in sizes)
+            largest = next((n for n, x in each if memory(model, vocab, x, optimizer).total <= usable), 0)
+        rows.append(MemoryRow(layout, needed, fits if ours or fits is False else None, largest, layout == base))
+    return rows
 
-    @property
-    def head(self) -> int:
-        """The head's matrix, whose gradient is the first of the root; also a tied one."""
-        return self.p.master_bytes * self.p.vocab * self.p.model.width
 
-    @property
-    def largest(self) -> int:
-        """The largest matrix of a block: a gradient that is computed before it is added or copied."""
-        model = self.p.model
-        return max(model.ff_width_, model.width + 2 * self.p.kv_width) * model.width * self.p.master_bytes
+def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | int | bool], str]:
+    """The settings of the first layout that fits, with the recipe's micro-batch or for 0 the largest; and the reason."""
+    if rows[0].largest_micro_batch is None:
+        return {}, "the device's memory is not known: give --memory GB" if rows[0].fits is None else ""
+    row = next((row for row in rows if (row.fits if micro_batch else row.largest_micro_batch)), None)
+    if row is None:
+        least = min(rows, key=lambda row: row.memory.total)
+        size, batch = least.memory.total / 1e9, least.layout.micro_batch
+        return {}, (
+            f"nothing fits: with micro-batch {batch} the least is {size:.3g} GB. Use a device with more than "
+            f"{size / USABLE:.3g} GB, more ranks (--world), a lower train.precision, or a smaller train.micro_batch or "
+            "model.context"
+        )
+    layout = row.layout
+    settings: dict[str, str | int | bool] = {
+        "parallel.strategy": layout.strategy, "parallel.activation_checkpointing": layout.checkpointing,
+        "train.micro_batch": micro_batch or row.largest_micro_batch or 0,
+    }  # fmt: skip
+    settings |= {"parallel.shard_size": layout.shard} if layout.strategy == "hybrid_shard" else {}
+    settings |= {"parallel.offload": True} if layout.offload else {}
+    return (
+        settings,
+        "the cheapest that fits" + f"; {row.memory.host / 1e9:.3g} GB of the host's memory" * layout.offload,
+    )
+
+
+class Step:
+    """What the events of a step are the sums of: bytes of tensors of our GPT under one layout.
+
+    Legend: N tokens of the micro-batch, D width, K width of all keys, F hidden width, H heads, T context, V vocabulary. The
+    residual stream and the norms are in the master precision; matrix products and what follows them in that of autocast.
+    """
+
+    def __init__(self, model: ModelSettings, vocab: int, layout: Layout, optimizer: str = "adamw"):
+        self.model, self.vocab, self.layout, self.optimizer = model, vocab, layout, optimizer
+        self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
+        self.master = max(4, self.compute)  # bytes of a number of the weights
+        self.cuda = layout.device == "cuda"
+        self.n, self.kv = layout.micro_batch * model.context, model.width // model.heads * model.kv_heads_  # N, K
+        self.stream = self.n * model.width * self.master  # one copy of the residual stream [N, D]
+        self.hidden = self.n * model.ff_width_ * self.compute  # one copy inside the feed-forward layer [N, F]
+        # Weights, whole; so are their gradients. The root is what is in no block: embedding, positions, final norm, head.
+        self.weights = self.master * count(model, vocab).total
+        self.block = self.master * block_parameters(model)
+        self.root = self.weights - model.layers * self.block
+        self.head = self.master * vocab * model.width  # also of a tied one
+        # The largest matrix of a block: a gradient that is computed before it is added or copied.
+        self.largest = max(model.ff_width_, model.width + 2 * self.kv) * model.width * self.master
+        # Autocast's copies of a block's matrices, which the backward pass needs.
+        self.copies = block_matrices(model) * self.compute if self.compute < self.master else 0
+
+    def norm(self) -> int:
+        """A normalisation saves its input (the stream), and a mean and a scale a token."""
+        if self.model.norm == "layernorm":
+            return self.stream + 2 * self.n * self.master
+        copies = 1 if self.cuda else 2  # without a kernel of its own it also saves the scaled input
+        return copies * self.stream + self.n * self.master
+
+    def dropout(self, width: int) -> int:
+        """The mask of a dropout over [N, D] numbers of `width` bytes."""
+        return self.n * self.model.width * (1 if self.cuda else width) if self.model.dropout else 0
+
+    def attention(self) -> int:
+        """From the input of the projections to the input of the output projection."""
+        model, n, c, d, k = self.model, self.n, self.compute, self.model.width, self.kv
+        saved = n * d * c  # the input
+        upcast = model.qk_norm and not self.cuda and c < 4  # queries and keys are cast to fp32 to be normalised
+        if model.qk_norm:
+            saved += n * (model.heads + model.kv_heads_) * self.master + (n * (d + k) * 4 if upcast else 0)
+        # No kernel takes dropout on a CPU, or grouped queries in fp32 on CUDA: whole T x T matrices are saved then.
+        plain = c >= 4 and model.kv_heads_ != model.heads if self.cuda else model.dropout > 0
+        if not plain or (model.qk_norm and not upcast):
+            saved += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
+        if plain:  # computes in fp32: the scores and, with dropout, its mask and their product
+            squares = n * model.heads * model.context * (3 if model.dropout else 1)
+            return saved + (squares + 3 * n * d) * max(4, c) + n * d * c
+        if model.qk_norm or model.position == "rope":
+            saved += n * (d + k) * c  # queries and keys again, after what was done to them
+        return saved + n * d * c + n * model.heads * max(4, c)  # the result, and a log-sum-exp for each head
+
+    def block_saved(self) -> int:
+        """What a block saves without activation checkpointing, copies of its weights left out."""
+        swiglu = self.model.activation == "swiglu"
+        copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[self.model.activation]
+        inputs = 2 if swiglu and self.copies else 1  # autocast casts the input of two matrices twice
+        feed_forward = inputs * self.n * self.model.width * self.compute + copies * self.hidden
+        return 2 * self.norm() + self.attention() + feed_forward + 2 * self.dropout(self.compute)
 
     def saved(self, blocks: int) -> int:
-        """Activations that the first so many blocks saved."""
-        return blocks * saved_by_block(self.p, self.layout.checkpointing)
+        """Activations that the first so many blocks save until the backward pass, with the layout's checkpointing."""
+        if self.layout.checkpointing == "none":
+            return blocks * self.block_saved()
+        saved = self.stream + RNG_BYTES[self.layout.device]
+        if self.layout.checkpointing == "selective":  # what matrix products and attention gave
+            model, n, c, d = self.model, self.n, self.compute, self.model.width
+            saved += n * (3 * d + 2 * self.kv) * c + (2 if model.activation == "swiglu" else 1) * self.hidden
+            saved += 0 if model.dropout else n * d * c + n * model.heads * max(4, c)
+        return blocks * saved
 
-    @property
     def inside(self) -> int:
-        """What the backward pass of a block adds at its fullest to what the block saved."""
-        return recomputed(self.p, self.layout.checkpointing) + backward_bytes(self.p)
+        """What the backward pass of a block adds to what the block saved: recomputed activations, and gradients of them."""
+        # The derivative of a square takes two copies more.
+        copies = {"swiglu": 2, "relu2": 3}.get(self.model.activation, 1)
+        return max(0, self.block_saved() - self.saved(1)) + self.stream + copies * self.hidden
+
+    def root_saved(self) -> int:
+        """Outside the blocks and the loss: dropout of the embedding, final norm, the head's input."""
+        model = self.model
+        saved = self.dropout(self.master) + self.n * model.width * self.compute
+        if model.position == "rope":  # the tables that all blocks share
+            saved += 2 * model.context * (model.width // model.heads) * self.master
+        return saved + (self.norm() if model.final_norm else 0)
+
+    def logits(self) -> Logits:
+        """The head and the loss: whole logits where they are small, a chunk at a time where they are not."""
+        n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
+        wide, capped = max(4, c), bool(self.model.logit_cap)
+        limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
+        head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
+        if n <= limit:
+            return Logits(*(copies * n * V * wide + capped * n * V * c + head_copy for copies in (2, 1, 3)))
+        chunk = -(-n // -(-n // limit))  # equal chunks
+        gradient = V * d * m + n * d * (c if c == m else c + m)  # of head and input, computed in the forward pass
+        inside = max(2 * chunk * V * wide, chunk * V * (wide + c) + (V * d * c if c < wide else 0))
+        inside += capped * chunk * V * wide  # the cap's slope
+        return Logits(gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m)
 
     def loss(self) -> Iterator[Memory]:
         """From the last block's end to the first gradient of an activation."""
-        p, logits = self.p, logits_bytes(self.p)
-        saved = self.saved(p.model.layers) + root_bytes(p) - 16 * p.tokens
-        cast = p.stream if p.compute_bytes < p.master_bytes else 0
+        logits, saved = self.logits(), self.saved(self.model.layers) + self.root_saved()
+        cast = self.stream if self.compute < self.master else 0
         yield Memory(activations=saved + cast, logits=logits.forward, at="loss")
         yield Memory(activations=saved, logits=logits.backward, at="backward of the loss")
 
     def embedding(self, lasting: bool) -> int:
         """Beside all gradients, when the embedding's is computed: a tied head's is added to it in a third tensor."""
-        return self.head * (2 + lasting) if self.p.model.tie_head else self.head * lasting
+        return self.head * (2 + lasting) if self.model.tie_head else self.head * lasting
 
     def update(self) -> int:
         """Beside weights, gradients and state in the update: nothing for fused AdamW, a few matrices for Muon."""
         return 6 * self.largest if self.optimizer == "muon" else 0
 
 
-def _plain_events(step: _Step) -> Iterator[Memory]:
-    """One process, or DDP, which keeps gradients in its buckets all the time."""
-    p, layers, whole = step.p, step.p.model.layers, step.weights
+class Logits(NamedTuple):
+    """What the head and the loss take beside the rest: while the loss is computed, from then on, in their backward pass."""
+
+    forward: int
+    saved: int
+    backward: int
+
+
+def _plain_events(step: Step) -> Iterator[Memory]:
+    """One process, or DDP, which has the gradients in its buckets all the time."""
+    layers, whole = step.model.layers, step.weights
     ddp, several = step.layout.strategy == "ddp", step.layout.accumulation > 1
-    keeps_copies = step.layout.checkpointing == "none"
-    lasting = whole * (ddp + several)  # between micro-batches DDP holds gradients of its own beside its buckets
-    copies = weight_copies(p)
+    copied = step.layout.checkpointing == "none"  # else autocast's copies are made again in the backward pass
+    lasting = whole * (ddp + several)  # between micro-batches DDP has gradients of its own beside its buckets
     for event in step.loss():
-        held = copies * layers if event.at == "loss" or keeps_copies else 0
-        yield replace(event, gradients=lasting, buffers=held)
+        yield replace(event, gradients=lasting, buffers=step.copies * layers if event.at == "loss" or copied else 0)
     for left in range(layers, 0, -1):
-        pending = (
-            step.head if p.model.tie_head or not lasting else 0
-        )  # a tied head's gradient waits for the embedding's
-        new = pending + (0 if lasting else (layers - left) * step.block)
+        new = step.head if step.model.tie_head or not lasting else 0  # a tied head's gradient waits for the embedding's
+        new += 0 if lasting else (layers - left) * step.block
         yield Memory(
-            gradients=lasting + new + step.largest,
-            activations=step.saved(left) + step.inside,
-            buffers=copies * (left if keeps_copies else 1),
-            at=f"backward of block {left}",
-        )
-    yield Memory(
-        gradients=(lasting or whole) + step.embedding(bool(lasting)),
-        activations=p.stream,
-        at="backward of the embedding",
-    )
+            gradients=lasting + new + step.largest, activations=step.saved(left) + step.inside(),
+            buffers=step.copies * (left if copied else 1), at=f"backward of block {left}",
+        )  # fmt: skip
+    gradients = (lasting or whole) + step.embedding(bool(lasting))
+    yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")
     yield Memory(gradients=lasting if ddp and not several else max(lasting, whole), buffers=step.update(), at="update")
 
 
-def _fsdp_events(step: _Step) -> Iterator[Memory]:
+def _fsdp_events(step: Step) -> Iterator[Memory]:
     """FSDP2: blocks are gathered one by one, or stay gathered until their backward pass (`shard_grad_op`).
 
     A block that is gathered is in memory twice for a moment (as it was received, and as parameters), and what was
-    received is kept until the next one has arrived; likewise a gradient before and while it is reduced.
+    received is freed when the next one has arrived; likewise a gradient before and while it is reduced.
     """
-    p, layers, shard = step.p, step.p.model.layers, step.layout.shard
-    several, keeps = step.layout.accumulation > 1, step.layout.strategy == "shard_grad_op"
-    block, root = step.gathered_block, step.root
+    layers, shard, root = step.model.layers, step.layout.shard, step.root
+    gathered = step.compute * block_parameters(step.model)  # a block, in the precision of autocast
+    stays = step.layout.strategy == "shard_grad_op"
     on_device = not step.layout.offload  # with offload reduced gradients go to the host
-    before = step.weights if several else 0  # whole gradients between micro-batches
-    first = 0 if keeps else before  # `shard_grad_op` gathers in the first micro-batch alone, before any gradient
+    several, each = step.layout.accumulation > 1, step.layout.reduce_each
+    whole = several and not each  # gradients wait unreduced for the step's last micro-batch
+    shards = on_device * step.weights // shard if several and each else 0  # of the micro-batches before
+    before = step.weights if whole else shards
+    first = 0 if stays else before  # `shard_grad_op` gathers in the first micro-batch alone, before any gradient
 
     yield Memory(
-        gradients=first, activations=step.saved(layers - 1), buffers=root + (layers + 2 if keeps else 3) * block,
+        gradients=first, activations=step.saved(layers - 1), buffers=root + (layers + 2 if stays else 3) * gathered,
         at=f"gathering of block {layers}",
     )  # fmt: skip
     yield Memory(
-        gradients=first, activations=step.saved(layers) + p.stream, buffers=root + (layers + 1 if keeps else 2) * block,
-        at=f"forward of block {layers}",
+        gradients=first, activations=step.saved(layers) + step.stream,
+        buffers=root + (layers + 1 if stays else 2) * gathered, at=f"forward of block {layers}",
     )  # fmt: skip
     for event in step.loss():
         received = event.at == "loss" and not several
-        yield replace(event, gradients=before, buffers=root + (layers + received if keeps else 1) * block)
+        yield replace(event, gradients=before, buffers=root + (layers + received if stays else 1) * gathered)
     for left in range(layers, 0, -1):
         done = layers - left
-        pending = step.head if p.model.tie_head or not several else 0
-        unreduced = (root + left * step.block if several else 0) + pending
-        sharded = on_device * done * step.block // shard
-        buffers = root + (left if keeps else min(left, 2)) * block + (step.block if done else 0)
-        at, begin, end = f"backward of block {left}", step.largest, 0 if several else block
+        gradients = (shards or on_device * done * step.block // shard) + (root + left * step.block if whole else 0)
+        gradients += step.head if step.model.tie_head or not whole else 0
+        buffers = root + (left if stays else min(left, 2)) * gathered + (step.block if done else 0)
+        at = f"backward of block {left}"
         yield Memory(
-            gradients=unreduced + sharded + begin, activations=step.saved(left) + step.inside, buffers=buffers, at=at
+            gradients=gradients + step.largest, activations=step.saved(left) + step.inside(), buffers=buffers, at=at
         )
         yield Memory(
-            gradients=unreduced + sharded + end, activations=step.saved(left - 1) + p.stream, buffers=buffers, at=at
-        )
+            gradients=gradients + (0 if whole else step.block), activations=step.saved(left - 1) + step.stream,
+            buffers=buffers, at=at,
+        )  # fmt: skip
+    gradients = root + (shards or on_device * layers * step.block // shard)
     yield Memory(
-        gradients=root + on_device * layers * step.block // shard + step.embedding(several), activations=p.stream,
-        buffers=root, at="backward of the embedding",
-    )  # fmt: skip
+        gradients=gradients + step.embedding(whole),
+        activations=step.stream,
+        buffers=root,
+        at="backward of the embedding",
+    )
     yield Memory(
         gradients=root + on_device * step.weights // shard, buffers=2 * root, at="reduction of embedding and head"
     )

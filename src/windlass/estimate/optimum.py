@@ -11,33 +11,23 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
+from windlass.model.size import count
 from windlass.recipe import Horizon
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 TOKENIZER_VOCABULARIES = {"byte": 257, "gpt2": 50257}
-"""Tokenizers whose size is known before any data is there; the end-of-text token is counted."""
+"""Tokenizers whose size is fixed before there is any data; the end-of-text token is counted."""
 
 
-def known_vocab(recipe: Recipe) -> int | None:
+def recipe_vocab(recipe: Recipe) -> int | None:
     """Rows of the embedding as far as the recipe alone says; None where only the prepared data does."""
     if recipe.model.vocab:
         return recipe.model.vocab
     if recipe.data.tokenizer == "bpe":
         return recipe.data.tokenizer_vocab
     return TOKENIZER_VOCABULARIES.get(recipe.data.tokenizer.partition(":")[0])
-
-
-def vocab_of(recipe: Recipe, parameters: int | None = None) -> int | None:
-    """Rows of the embedding of a run: from its recipe, or from its number of parameters (linear in them)."""
-    from windlass.model.size import count
-
-    vocab = known_vocab(recipe)
-    if vocab or parameters is None or recipe.model.kind != "gpt":
-        return vocab
-    without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
-    return (parameters - without) // (with_one - without)
 
 
 def optimal_tokens(parameters: int, tokens_per_parameter: float = 20.0) -> int:
@@ -59,11 +49,10 @@ def resolve_steps(
     samples_per_epoch: int | None = None,
     parameters: int | None = None,
 ) -> int:
-    """The run's optimizer steps, for every way `train.steps` can be written.
+    """The number of optimizer steps of a recipe, rounded up where `train.steps` is in epochs.
 
     Args:
-        recipe: `train.steps` is a number, `"compute-optimal"`, or `"N epochs"` (rounded up: the run ends at the first
-            step at or past the epoch's end).
+        recipe: with `train.steps` a number, `"compute-optimal"`, or `"N epochs"`.
         vocab: rows of the embedding where the recipe leaves them to the tokenizer.
         tokens_per_sample: real tokens in a sample on average; None: `model.context`, as in packed data.
         samples_per_epoch: of the prepared training data, for `"N epochs"`.
@@ -72,8 +61,6 @@ def resolve_steps(
     Raises:
         UserError: what is needed is not known yet; the message says how to get it.
     """
-    from windlass.model.size import count
-
     steps = recipe.train.steps
     if isinstance(steps, int):
         return steps
@@ -90,11 +77,10 @@ def resolve_steps(
                 "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its "
                 "configuration, which could not be read: write train.steps as a number or in epochs"
             )
-        vocab = recipe.model.vocab or vocab or known_vocab(recipe)
-        if not vocab:
+        if not (rows := recipe.model.vocab or vocab or recipe_vocab(recipe)):
             raise UserError(
-                f"the vocabulary of the tokenizer {recipe.data.tokenizer!r} is known once the data is prepared: "
+                f"the vocabulary of the tokenizer {recipe.data.tokenizer!r} is not fixed before the data is prepared: "
                 "run `windlass prepare` first, or set model.vocab"
             )
-        parameters = count(recipe.model, vocab).total
+        parameters = count(recipe.model, rows).total
     return optimal_steps(recipe, parameters, tokens_per_sample)

@@ -1,139 +1,125 @@
-"""The plan of a recipe before it runs, or of a run that is under way: `plan` assembles it, `Plan` holds it.
+"""The plan of a recipe before it runs, or of a run that is under way.
 
-All of it is arithmetic, without torch (but for the parameters of a Hugging Face model, which are counted on the meta
-device). What cannot be known yet, as a rule because the data is not prepared, is None, and `Plan.unknown` has the
-reason.
+`plan` collects what is known (`Subject`: recipe, ranks, device, prepared data or ledger) and a speed; `assemble` computes
+everything else. All of it is arithmetic without torch, but for the parameters of a Hugging Face model, which are counted on
+the meta device. What cannot be known yet is None, and `Plan.unknown` has the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.estimate.devices import Device
-from windlass.estimate.layouts import CHECKPOINTING, Recommendation, Task, largest_micro_batch, recommend
-from windlass.estimate.memory import Layout, Memory, Network, layout_of, memory, shard_size
-from windlass.estimate.milestones import MilestoneRow, kept_checkpoints, milestone_rows, milestones, save_steps
-from windlass.estimate.optimum import optimal_steps, optimal_tokens, resolve_steps
-from windlass.estimate.speeds import find_speed
-from windlass.estimate.subject import Subject, start_event, subject_of
-from windlass.estimate.time import ASSUMED_MFU, Speed, TimeLeft, time_left
-from windlass.model.size import HfSizes, count
+from windlass.estimate.devices import Device, find_device, this_device
+from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommend
+from windlass.estimate.milestones import TIMED, MilestoneRow, checkpoints_to_come, milestone_rows, milestones
+from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
+from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
+from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
+from windlass.telemetry.timing import peak_flops
+
+SMALL_WIDTH = 768
+"""Narrower models spend their time on launching kernels rather than in them: no usual MFU holds for them."""
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """Parameters, in all and by part."""
+class Size:
+    """How large a model is; None where the vocabulary or a Hugging Face model's configuration is not known."""
 
-    vocab: int | None
-    parameters: int | None
-    """None, as are the parts that grow with it, while the vocabulary is not known."""
-    trained: int | None
-    """Fewer than all with low-rank adapters."""
-    non_embedding: int | None
-    """Of a model of `transformers` neither this nor the parts are known."""
-    parts: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Length:
-    """Steps and tokens, beside the compute-optimal ones."""
-
-    steps: int | None
-    done: int
-    tokens_per_step: float
-    padded_tokens_per_step: int
-    tokens: int | None
-    epochs: float | None
-    tokens_per_parameter: float | None
-    optimal_ratio: float
-    optimal_tokens: int | None
-    optimal_steps: int | None
-    taken_as_full: bool
-    """Samples are padded, and how far is not known: they are counted as full."""
+    vocab: int | None = None
+    parameters: int | None = None
+    trained: int | None = None  # fewer than all with low-rank adapters
+    non_embedding: int | None = (
+        None  # in blocks and norms; not known of a Hugging Face model, and neither are the parts
+    )
+    parts: dict[str, int] = field(default_factory=dict)
+    flops_per_token: int | None = None  # with attention over the whole context; of a Hugging Face model by the rule 6 N
+    checkpoint_bytes: int | None = None
 
 
 @dataclass(frozen=True)
-class Flops:
-    """FLOPs of a token, forward and backward, and of the run."""
+class Subject:
+    """What a plan is made for: who trains what on what, and what the prepared data or a run's ledger says."""
 
-    per_token_6n: int
-    """By the rule 6 N."""
-    per_token: int
-    """With attention over the whole context; of a Hugging Face model the rule again."""
-    run: int | None
-    """With padding, which is computed too."""
+    recipe: Recipe
+    world: int
+    device: Device
+    precision: str  # with `auto` resolved
+    vocab: int | None = None  # rows of the embedding, where the recipe leaves them to the tokenizer
+    samples_per_epoch: int = 0  # 0: not known
+    tokens_per_sample: float | None = None  # real tokens on average; None: not known
+    reason: str = "unknown until the data is prepared"  # why the three above are not known
+    done: int = 0  # steps done
+    steps: int | None = None  # of a run that has begun
+    hf: HfSizes | None = None  # of a Hugging Face model, where its configuration could be read
+    hf_reason: str = ""  # why it could not
 
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """The memory of a rank under one layout."""
-
-    layout: Layout
-    memory: Memory
-    fits: bool | None
-    """None: not known."""
-    largest_micro_batch: int | None
-    chosen: bool
-    """Whether it is the recipe's own layout."""
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes on disk."""
-
-    checkpoint_bytes: int
-    checkpoints: int | None
-    """At the end of the run."""
-    peak_bytes: int | None
-    """Of all checkpoints, with room for one more while it is written."""
-    tokens_bytes: int | None
-    """Of the token shards, where `data.max_tokens` says how many tokens there are."""
-
-
-@dataclass(frozen=True)
-class Time:
-    """How fast, and how long from now to the end."""
-
-    speed: Speed
-    seconds_per_step: float
-    left: TimeLeft | None
-    """None while the number of steps is not known."""
+    @property
+    def size(self) -> Size:
+        """The model's size, as far as it is known."""
+        recipe, model, hf = self.recipe, self.recipe.model, self.hf
+        if model.kind == "hf":
+            if hf is None:
+                return Size()
+            return Size(hf.vocab, hf.total, hf.trained, None, {}, hf.flops_per_token(), hf.checkpoint_bytes())
+        vocab = model.vocab or self.vocab or recipe_vocab(recipe)
+        sizes = count(model, vocab or 0)
+        names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
+        grows = () if vocab else ("embedding", "head")  # with the vocabulary
+        parts = {name: getattr(sizes, name) for name in names if name not in grows}
+        if not vocab:
+            return Size(non_embedding=sizes.non_embedding, parts=parts)
+        return Size(
+            vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops_per_token(model, vocab),
+            checkpoint_bytes(model, vocab, recipe.optim.kind),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that can be said of a run before it begins, or while it goes on; None: see `unknown`."""
+    """Everything that can be said of a run before it begins, or while it runs; None: see `unknown`."""
 
     recipe: str
     config_hash: str
     run_dir: str
-    state: str
-    """Of a run that has begun; else empty."""
+    state: str  # of a run that has begun; else empty
     world: int
     device: Device
     precision: str
-    length: Length
-    model: ModelSize | None = None
-    flops: Flops | None = None
-    memory: list[MemoryRow] | None = None
-    recommendation: Recommendation | None = None
-    disk: Disk | None = None
-    time: Time | None = None
-    milestones: list[MilestoneRow] | None = None
-    unknown: dict[str, str] = field(default_factory=dict)
-    """What is None, and why."""
+    size: Size
+    steps: int | None
+    done: int
+    tokens_per_step: float  # real ones, over all ranks
+    padded_tokens_per_step: int
+    taken_as_full: bool  # samples are padded, and how far is not known: they are counted as full
+    tokens: int | None
+    epochs: float | None
+    optimal_tokens: int | None = None
+    optimal_steps: int | None = None
+    flops: int | None = None  # of the run, with padding, which is computed too
+    memory: list[MemoryRow] = field(default_factory=list)  # the cheapest in time first
+    recommended: dict[str, str | int | bool] = field(default_factory=dict)  # settings of the first layout that fits
+    advice: str = ""  # why these, or what to change where nothing fits
+    checkpoints: int | None = None  # on disk at a time, at most
+    tokens_bytes: int | None = None  # of the token shards, where `data.max_tokens` says how many tokens there are
+    speed: Speed | None = None
+    seconds_per_step: float | None = None
+    seconds: float | None = None  # from now to the end
+    device_hours: float | None = None  # the same, times ranks
+    not_counted: list[str] = field(default_factory=list)  # milestones to come whose time was not measured
+    milestones: list[MilestoneRow] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)  # what is None, and why
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the totals."""
         plain = asdict(self)
         plain["device"]["usable_bytes"] = self.device.usable_bytes
-        for row, source in zip(plain["memory"] or [], self.memory or [], strict=True):
+        for row, source in zip(plain["memory"], self.memory, strict=True):
             row["memory"]["total"] = source.memory.total
         return plain
 
@@ -145,10 +131,8 @@ def plan(
     world: int = 0,
     device: str = "",
     memory_bytes: int | None = None,
-    past: Sequence[Sequence[Run]] = (),
-    measure: bool = False,
+    past: Sequence[Run] = (),
     mfu: float = ASSUMED_MFU,
-    notify: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The plan of a recipe, or of what is left of a run by its own ledger.
 
@@ -158,165 +142,166 @@ def plan(
         world: ranks; 0: one, or those of the run.
         device: a kind of device, as `A100-80GB`; empty: that of the run, of the past runs, or this machine's.
         memory_bytes: the device's memory, where it is not in the table.
-        past: past runs to take the speed from; each sequence is one `--from`.
-        measure: make a few real steps on this machine for the speed.
+        past: past runs to take the speed from.
         mfu: share of the device's peak to assume where nothing was measured.
-        notify: called with messages for the user.
 
     Raises:
-        UserError: the batch is not divisible by the world size, or a given speed is not one of this model and device.
+        UserError: the batch is not divisible by the world size, or no past run has the speed of this model and device.
     """
     if isinstance(source, str | Path):
         is_run = (Path(source) / "recipe.toml").is_file() and not overrides
         source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and start_event(source) else None
     recipe = (source.recipe if isinstance(source, Run) else source).with_overrides(*overrides)
-    subject = subject_of(recipe, run, world, device, memory_bytes, past, measure)
-    speed = find_speed(subject, run, past, measure, mfu, own=not device, notify=notify)
-    return assemble(subject, speed, run)
+    subject = subject_of(recipe, run, past, world, device, memory_bytes)
+    speed = past_speed(subject, past or [run or Run(recipe.run_dir)])
+    if past and speed is None:
+        raise UserError(
+            f"--from: no steps of this model on {subject.device.name} are logged in "
+            f"{', '.join(str(run.path) for run in past)}: name a run of the same model, with --device where it was made on "
+            "another one, or leave --from out and have the speed assumed from the device's peak"
+        )
+    return assemble(subject, speed or assumed_speed(subject, mfu), run)
+
+
+def start_event(run: Run) -> dict[str, Any]:
+    """The last start in a run's ledger; empty before the first."""
+    return next((x for x in reversed(run.lines("event")) if "world" in x and "steps" in x), {})
+
+
+def subject_of(
+    recipe: Recipe, run: Run | None, past: Sequence[Run], world: int, device: str, memory_bytes: int | None
+) -> Subject:
+    """Who trains what on what, from the recipe and from the run's ledger or the prepared data."""
+    started = start_event(run) if run else {}
+    ranks = world or int(started.get("world", 1))
+    name = device or str((start_event(past[0]) if past and not run else started).get("device") or "")
+    if name and name.lower() != "cpu":
+        where = find_device(name, memory_bytes)
+    else:
+        where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
+    recipe.batch(ranks, where.kind)  # raises where the global batch is not divisible by the world size
+    if recipe.strategy(ranks) == "single" and ranks > 1:
+        raise UserError(f'parallel.strategy = "single" is for one rank, not for {ranks}; use "auto" or "ddp"')
+    precision = str(started.get("precision", "")) if not device else ""
+    precision = precision or recipe.train.precision
+    if precision == "auto":
+        no_bf16 = peak_flops(where.name, "fp16") is not None and peak_flops(where.name, "bf16") is None
+        precision = "fp32" if where.kind == "cpu" else "fp16" if no_bf16 else "bf16"
+    subject = Subject(recipe, ranks, where, precision)
+    if recipe.model.kind == "hf":
+        try:
+            from windlass.model.hf import read_sizes  # needs torch
+
+            subject = replace(subject, hf=read_sizes(recipe))
+        except ImportError as error:
+            reason = f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]"
+            subject = replace(subject, hf_reason=reason)
+        except UserError as error:
+            subject = replace(subject, hf_reason=str(error))
+    if run is None:
+        return with_prepared_data(subject)
+    train = run.lines("train")
+    last, parameters = train[-1] if train else {}, started.get("parameters")
+    vocab = None
+    if parameters and recipe.model.kind == "gpt":  # they are linear in the rows of the embedding
+        without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
+        vocab = (int(parameters) - without) // (with_one - without)
+    return replace(
+        subject, vocab=vocab, samples_per_epoch=int(started.get("samples_per_epoch", 0)),
+        tokens_per_sample=last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None,
+        done=int(last.get("step", started["step"])), steps=int(started["steps"]),
+    )  # fmt: skip
+
+
+def with_prepared_data(subject: Subject) -> Subject:
+    """The subject with what the prepared data says, or the reason why it is not known."""
+    from windlass.data.dataset import open_samples
+    from windlass.data.prepare import find_prepared
+
+    try:
+        if (prepared := find_prepared(subject.recipe)) is None:
+            return subject
+        samples: Any = open_samples(subject.recipe, prepared)[0]
+    except UserError as error:
+        return replace(subject, reason=str(error))
+    tokens = samples.sample_tokens()
+    return replace(subject, vocab=prepared.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens)
+
+
+def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
+    """The speed of those of the runs that train the same model on the same kind of device; None where there is none."""
+    same = [run for run in runs if run.recipe_path.is_file() and run.recipe.model == subject.recipe.model]
+    speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
+    speeds = [speed for speed in speeds if speed.device.lower() in ("", subject.device.name.lower())]
+    return speed_on(speeds, subject.world) if speeds else None
+
+
+def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
+    """The speed that a share of the device's peak gives; None where the peak or the model's FLOPs are not known."""
+    name, model = subject.device.name, subject.recipe.model
+    flops, peak = subject.size.flops_per_token, peak_flops(name, subject.precision, tf32=False)
+    if flops is None or peak is None:
+        return None
+    detail = f"{name}: peak {peak / 1e12:.4g} TFLOP/s x an assumed MFU of {100 * mfu:g} %, nothing measured"
+    real = min(1.0, (subject.tokens_per_sample or model.context) / model.context)  # padding is computed too
+    if real < 1:
+        detail += f"; {100 * real:.0f} % of the places are tokens, the rest padding"
+    if model.kind == "gpt" and model.width < SMALL_WIDTH:
+        detail += f"; matrices of width {model.width} hardly fill such a device, so take it for a bound"
+    return Speed(peak * mfu * subject.world * real / flops, subject.world, "assumed", detail, device=name)
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
     """Every part of the plan that is known, and why the others are not."""
-    recipe, facts, network, unknown = subject.recipe, subject.facts, subject.network, {}
+    recipe, size, done, unknown = subject.recipe, subject.size, subject.done, {}
+    batch, context, samples = recipe.train.global_batch, recipe.model.context, subject.samples_per_epoch
     steps = subject.steps
     if steps is None:
         try:
-            steps = resolve_steps(
-                recipe, subject.vocab, facts.tokens_per_sample, facts.samples_per_epoch, subject.parameters
-            )
+            steps = resolve_steps(recipe, size.vocab, subject.tokens_per_sample, samples, size.parameters)
         except UserError as error:
-            unknown["steps"] = (
-                str(error) if subject.hf_reason else f'{facts.reason}: train.steps = "{recipe.train.steps}"'
-            )
-    horizon = None if steps is None else Horizon(steps, facts.samples_per_epoch, recipe.train.global_batch)
-    if network is None:
-        unknown["size"] = subject.hf_reason or f"{facts.reason}: the vocabulary of {recipe.data.tokenizer!r}"
-    if not facts.samples_per_epoch:
-        unknown["epochs"] = facts.reason
-    events = milestones(recipe, horizon) if horizon else []
-    time = None
-    if speed is not None:
-        left = time_left(events, subject.done, subject.tokens_per_step, speed) if horizon else None
-        time = Time(speed, subject.tokens_per_step / speed.tokens_per_s, left)
-    else:
+            unknown["steps"] = str(error)
+    if size.parameters is None:
+        unknown["size"] = subject.hf_reason or f"{subject.reason}: the vocabulary of {recipe.data.tokenizer!r}"
+    if not samples:
+        unknown["epochs"] = subject.reason
+    if speed is None:
         peak = f"the peak of {subject.device.name} in {subject.precision} is not known"
-        cause = peak if subject.flops_per_token else "the FLOPs of a token are not known"
-        unknown["time"] = f"nothing was measured, and {cause}: give --from RUN, --measure, or a --device of the table"
-    return Plan(
-        recipe=recipe.preset,
-        config_hash=recipe.config_hash,
-        run_dir=str(run.path if run else recipe.run_dir),
-        state=run.state if run else "",
-        world=subject.world,
-        device=subject.device,
-        precision=subject.precision,
-        length=_length(subject, steps),
-        model=_model_size(subject),
-        flops=_flops(subject, steps),
-        memory=memory_rows(subject, network) if network else None,
-        recommendation=recommendation(subject),
-        disk=_disk(subject, horizon),
-        time=time,
-        milestones=milestone_rows(
-            events, subject.done, time.seconds_per_step if time else None, speed.costs if speed else {}
-        ) if horizon else None,
-        unknown=unknown,
-    )  # fmt: skip
-
-
-def _model_size(subject: Subject) -> ModelSize | None:
-    model, hf, vocab = subject.recipe.model, subject.hf, subject.vocab
-    if model.kind == "hf":
-        return ModelSize(hf.vocab, hf.total, hf.trained, None, {}) if hf else None
-    sizes = count(model, vocab or 0)
-    grows = ("embedding", "head")  # with the vocabulary
-    names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
-    parts = {name: getattr(sizes, name) for name in names if vocab or name not in grows}
-    total = sizes.total if vocab else None
-    return ModelSize(vocab, total, total, sizes.non_embedding, parts)
-
-
-def _length(subject: Subject, steps: int | None) -> Length:
-    recipe, samples, parameters = subject.recipe, subject.facts.samples_per_epoch, subject.parameters
-    batch, ratio = recipe.train.global_batch, recipe.train.tokens_per_parameter
-    tokens = None if steps is None else round(steps * subject.tokens_per_step)
-    return Length(
-        steps=steps,
-        done=subject.done,
-        tokens_per_step=subject.tokens_per_step,
-        padded_tokens_per_step=batch * recipe.model.context,
-        tokens=tokens,
-        epochs=steps * batch / samples if steps is not None and samples else None,
-        tokens_per_parameter=tokens / parameters if tokens is not None and parameters else None,
-        optimal_ratio=ratio,
-        optimal_tokens=optimal_tokens(parameters, ratio) if parameters else None,
-        optimal_steps=optimal_steps(recipe, parameters, subject.tokens_per_sample) if parameters else None,
-        taken_as_full=subject.facts.tokens_per_sample is None
+        cause = peak if size.flops_per_token else "the FLOPs of a token are not known"
+        unknown["time"] = f"nothing was measured, and {cause}: give --from RUN, or a --device of the table"
+    tokens_per_step = batch * (subject.tokens_per_sample or float(context))
+    plan = Plan(
+        recipe=recipe.preset, config_hash=recipe.config_hash, run_dir=str(run.path if run else recipe.run_dir),
+        state=run.state if run else "", world=subject.world, device=subject.device, precision=subject.precision,
+        size=size, steps=steps, done=done, tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
+        taken_as_full=subject.tokens_per_sample is None
         and (recipe.data.packing == "documents" or recipe.data.format != "text"),
-    )
+        tokens=None if steps is None else round(steps * tokens_per_step),
+        epochs=steps * batch / samples if steps is not None and samples else None,
+        tokens_bytes=recipe.data.max_tokens * (2 if (size.vocab or 0) <= 2**16 else 4) or None,  # uint16, uint32
+        speed=speed, seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None, unknown=unknown,
+    )  # fmt: skip
+    if size.parameters and size.flops_per_token:
+        network = subject.hf or recipe.model
+        layout = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
+        rows = memory_rows(network, size.vocab or 0, recipe.optim.kind, layout, subject.device.usable_bytes)
+        settings, advice = recommend(rows, recipe.train.micro_batch)
+        plan = replace(
+            plan, memory=rows, recommended=settings, advice=advice,
+            optimal_tokens=optimal_tokens(size.parameters, recipe.train.tokens_per_parameter),
+            optimal_steps=optimal_steps(recipe, size.parameters, subject.tokens_per_sample),
+            flops=None if steps is None else size.flops_per_token * batch * context * steps,
+        )  # fmt: skip
+    return plan if steps is None else with_milestones(plan, recipe, Horizon(steps, samples, batch))
 
 
-def _flops(subject: Subject, steps: int | None) -> Flops | None:
-    network, per_token = subject.network, subject.flops_per_token
-    if network is None or per_token is None:
-        return None
-    padded = subject.recipe.train.global_batch * subject.recipe.model.context
-    rule = per_token if isinstance(network, HfSizes) else 6 * (subject.parameters or 0)
-    return Flops(rule, per_token, None if steps is None else per_token * padded * steps)
-
-
-def memory_rows(subject: Subject, network: Network) -> list[MemoryRow]:
-    """A row for each strategy that the world allows, with the recipe's precision and micro-batch."""
-    recipe, world, usable = subject.recipe, subject.world, subject.device.usable_bytes
-    base = layout_of(recipe, world, subject.device.kind, subject.precision)
-    strategies = ["ddp", "shard_grad_op", "full_shard"] if world > 1 else ["single"]
-    if world > 3 or base.strategy == "hybrid_shard":
-        strategies.append("hybrid_shard")
-    if base.strategy not in strategies:
-        strategies.append(base.strategy)
-    ours = not isinstance(network, HfSizes)  # else states alone are known: they may be too large, never surely fit
-    rows = []
-    for strategy in strategies:
-        for checkpointing in CHECKPOINTING if ours else ("none",):
-            layout = replace(
-                base, strategy=strategy, shard=shard_size(strategy, world, recipe.parallel.shard_size),
-                checkpointing=checkpointing, offload=base.offload and strategy not in ("single", "ddp"),
-            )  # fmt: skip
-            needed = memory(network, subject.vocab or 0, layout, recipe.optim.kind)
-            fits = None if usable is None else needed.total <= usable
-            largest = None
-            if not isinstance(network, HfSizes) and usable is not None:
-                largest = largest_micro_batch(_task(subject, network, usable), layout)
-            chosen = strategy == base.strategy and checkpointing in (base.checkpointing, "none" if not ours else "")
-            rows.append(MemoryRow(layout, needed, fits if ours or fits is False else None, largest, chosen))
-    return rows
-
-
-def _task(subject: Subject, network: Network, usable: int) -> Task:
-    share = subject.recipe.train.global_batch // subject.world
-    assert not isinstance(network, HfSizes)
-    return Task(network, subject.vocab or 0, subject.recipe.optim.kind, share, usable)
-
-
-def recommendation(subject: Subject) -> Recommendation | None:
-    """The cheapest layout that fits, or what to change; None where the memory of activations is not known."""
-    recipe, network, usable = subject.recipe, subject.network, subject.device.usable_bytes
-    if network is None or isinstance(network, HfSizes):
-        return None
-    if usable is None:
-        return Recommendation(None, "the device's memory is not known: give --memory GB", {})
-    base = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
-    base = replace(base, micro_batch=recipe.train.micro_batch)
-    return recommend(_task(subject, network, usable), base)
-
-
-def _disk(subject: Subject, horizon: Horizon | None) -> Disk | None:
-    recipe, size = subject.recipe, subject.checkpoint_bytes
-    if size is None:
-        return None
-    saves = save_steps(recipe, horizon) if horizon else []
-    checkpoints = kept_checkpoints(recipe, horizon, saves) if horizon else None
-    peak = None if checkpoints is None else min(checkpoints + 1, len(saves)) * size
-    token = 2 if (subject.vocab or 0) <= 2**16 else 4  # uint16 where all ids fit
-    return Disk(size, checkpoints, peak, recipe.data.max_tokens * token or None)
+def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon) -> Plan:
+    """The plan of a run of known length with what happens in it, and with the time to its end where a speed is known."""
+    events, costs, per_step = milestones(recipe, horizon), plan.speed.costs if plan.speed else {}, plan.seconds_per_step
+    rows = milestone_rows(events, plan.done, per_step, costs)
+    plan = replace(plan, milestones=rows, checkpoints=checkpoints_to_come(recipe, horizon))
+    if plan.speed is None or (seconds := rows[-1].last_seconds if rows else 0.0) is None:
+        return plan
+    missing = [m.what for m in rows if m.what in TIMED and m.what not in costs]
+    return replace(plan, seconds=seconds, device_hours=seconds * plan.world / 3600, not_counted=missing)
