@@ -24,8 +24,8 @@ from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch, worker_command
 from windlass.run import Run
-from windlass.training import measure
-from windlass.training.stop import StopSignals, save_fits
+from windlass.training import record
+from windlass.training.stop import StopSignals
 
 __all__ = ["corpus", "trainers"]
 
@@ -228,7 +228,6 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
     assert there == ([3, 5] if saved else [3])
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
     assert train(recipe).state == "finished"
-    assert save_fits(10, 25, 15) and not save_fits(10, 25, 15.1)
 
 
 def test_the_grace_is_held_against_a_save_of_an_earlier_start(corpus, tmp_path):
@@ -271,7 +270,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
     own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
     recipe = recipe_of(corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own})
     whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    place, name = (measure.Suites, "measure") if what == "evaluation" else (measure, "generate")
+    place, name = (record.Suites, "measure") if what == "evaluation" else (record, "generate")
     original, steps = getattr(place, name), []
 
     def cut(*things: object, **more: object) -> object:
@@ -349,15 +348,15 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     """The save of the last step fails, and is known to have failed before the run ends: it is made once more."""
     original, failed = commit.shutil.disk_usage, []
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: original(path) if failed else SimpleNamespace(free=0))
-    evaluate = measure.Measurements.evaluate
+    evaluate = record.Measurements.evaluate
 
-    def evaluate_and_wait(self: measure.Measurements, step: int, poll: object) -> bool:
+    def evaluate_and_wait(self: record.Measurements, step: int, poll: object) -> bool:
         whole = evaluate(self, step, poll)  # type: ignore[arg-type]
         if step == 3:
             failed.append(trainers[0].saves.wait())
         return whole
 
-    monkeypatch.setattr(measure.Measurements, "evaluate", evaluate_and_wait)
+    monkeypatch.setattr(record.Measurements, "evaluate", evaluate_and_wait)
     run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
     assert failed == [False]
     saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]

@@ -78,7 +78,7 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     longer = recipe.with_overrides("train.steps=16")
     train(recipe)
     whole = train(longer.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    for name in ("prepare_model", "resume_run", "open_recorder", "resume_run"):
+    for name in ("candidate_checkpoints", "prepare_model", "open_recorder"):
         with monkeypatch.context() as patch, pytest.raises(RunFailed):
             patch.setattr(setup, name, lambda *_: die(0, None))
             train(recipe, extend_to=16)
@@ -264,7 +264,7 @@ def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
         monkeypatch.setattr(setup, "set_aside", lambda path: set_aside(path, seconds=0.2))
         with pytest.raises(UserError) as error:
             train(Recipe.load("quickstart", overrides), fresh=True)
-        assert says(error, f"process {living.pid} on ")
+        assert says(error, str(living.pid))
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
     finally:
         go.touch()
@@ -401,7 +401,7 @@ def test_a_second_training_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     assert (run.alive, run.state) == (True, "running")  # by its lock alone: there is no heartbeat
     with pytest.raises(UserError) as error:
         acquire_run_lock(tmp_path, seconds=0.2)
-    assert says(error, f"process {holder.pid} on ")
+    assert says(error, str(holder.pid))
     run.heartbeat_path.touch()
     holder.kill()
     holder.communicate()

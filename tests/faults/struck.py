@@ -27,7 +27,7 @@ PLACES = {
     "evaluation": ("windlass.evaluation.loss", "sum_async"),
     "sample": ("windlass.evaluation.generate", "sum_async"),
     "data": ("windlass.data.loader", "_Reader.read"),
-    "save": ("windlass.training.saves", "gather_state"),
+    "save": ("windlass.training.record", "gather_state"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
 WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 30.0}

@@ -24,21 +24,22 @@ HASH_WORDS = 2**20
 def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks) -> None:
     """Master weights, ties, the gradient norm, replicas; raises RunFailed on every rank where one of them is wrong."""
     wanted = torch.float64 if precision == "fp64" else torch.float32
+    # Held in fewer bits, a trained weight would lose small updates to rounding.
+    wrong = [name for name, p in named_parameters(model) if p.requires_grad and p.dtype != wanted]
+    tied = tie_groups(model)
     problems = [
-        *master_weights(model, wanted),
-        *lost_ties(model, tied_before),
+        *([f"master weights are not {wanted}: {', '.join(wrong[:4])}"] if wrong else []),
+        *(
+            f"{' and '.join(group)} were tied in the model and are not here"
+            for group in tied_before
+            if group not in tied
+        ),
         *norm_probe(model, ranks),
         *replicas(model, ranks),
     ]
-    of_all = [text for texts in ranks.all_gather_object("startup checks", problems) for text in texts]
-    if of_all:
-        raise RunFailed("\n".join(["the start-up checks failed (train.startup_checks):", *dict.fromkeys(of_all)]))
-
-
-def master_weights(model: nn.Module, wanted: torch.dtype) -> list[str]:
-    """Trained parameters that are not held in the master precision: small updates would be lost to rounding."""
-    wrong = [name for name, p in named_parameters(model) if p.requires_grad and p.dtype != wanted]
-    return [f"master weights are not {wanted}: {', '.join(wrong[:4])}"] if wrong else []
+    everywhere = [text for texts in ranks.all_gather_object("startup checks", problems) for text in texts]
+    if everywhere:
+        raise RunFailed("\n".join(["the start-up checks failed (train.startup_checks):", *dict.fromkeys(everywhere)]))
 
 
 def tie_groups(model: nn.Module) -> list[list[str]]:
@@ -49,26 +50,17 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
-def lost_ties(model: nn.Module, before: list[list[str]]) -> list[str]:
-    """Weights that were tied before the model was parallelized, and are not any more."""
-    after = tie_groups(model)
-    return [f"{' and '.join(group)} were tied in the model and are not here" for group in before if group not in after]
-
-
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
-    """The distributed gradient norm of gradients whose norm is known: constants, different from parameter to parameter."""
-    kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    """The distributed norm of gradients whose norm is known: constants, different from parameter to parameter."""
+    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     squares = 0.0
-    try:
-        for number, (parameter, _) in enumerate(kept):
-            value = 1.0 / (1 + number % 7)
-            parameter.grad = torch.full_like(parameter, value)
-            squares += value * value * parameter.numel()
-        norm = float(collectives.global_grad_norm([p for p, _ in kept], ranks))
-    finally:
-        for parameter, grad in kept:
-            parameter.grad = grad
-    expected = math.sqrt(squares)
+    for number, (parameter, _) in enumerate(before):
+        value = 1.0 / (1 + number % 7)
+        parameter.grad = torch.full_like(parameter, value)
+        squares += value * value * parameter.numel()
+    norm, expected = float(collectives.global_grad_norm([p for p, _ in before], ranks)), math.sqrt(squares)
+    for parameter, grad in before:
+        parameter.grad = grad
     if abs(norm - expected) > 1e-4 * expected:
         return [f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"]
     return []
@@ -80,28 +72,21 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
         return []
     # hybrid_shard: ranks with the same place in their sharding group hold the same rows
     shard = int(ranks.mesh.get_local_rank("shard")) if ranks.mesh is not None and ranks.mesh.ndim > 1 else 0
-    names = [name for name, _ in named_parameters(model)]
-    mine = {"shard": shard, "hashes": [fingerprint(local(p)) for _, p in named_parameters(model)]}
-    groups: dict[int, list[tuple[int, list[int]]]] = {}
-    for rank, theirs in enumerate(ranks.all_gather_object("replicas", mine)):
-        groups.setdefault(theirs["shard"], []).append((rank, theirs["hashes"]))
+    names, parameters = zip(*named_parameters(model), strict=True)
+    hashes = [fingerprint(p.to_local() if isinstance(p, DTensor) else p) for p in parameters]
+    first: dict[int, tuple[int, list[int]]] = {}  # by shard: the first rank that holds it, and its hashes
     problems = []
-    for (first_rank, first), *others in groups.values():
-        for rank, hashes in others:
-            different = [n for n, a, b in zip(names, first, hashes, strict=True) if a != b]
-            if different:
-                problems.append(f"ranks {first_rank} and {rank} hold different values of {', '.join(different[:4])}")
+    for rank, (other_shard, other_hashes) in enumerate(ranks.all_gather_object("replicas", [shard, hashes])):
+        first_rank, expected = first.setdefault(other_shard, (rank, other_hashes))
+        differ = [name for name, a, b in zip(names, expected, other_hashes, strict=True) if a != b]
+        if differ:
+            problems.append(f"ranks {first_rank} and {rank} hold different values of {', '.join(differ[:4])}")
     return problems
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
-    """A hash of a tensor's bits, on its own device: the sum of its words, each times an odd number that its place decides."""
+    """A hash of a tensor's bits, on its own device: the sum of its words, each times an odd number by its place."""
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -115,30 +100,25 @@ def fingerprint(tensor: Tensor) -> int:
 def check_ids(model: nn.Module, tokens: np.ndarray) -> None:
     """Raise UserError where a user's own model has no embedding row for one of these token ids.
 
-    A model with `vocab` is compared with the tokenizer. Another one is checked where the table of its tokens can be told: it
-    has `get_input_embeddings()`, or one embedding alone.
+    A model with `vocab` is compared with the tokenizer instead; one with several embeddings cannot be checked.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if hasattr(model, "get_input_embeddings"):
-        tables = [model.get_input_embeddings()]
     if hasattr(model, "vocab") or len(tables) != 1:
         return
     rows, low, high = tables[0].num_embeddings, int(tokens.min()), int(tokens.max())
     if low < 0 or high >= rows:
         raise UserError(
-            f"the model's embedding has {rows:,} rows, and the data has the token id {low if low < 0 else high:,}: it needs a "
-            "row for every token. A model with an attribute `vocab` is compared with the tokenizer"
+            f"the model's embedding has {rows:,} rows, and the data has the token ids {low} to {high}: it needs a row for "
+            "every token. A model with an attribute `vocab` is compared with the tokenizer"
         )
 
 
 def uses_dropout(model: nn.Module) -> bool:
     """Whether a module of the model draws random numbers in training."""
-    for module in model.modules():
-        rates = [
-            value
-            for name, value in vars(module).items()
-            if "dropout" in name or (name == "p" and "Dropout" in type(module).__name__)
-        ]
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
-            return True
-    return False
+    return any(
+        isinstance(value, float)
+        and value > 0
+        and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__))
+        for module in model.modules()
+        for name, value in vars(module).items()
+    )

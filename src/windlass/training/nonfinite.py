@@ -1,8 +1,8 @@
-"""Steps that went wrong (a loss or gradient that is not finite, a loss spike), and what the recipe's policies do about them.
+"""Steps that went wrong (a loss or gradient that is not finite, a loss spike), and the recipe's policies for them.
 
-On a CPU the host looks at every step before its update. On CUDA looking would make the host wait for the device, so there
-the device itself leaves the update out (`found_inf` of torch's fused optimizers) and counts the bad steps; the host reads
-the counts when it logs or saves, and with the policy `stop` no update is made from the first bad step on until it has looked.
+On a CPU the host looks at every step before its update. On CUDA looking would make the host wait for the device, so
+there the device leaves the update out itself (`found_inf` of torch's fused optimizers) and counts the bad steps. The host
+reads the counts when it logs or saves; with the policy `stop` no update is made from the first bad step until then.
 Every rank sees the same numbers, so all decide alike.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,24 +24,20 @@ if TYPE_CHECKING:
     from windlass.training.record import Recorder
     from windlass.training.state import TrainState
 
-SPIKE_WINDOW = 128
-"""Losses that a spike is measured against."""
-SPIKE_MIN = 16
-"""Fewer losses say nothing about their spread."""
+SPIKE_WINDOW, SPIKE_MIN = 128, 16
+"""Losses that a spike is measured against; fewer than 16 say nothing about their spread."""
 SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000
-"""fp16: the initial loss scale, and the steps without an overflow after which it doubles (torch.amp.GradScaler's own)."""
+"""fp16: the initial loss scale, and the steps without an overflow after which it doubles (as torch.amp.GradScaler)."""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What to do after a step; `stop` ends the run as failed."""
 
     action: Literal["continue", "skip", "rewind", "stop"] = "continue"
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Bad steps since the last look: those whose loss or gradient norm was not finite, or whose update was held back."""
 
     bad: int = 0
@@ -56,8 +51,8 @@ def decide_nonfinite(
 ) -> Decision:
     """The policy `train.on_nonfinite` for the steps up to `step` since the last look.
 
-    `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an ordinary event: the loss
-    scale is halved and the step skipped, whatever the policy.
+    `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an ordinary event: the
+    loss scale is halved and the step skipped, whatever the policy.
     """
     if not counts.bad:
         return Decision()
@@ -66,44 +61,41 @@ def decide_nonfinite(
         what = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
-        first = step if fp16 else step - counts.bad + 1  # without fp16 no update was made since the first bad step
-        what = (
-            f"step {first}: {what} (gradient norm {grad_norm}). The update was not made. Look at the samples of this step, "
-            "lower optim.lr, or set train.on_nonfinite to skip or rewind"
+        step = step if fp16 else step - counts.bad + 1  # without fp16 no update was made since the first bad step
+        what += (
+            f" (gradient norm {grad_norm}). The update was not made. Look at the samples of this step, lower optim.lr, or "
+            "set train.on_nonfinite to skip or rewind"
         )
-    return Decision(policy, what if policy != "rewind" else f"step {step}: {what}")
+    return Decision(policy, f"step {step}: {what}")
 
 
 def decide_spike(loss: float, step: int, settings: TrainSettings) -> Decision:
     """The policy `train.on_spike` for a step whose loss is a spike; its update was not made."""
     assert settings.on_spike != "ignore"
-    reason = f"step {step}: the loss {loss:.4f} is a spike of more than {settings.spike_sigmas:g} standard deviations"
-    if settings.on_spike == "stop":
-        reason += "; the update was not made (train.on_spike)"
-    return Decision(settings.on_spike, reason)
+    limit = f"more than {settings.spike_sigmas:g} standard deviations"
+    return Decision(settings.on_spike, f"step {step}: the loss {loss:.4f} is a spike of {limit} (train.on_spike)")
 
 
 def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
     """Whether `loss` lies `sigmas` standard deviations above the mean of the last SPIKE_WINDOW losses."""
-    recent = [x for x in window[-SPIKE_WINDOW:] if math.isfinite(x)]
-    if len(recent) < SPIKE_MIN:
+    if len(window) < SPIKE_MIN:
         return False
-    spread = statistics.pstdev(recent)
-    return spread > 0 and loss > statistics.fmean(recent) + sigmas * spread
+    spread = statistics.pstdev(window)
+    return spread > 0 and loss > statistics.fmean(window) + sigmas * spread
 
 
 def check_is_deferred(device: torch.device, optimizer: torch.optim.Optimizer, offload: bool) -> bool:
     """Whether the device decides about the update, and the host looks later.
 
-    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy a `found_inf` of the GPU there without
-    waiting for it (`found_inf.to(device, non_blocking=True)` in `torch/optim/adamw.py`), so that the update could read the
-    flag before it is written. The host waits for offloaded gradients in any case.
+    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy a `found_inf` of the GPU there
+    without waiting for it (`found_inf.to(device, non_blocking=True)` in `torch/optim/adamw.py`), so that the update could
+    read the flag before it is written. The host waits for offloaded gradients in any case.
     """
     return device.type == "cuda" and not offload and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class BadSteps:
-    """Finds bad steps on one rank, counts them on the device, and decides by the policies of `settings`, the recipe's `train`.
+    """Finds bad steps on one rank, counts them on the device, and decides by the policies of the recipe's `train`.
 
     `deferred`: the host does not look at each step; see `check_is_deferred`.
     """
@@ -114,7 +106,7 @@ class BadSteps:
     ):  # fmt: skip
         self.ranks, self.settings, self.state, self.recorder = ranks, settings, state, recorder
         self.scaler, self.deferred = scaler, deferred
-        self._latch = settings.on_nonfinite == "stop" and scaler is None
+        self._hold_updates = settings.on_nonfinite == "stop" and scaler is None  # from the first bad step on
         self._spikes_in_a_row = 0
         self._zero = torch.zeros((), dtype=torch.float32, device=ranks.device)
         self.reset()
@@ -131,24 +123,20 @@ class BadSteps:
         # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its gradient is finite.
         anywhere = collectives.sum_over_ranks(loss_bad.clone(), self.ranks).clamp(max=1)
         bad = torch.maximum((~torch.isfinite(grad_norm)).float(), anywhere)
-        self._bad = torch.maximum(self._bad, bad) if self._latch else bad
+        self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
         self._count = self._count + self._bad
         self._in_a_row = (self._in_a_row + 1) * self._bad
         self._longest = torch.maximum(self._longest, self._in_a_row)
         return self._bad
 
     def find_spike(self, loss: Tensor) -> float | None:
-        """A step's loss over all ranks where it is a spike; else it joins those that the next one is measured against.
-
-        The host waits for the loss, unless `train.on_spike` is `ignore`.
-        """
-        window = self.state.spike_window
+        """A step's loss over all ranks where it is a spike, for which the host waits; with `ignore` always None."""
         if self.settings.on_spike == "ignore":
             return None
-        value = float(collectives.sum_over_ranks(loss.clone(), self.ranks))
+        value, window = float(collectives.sum_over_ranks(loss.clone(), self.ranks)), self.state.spike_window
         if is_spike(window, value, self.settings.spike_sigmas):
             return value
-        if math.isfinite(value):  # the other policy sees to what is not finite
+        if math.isfinite(value):  # what is not finite is the other policy's
             window.append(value)
             del window[:-SPIKE_WINDOW]
             self._spikes_in_a_row = 0
@@ -164,34 +152,32 @@ class BadSteps:
     def decide(self, grad_norm: Tensor, spike: float | None, look: bool) -> Decision:
         """What to do after a step; `look`: whether to read the counts of non-finite steps. All ranks call it.
 
-        Skipped steps are written down here. Raises RunFailed where a policy ends the run.
+        Writes the events of skipped steps. Raises RunFailed where a policy ends the run.
         """
-        state, decision = self.state, Decision()
+        state, settings, decision = self.state, self.settings, Decision()
         if look:
             counts = self.read()
             state.skips_in_a_row = counts.in_a_row
             if counts.bad:
                 flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
-                bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
-                fp16 = self.scaler is not None
-                decision = decide_nonfinite(counts, bad_ranks, state.step, float(grad_norm), self.settings, fp16)
+                ranks, fp16 = [rank for rank, bad in enumerate(flags) if bad], self.scaler is not None
+                decision = decide_nonfinite(counts, ranks, state.step, float(grad_norm), settings, fp16)
             if decision.action == "skip":
                 scale = float(self.scaler.scale) if self.scaler is not None else None
-                self.recorder.event(
-                    "skipped", reason=decision.reason, count=counts.bad, in_a_row=counts.in_a_row, loss_scale=scale
-                )
-                self._skipped(counts.bad, counts.longest, decision.reason)
+                more = {"count": counts.bad, "in_a_row": counts.in_a_row, "loss_scale": scale}
+                self._skipped("skipped", decision.reason, counts.bad, counts.longest, more)
         if spike is not None and decision.action in ("continue", "skip"):
-            decision = decide_spike(spike, state.step, self.settings)
+            decision = decide_spike(spike, state.step, settings)
             if decision.action == "skip":
                 self._spikes_in_a_row += 1
-                self.recorder.event("spike", reason=decision.reason, in_a_row=self._spikes_in_a_row)
-                self._skipped(1, self._spikes_in_a_row, decision.reason)
+                more = {"in_a_row": self._spikes_in_a_row}
+                self._skipped("spike", decision.reason, 1, self._spikes_in_a_row, more)
         if decision.action == "stop":
             raise RunFailed(decision.reason)
         return decision
 
-    def _skipped(self, count: int, in_a_row: int, reason: str) -> None:
+    def _skipped(self, event: str, reason: str, count: int, in_a_row: int, fields: dict[str, Any]) -> None:
+        self.recorder.event(event, reason=reason, **fields)
         self.state.updates_skipped += count
         if in_a_row >= self.settings.max_skips:
             raise RunFailed(
@@ -201,17 +187,16 @@ class BadSteps:
 
 
 class LossScaler:
-    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one, and never read by the host."""
+    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host does not read it."""
 
     def __init__(self, device: torch.device, state: TrainState):
-        self.scale = torch.ones((), dtype=torch.float32, device=device)
-        self.good_steps = torch.zeros_like(self.scale)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.load(state)
 
     def load(self, state: TrainState) -> None:
         """Take the scale of a checkpoint; at step 0 the initial one."""
-        self.scale = torch.full_like(self.scale, state.loss_scale if state.step else SCALE_START)
-        self.good_steps = torch.full_like(self.scale, state.scale_good_steps)
+        self.scale = self._zero + (state.loss_scale if state.step else SCALE_START)
+        self.good_steps = self._zero + state.scale_good_steps
 
     def save(self, state: TrainState) -> None:
         """Put the scale into the counters. Waits for the device."""
@@ -219,8 +204,7 @@ class LossScaler:
 
     def update(self, bad: Tensor) -> None:
         """After a step; `bad` is 1.0 where it overflowed."""
-        overflow = bad > 0
-        good = torch.where(overflow, torch.zeros_like(self.good_steps), self.good_steps + 1)
-        grows = good >= SCALE_GROWS_AFTER
+        overflow, good = bad > 0, self.good_steps + 1
+        grows = ~overflow & (good >= SCALE_GROWS_AFTER)
         self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
-        self.good_steps = torch.where(grows, torch.zeros_like(good), good)
+        self.good_steps = torch.where(overflow | grows, self._zero, good)

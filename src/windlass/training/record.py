@@ -1,59 +1,77 @@
-"""What a training writes down while it runs: ledger lines, terminal, trackers, the summary at the end. Rank 0 writes."""
+"""What a training writes: the ledger, the terminal and the trackers; evaluations and samples; checkpoints.
+
+Each method is called by every rank at the same step; rank 0 writes. The loop never waits for what is written in the
+background: `poll` reports what ended, `commit` waits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
+from torch import nn
 
-from windlass.checkpoint.retention import best
+from windlass.checkpoint.load import latest_step
+from windlass.checkpoint.reshard import gather_state
+from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
+from windlass.data.chat import stop_tokens
+from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
+from windlass.evaluation.suites import Suites, write_predictions
+from windlass.parallel.parallelize import autocast, unwrap
 from windlass.run import Line, Run, read_lines
+from windlass.telemetry.devices import summarise_devices
 from windlass.telemetry.timing import device_hours, mfu, throughput, wall_time
+from windlass.training.start import decide_on_rank_0
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from windlass.checkpoint.save import Outcome, Saver
+    from windlass.data.dataset import Data
     from windlass.model.size import HfSizes
     from windlass.parallel.dist import Ranks
-    from windlass.recipe import BatchPlan, Horizon
+    from windlass.recipe import BatchPlan, Horizon, Recipe
     from windlass.telemetry.console import Console
     from windlass.telemetry.devices import DeviceSampler
     from windlass.telemetry.ledger import Ledger
     from windlass.telemetry.timing import Goodput, StepTimer
     from windlass.telemetry.trackers import Note, Trackers
+    from windlass.training.nonfinite import LossScaler
     from windlass.training.start import StartPlan
     from windlass.training.state import TrainState
 
+Poll = Callable[[], bool]  # asked between forward passes whether to stop; True on any rank stops all
 HEARTBEAT_SECONDS = 10.0
 """How often the run's heartbeat file is touched, by which `windlass runs` tells a running run from a killed one."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of the model and its device, for the ledger and the checkpoints."""
+    """Numbers of the model and its device, for the ledger and the checkpoints."""
 
-    custom: bool  # a module of the user's own
     parameters: int  # trained parameters
     precision: str  # arithmetic, with `auto` resolved
     dropout: bool  # whether it draws random numbers in training
     ties: list[list[str]]  # names of weights that were tied before the model was parallelized
     hf: HfSizes | None  # sizes of a model of `transformers`
-    flops_per_token: float | None
-    """Forward and backward, by the 6N convention plus attention; None where not known."""
+    flops_per_token: float | None  # forward and backward, 6N plus attention; None where not known
     device_name: str
     peak_flops: float | None  # FLOP/s of the device; None where not known
 
 
 @dataclass
 class Recorder:
-    """Writes down what the loop did. Each method is called by every rank at the same step."""
+    """The ledger, the terminal and the trackers of a run."""
 
     run: Run
-    world: int
-    main: bool
+    ranks: Ranks
     facts: ModelFacts
     horizon: Horizon
     state: TrainState
@@ -63,114 +81,86 @@ class Recorder:
     goodput: Goodput
     sampler: DeviceSampler
     trackers: Trackers | None
-    logged: tuple[int, int, int] = (0, 0, 0)  # step, samples and tokens at the last `train` line
-    padded_tokens: int = 0  # tokens with padding since then
+    padded_tokens: int = 0  # tokens of this start, with padding and masked ones
+    logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
     last_loss: float | None = None
-    _next_beat: float = field(default=0.0, repr=False)
+    next_beat: float = 0.0  # of the monotonic clock
 
-    def started(self, plan: StartPlan, ranks: Ranks, batch: BatchPlan, resumed_from: str, notes: list[str]) -> None:
+    def started(self, plan: StartPlan, batch: BatchPlan, resumed_from: str, notes: list[str]) -> None:
         """The terminal's header and the event of this start."""
-        facts, state, recipe = self.facts, self.state, plan.recipe
+        facts, state, recipe, branched = self.facts, self.state, plan.recipe, plan.branch_from
+        shared: dict[str, Any] = {
+            "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
+            "parameters": facts.parameters, "device": facts.device_name,
+        }  # fmt: skip
         self.console.header(
-            run=str(self.run.path), recipe=recipe.preset, config_hash=recipe.config_hash, device=facts.device_name,
-            world=ranks.world, strategy=ranks.strategy, precision=facts.precision, parameters=facts.parameters,
-            tokens_per_step=batch.tokens_per_step, first_step=state.step,
+            run=str(self.run.path), recipe=recipe.preset, config_hash=recipe.config_hash,
+            tokens_per_step=batch.tokens_per_step, first_step=state.step, **shared,
         )  # fmt: skip
         for note in notes:
             self.console.warning(note)
-        branched = plan.branch_from
         self.event(
-            "branched" if branched else "resumed" if plan.resuming and state.step else "started", steps=self.horizon.steps,
-            world=ranks.world, strategy=ranks.strategy, precision=facts.precision, micro_batch=batch.micro_batch,
-            accumulation=batch.accumulation, parameters=facts.parameters, global_batch=batch.global_batch,
-            samples_per_epoch=self.horizon.samples_per_epoch, device=facts.device_name,
-            branched_from=str(branched.absolute()) if branched else None, extended_from=plan.extends_from or None,
+            "branched" if branched else "resumed" if plan.resuming and state.step else "started", **shared, steps=self.horizon.steps,
+            micro_batch=batch.micro_batch, accumulation=batch.accumulation, global_batch=batch.global_batch,
+            samples_per_epoch=self.horizon.samples_per_epoch, extended_from=plan.extends_from or None,
+            branched_from=str(branched.absolute()) if branched else None,
         )  # fmt: skip
         if resumed_from:
             self.console.event(f"resumed from {resumed_from}", state.step)
 
-    def rewound(self, reason: str, left_out: list[int]) -> None:
+    def rewound(self, reason: str, start: int, stop: int) -> None:
         """The run returned to the step of the state: a new attempt, whose lines replace those after that step."""
         self.ledger.attempt += 1
         self.sampler.attempt = self.ledger.attempt
-        self.event("rewound", reason=reason, left_out=left_out)
-        start, stop = left_out
+        self.event("rewound", reason=reason, left_out=[start, stop])
         self.console.warning(f"{reason}: back to step {self.state.step}, samples {start} to {stop} are left out")
         self.restart_counts()
 
     def restart_counts(self) -> None:
         """At a start or after a rewind: speeds are measured from here on."""
-        self.logged = (self.state.step, self.state.samples, self.state.tokens)
-        self.padded_tokens = 0
+        self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
         self.timer.read()
 
     def event(self, event: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line."""
         self.ledger.write("event", self.state.step if step is None else step, event=event, **fields)
 
-    def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None, device: torch.device) -> None:
-        """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits for the device."""
-        state, times = self.state, self.timer.read()
-        step, samples, tokens = self.logged
-        steps, seconds = max(1, state.step - step), times.get("step_ms", 0.0) / 1e3
-        rates = {}
-        if seconds:
-            tokens_per_s = (state.tokens - tokens) / steps / seconds
-            padded_per_s = self.padded_tokens / steps / seconds
-            samples_per_s = (state.samples - samples) / steps / seconds
-            flops = self.facts.flops_per_token
-            rates = {
-                "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / self.world,
-                "padded_tokens_per_s": padded_per_s if padded_per_s != tokens_per_s else None,
-                "samples_per_s": samples_per_s, "samples_per_s_per_device": samples_per_s / self.world,
-                "steps_per_s": 1 / seconds,
-                "mfu": mfu(tokens_per_s, flops, self.facts.peak_flops, self.world) if flops else None,
-            }  # fmt: skip
-        self.logged, self.padded_tokens = (state.step, state.samples, state.tokens), 0
-        self.last_loss = loss
-        line = self.ledger.write(
-            "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
-            epoch=self.epoch, **times, **rates, loss_scale=loss_scale,
-        )  # fmt: skip
-        self.console.step(line | {"mem_mb": _memory_mb(device)})
-
     @property
     def epoch(self) -> float:
         """Epochs of the training data done."""
         return self.state.samples / self.horizon.samples_per_epoch
 
-    def evaluation(self, measured: list[dict[str, Any]]) -> list[Line]:
-        """`eval` lines, one for each suite; returns them."""
-        more = {"epoch": self.epoch, "samples_trained": self.state.samples}
-        lines = [self.ledger.write("eval", self.state.step, **fields, **more) for fields in measured]
-        for line in lines:
-            self.console.eval(line)
-        return lines
-
-    def samples(self, prompt: str, texts: list[str]) -> None:
-        """Generated texts: `sample` lines, files and terminal."""
-        for index, text in enumerate(texts):
-            if self.main:
-                self.ledger.write("sample", self.state.step, index=index, prompt=prompt, text=text)
-                with contextlib.suppress(OSError):
-                    self.run.samples_dir.mkdir(exist_ok=True)
-                    file = self.run.samples_dir / f"step-{self.state.step:08d}-{index}.txt"
-                    file.write_text(text, encoding="utf-8")
-            self.console.sample(text, self.state.step)
+    def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
+        """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits for the device."""
+        state, times, world, flops = self.state, self.timer.read(), self.ranks.world, self.facts.flops_per_token
+        now = (state.step, state.samples, state.tokens, self.padded_tokens)
+        steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
+        seconds = max(times["step_ms"], 1e-6) / 1e3
+        samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
+        self.logged, self.last_loss = now, loss
+        line = self.ledger.write(
+            "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
+            epoch=self.epoch, **times, tokens_per_s=tokens_per_s, tokens_per_s_per_device=tokens_per_s / world,
+            padded_tokens_per_s=padded_per_s if padded_per_s != tokens_per_s else None,
+            samples_per_s=samples_per_s, samples_per_s_per_device=samples_per_s / world, steps_per_s=1 / seconds,
+            mfu=mfu(tokens_per_s, flops, self.facts.peak_flops, world) if flops else None, loss_scale=loss_scale,
+        )  # fmt: skip
+        cuda = self.ranks.device.type == "cuda"
+        memory = torch.cuda.memory_allocated(self.ranks.device) if cuda else psutil.Process().memory_info().rss
+        self.console.step(line | {"mem_mb": memory / 1e6})
 
     def beat(self) -> None:
         """Touch the heartbeat file where it is time; costs a clock reading otherwise."""
         now = time.monotonic()
-        if self.main and now >= self._next_beat:
-            self._next_beat = now + HEARTBEAT_SECONDS
+        if self.ranks.main and now >= self.next_beat:
+            self.next_beat = now + HEARTBEAT_SECONDS
             with contextlib.suppress(OSError):
                 self.run.heartbeat_path.touch()
 
     def poll(self) -> None:
         """What happened beside the steps: messages of the trackers, a ledger or sampler that cannot write."""
         self.beat()
-        if self.trackers is not None:
-            self._show(self.trackers.poll())
+        self._show(self.trackers.poll() if self.trackers is not None else [])
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning)
@@ -178,25 +168,23 @@ class Recorder:
 
     def finish_trackers(self, seconds: float) -> None:
         """Let the trackers take the rest of the ledger, for so long."""
-        if self.trackers is not None:
-            self._show(self.trackers.finish(max(0.0, seconds)))
+        self._show(self.trackers.finish(max(0.0, seconds)) if self.trackers is not None else [])
 
     def _show(self, notes: list[Note]) -> None:
         for note in notes:
             (self.console.warning if note.warning else self.console.event)(note.text)
 
-    def summary(self, measure: str, scores: Mapping[int, float], losses: Mapping[int, float]) -> None:
+    def summary(self, measure: str) -> None:
         """The run's last line on rank 0, computed from the effective ledger, so that a resume inflates nothing."""
-        from windlass.telemetry.devices import summarise_devices
-
-        if not self.main:
+        if not self.ranks.main:
             return
         state, run = self.state, self.run
         self.event("measured")  # a last stamp of the wall time
-        raw, speed = list(read_lines(run.metrics_path)), throughput(run.ledger())
-        if self.last_loss is None:  # this start had nothing left to do but the end
-            self.last_loss = next((x["loss"] for x in reversed(run.lines("train"))), None)
-        evaluations, seconds = run.lines("eval", suite="loss"), wall_time(raw)
+        raw, lines = list(read_lines(run.metrics_path)), run.ledger()
+        speed, seconds = throughput(lines), wall_time(raw)
+        losses, scores = scores_by_step(lines, LOSS), scores_by_step(lines, measure)
+        trained = [x["loss"] for x in lines if x["kind"] == "train"]
+        evaluated = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]  # NaN, too
         means = {}
         if speed is not None:
             means = {
@@ -205,17 +193,184 @@ class Recorder:
             }  # fmt: skip
         best_step = best(scores, measure)
         self.ledger.write(
-            "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples, epochs=self.epoch,
-            final_loss=self.last_loss, final_eval_loss=evaluations[-1]["loss"] if evaluations else None,
+            "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples,
+            epochs=self.epoch, final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
             best_eval_loss=min(losses.values(), default=None), best_measure=measure, best_step=best_step,
-            best_score=None if best_step is None else scores[best_step],
-            runtime_s=seconds["total"], wall_time=seconds, device_hours=device_hours(raw), world=self.world,
-            parameters=self.facts.parameters, updates_skipped=state.updates_skipped, attempts=self.ledger.attempt + 1,
-            **means, **summarise_devices(run),
+            best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],
+            wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
+            parameters=self.facts.parameters, updates_skipped=state.updates_skipped,
+            attempts=self.ledger.attempt + 1, **means, **summarise_devices(run),
         )  # fmt: skip
 
 
-def start_profiler(steps: int, path: Path, cuda: bool, console: Console) -> torch.profiler.profile:
+@dataclass
+class Measurements:
+    """The evaluations and samples of a run."""
+
+    recipe: Recipe
+    model: nn.Module
+    data: Data
+    ranks: Ranks
+    horizon: Horizon
+    suites: Suites
+    recorder: Recorder
+    scores: dict[int, float] = field(default_factory=dict)  # of `checkpoint.best` by step, from the ledger and since
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the suites are measured after `step`: before the first and after the last, and by `eval.every`."""
+        every = self.recipe.eval.every
+        ends = step in (0, self.horizon.steps)
+        return self.data.val is not None and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
+
+    def sample_due(self, step: int) -> bool:
+        """Whether a text is generated after `step`; a user's own model or tokenizer may not be able to."""
+        able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
+        return able and self.horizon.due(self.recipe.eval.sample_every, step)
+
+    def read_ledger(self, step: int) -> set[str]:
+        """Take the scores up to `step`; returns which kinds of lines (`eval`, `sample`) there are of `step` itself."""
+
+        def read() -> list[Line]:
+            return [x for x in self.recorder.run.ledger() if x["kind"] in ("eval", "sample") and x["step"] <= step]
+
+        lines = decide_on_rank_0(self.ranks, "measured", read)
+        self.scores = scores_by_step(lines, self.recipe.checkpoint.best)
+        return {line["kind"] for line in lines if line["step"] == step}
+
+    def evaluate(self, step: int, poll: Poll) -> bool:
+        """Every suite of `eval.suites`, into the ledger; False where a stop cut one short: then nothing is written."""
+        measured, recorder = [], self.recorder
+        with recorder.timer.outside(), recorder.goodput.phase("eval"):
+            self.ranks.mark(step, "evaluation")
+            for suite in self.recipe.eval.suites:
+                result = self.suites.measure(suite, self.model, poll)
+                if result is None:
+                    return False
+                numbers, predictions = result
+                measured.append({"suite": suite, **numbers})
+                if predictions and self.ranks.main:
+                    try:
+                        write_predictions(recorder.run.path / "eval", step, predictions)
+                    except OSError as error:  # the scores are in the ledger
+                        recorder.console.warning(f"{suite}: the predictions were not written: {error}")
+        more = {"epoch": recorder.epoch, "samples_trained": recorder.state.samples}
+        lines = [recorder.ledger.write("eval", step, **fields, **more) for fields in measured]
+        for line in lines:
+            recorder.console.eval(line)
+        self.scores |= scores_by_step(lines, self.recipe.checkpoint.best)
+        return True
+
+    def sample(self, step: int, poll: Poll) -> bool:
+        """Texts from the recipe's prompt, equal on every rank and world size; False as in `evaluate`."""
+        settings, tokenizer, recorder = self.recipe.eval, self.data.tokenizer, self.recorder
+        prompt = prompt_ids(self.model, tokenizer, settings.prompt)
+        sampling = Sampling(
+            max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k,
+            seed=self.recipe.run.seed, stop=stop_tokens(tokenizer, self.data.template),
+        )  # fmt: skip
+        with recorder.timer.outside(), recorder.goodput.phase("sample"):
+            self.ranks.mark(step, "sample")
+            generated = generate(
+                self.model, [prompt] * settings.sample_count, sampling, self.ranks, vocab=tokenizer.vocab,
+                autocast=partial(autocast, self.recipe, self.ranks.device), poll=poll,
+            )  # fmt: skip
+        if generated is None:
+            return False
+        for index, ids in enumerate(generated):
+            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
+            recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
+            recorder.console.sample(text, step)
+            if self.ranks.main:
+                folder = recorder.run.samples_dir
+                with contextlib.suppress(OSError):  # the text is in the ledger
+                    folder.mkdir(exist_ok=True)
+                    (folder / f"step-{step:08d}-{index}.txt").write_text(text, encoding="utf-8")
+        return True
+
+
+@dataclass
+class Saves:
+    """The checkpoints of a run: saved in the background, and reported when they are committed or have failed."""
+
+    saver: Saver
+    ranks: Ranks
+    model: nn.Module
+    optimizer: Optimizer
+    state: TrainState
+    scaler: LossScaler | None
+    recorder: Recorder
+    measurements: Measurements
+    meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch
+    step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
+    failed_in_a_row: int = 0
+
+    def save(self, reason: str = PERIODIC) -> None:
+        """Copy the state to the host; it is written in the background."""
+        recorder, state = self.recorder, self.state
+        reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
+        with recorder.timer.outside(), recorder.goodput.phase("save"):
+            self.ranks.mark(state.step, "save")
+            if self.scaler is not None:
+                self.scaler.save(state)
+            meta = self.meta | {
+                "reason": reason, "train_loss": recorder.last_loss, "samples": state.samples, "tokens": state.tokens,
+            }  # fmt: skip
+            tensors = gather_state(self.model, self.optimizer, self.ranks.rank, self.ranks.world)
+            scores = self.measurements.scores
+            self.saver.save(state.step, tensors, state.to_json(), meta, scores, while_waiting=recorder.beat)
+        self.step = state.step
+
+    def poll(self) -> None:
+        """Report what ended since the last call; never waits."""
+        self._report(self.saver.poll())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for what is being written, at most so many seconds; whether all of it is committed."""
+        with self.recorder.timer.outside(), self.recorder.goodput.phase("save"):
+            good = self._report(self.saver.wait(timeout, self.recorder.beat))
+        return good and not self.saver.busy
+
+    def commit(self, reason: str) -> bool:
+        """Have the present step committed: wait for a save in progress, and try one that failed once more."""
+        if self.step == self.state.step:
+            self.wait()
+        if any(self.ranks.all_gather_object("unsaved", self.step != self.state.step)):
+            self.save(reason)
+        return self.wait() and self.step == self.state.step
+
+    def _report(self, outcomes: list[Outcome]) -> bool:
+        recorder = self.recorder
+        for outcome in outcomes:
+            if outcome.error:
+                self.failed_in_a_row += 1
+                self.step = -1 if outcome.step == self.step else self.step
+                recorder.event("save_failed", outcome.step, reason=outcome.error)
+                recorder.console.warning(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
+                continue
+            self.failed_in_a_row = 0
+            if self.ranks.main:
+                recorder.ledger.sync()  # the lines up to a committed step must survive what the checkpoint survives
+                recorder.event(
+                    "checkpoint", outcome.step, path=f"checkpoints/{outcome.path.name}", bytes=outcome.bytes,
+                    write_s=round(outcome.write_s, 4), blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
+                )  # fmt: skip
+                recorder.console.event(f"saved {outcome.path} in {outcome.write_s:.2f} s", outcome.step)
+                if outcome.warning:
+                    recorder.console.warning(outcome.warning)
+        return not any(outcome.error for outcome in outcomes)
+
+    def expected_seconds(self) -> float:
+        """How long a save that begins now may take: as the last one, after the rest of one that is being written."""
+        earlier = [e["write_s"] for e in self.recorder.run.events if e["event"] == "checkpoint"]
+        # Before its first save, a start goes by what an earlier start of the run measured.
+        return (self.saver.last_seconds or (earlier or [0.0])[-1]) + self.saver.remaining_seconds()
+
+    def newest(self) -> int:
+        """The newest committed step that a restart would resume from; 0 where there is none."""
+        return max(latest_step(self.recorder.run.path), 0)
+
+
+def start_profiler(steps: int, path: Path, console: Console) -> torch.profiler.profile:
     """Trace `steps` steps of this rank, after one that is left out and one to warm up, into a file for Perfetto."""
 
     def write(profiler: torch.profiler.profile) -> None:
@@ -223,20 +378,7 @@ def start_profiler(steps: int, path: Path, cuda: bool, console: Console) -> torc
         profiler.export_chrome_trace(str(path))
         console.event(f"profile: {path}; open it at https://ui.perfetto.dev (drag the file into the page)")
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
-    profiler = torch.profiler.profile(
-        activities=activities, schedule=schedule, on_trace_ready=write, record_shapes=True
-    )
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
     profiler.start()
     return profiler
-
-
-def _memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 1e6
-    import psutil
-
-    return float(psutil.Process().memory_info().rss) / 1e6

@@ -1,9 +1,7 @@
 """From a recipe to a run: `train` makes the parts of a training in order, and has the `Trainer` run them.
 
-The order, each a plain function below: who am I (environment, store), data, process group, batch arithmetic and horizon, run
-directory, model, optimizer, checkpoint, then what records (ledger, terminal, sampler, trackers). What rank 0 alone may do,
-look into the run directory and write there, goes through `decide_on_rank_0`, so that every rank has the result or raises the
-same error.
+What rank 0 alone may do, look into the run directory and write there, goes through `decide_on_rank_0`, so that every rank
+has the result or raises the same error.
 """
 
 from __future__ import annotations
@@ -47,22 +45,11 @@ from windlass.telemetry.environment import describe, describe_rank, write_enviro
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import Trackers
+from windlass.training import start
 from windlass.training.checks import check_ids, tie_groups, uses_dropout
-from windlass.training.measure import Measurements
 from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
-from windlass.training.record import ModelFacts, Recorder
-from windlass.training.saves import Saves
-from windlass.training.start import (
-    StartPlan,
-    acquire_run_lock,
-    candidate_checkpoints,
-    decide_on_rank_0,
-    hash_without_steps,
-    resolve_start,
-    set_aside,
-    write_start,
-    write_tokenizer,
-)
+from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
+from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
 from windlass.training.state import TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.trainer import OnStep, Trainer
@@ -126,42 +113,45 @@ def set_up(
     data = open_data(recipe) if data is None else data
     init_process_group(ranks, recipe)
     batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
-    outside = (
-        None if plan.resuming else choose_checkpoint(plan, ranks, horizon)
-    )  # of a branch: refused before any change
-    attempt, token = open_run_directory(plan, ranks, data, outside, stack)
+    attempt, token, choice, notes = open_run_directory(plan, ranks, data, horizon, stack)
 
-    model, facts = prepare_model(recipe, plan.run, ranks, data, custom)
+    model, facts = prepare_model(recipe, plan.run, ranks, data, custom, choice)
     replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
     optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated)
-
-    choice, notes = resume_run(plan, ranks, horizon, outside)
-    path = choice.path if choice is not None else None
-    state, more_notes = load_weights(path, recipe, ranks, data, batch, facts, model, optimizer)
+    state = TrainState()
+    if choice is not None:
+        state = load_checkpoint(choice.path, recipe, ranks, data, batch, facts, model, optimizer, notes)
     ranks.mark(state.step, "start")
+    scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
 
-    saver = open_saver(plan, ranks, horizon, f"{attempt}_{token}")
+    horizons = [horizon]
+    if plan.extends_from:  # `keep_every` as a share of the run named other steps when the run was shorter
+        horizons.append(replace(horizon, steps=plan.extends_from))
+    saver = Saver(
+        plan.run.checkpoints_dir, ranks.rank, ranks.world, f"{attempt}_{token}",
+        policy_of(recipe.checkpoint, horizons, read_lineage(plan.run.path)),
+        device=ranks.device, background=recipe.checkpoint.background,
+    )  # fmt: skip
     stack.callback(saver.close)
     recorder = open_recorder(plan, ranks, horizon, facts, state, model, goodput, attempt, stack)
     if ranks.main:
-        warn_if_disk_is_short(recipe, model, optimizer, recorder)
-    scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
-    deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
+        notes += warn_if_disk_is_short(recipe, model, optimizer, recorder)
     meta = {
-        "recipe": recipe.config_hash, "line": hash_without_steps(recipe), "data": data.fingerprint,
+        "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
         "micro_batch": batch.micro_batch,
     }  # fmt: skip
-    newest = state.step if path else -1
     suites = Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch)
     measurements = Measurements(recipe, model, data, ranks, horizon, suites, recorder)
+    newest = state.step if choice is not None else -1
+    deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     return Trainer(
         recipe=recipe, plan=plan, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
         saves=Saves(saver, ranks, model, optimizer, state, scaler, recorder, measurements, meta, newest),
-        measurements=measurements, recorder=recorder, resumed_from=str(path or ""), notes=[*notes, *more_notes],
-        on_step=on_step, stop_at=stop_at,
+        measurements=measurements, recorder=recorder, resumed_from=str(choice.path) if choice is not None else "",
+        notes=notes, on_step=on_step, stop_at=stop_at,
     )  # fmt: skip
 
 
@@ -171,10 +161,7 @@ def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) ->
         raise UserError("train.compile: fp16 on a CPU is for tests and is not compiled; use bf16 or fp32")
     batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
     if samples < 1:
-        raise UserError(
-            f"the training data has no sample of model.context = {recipe.model.context} tokens; use a larger corpus or a "
-            "shorter context"
-        )
+        raise UserError(f"the training data has no sample of model.context = {recipe.model.context} tokens")
     parameters = None
     if recipe.train.steps == "compute-optimal":
         if custom:
@@ -187,121 +174,92 @@ def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) ->
 
 
 def open_run_directory(
-    plan: StartPlan, ranks: Ranks, data: Data, choice: Choice | None, stack: ExitStack
-) -> tuple[int, str]:
-    """Rank 0 makes the directory (or sets the old one aside), locks it, and writes what a new run starts from.
+    plan: StartPlan, ranks: Ranks, data: Data, horizon: Horizon, stack: ExitStack
+) -> tuple[int, str, Choice | None, list[str]]:
+    """Lock the run directory, choose the checkpoint to start from, and write what a new run or lineage starts from.
 
-    Returns the number of this attempt, and a token that names it among all.
+    Returns the number of this attempt, a token that names it among all, the checkpoint (None: step 0) and warnings.
     """
     run = plan.run
+    ranks.mark(0, "load")
 
-    def prepare() -> tuple[int, str]:
+    def choose() -> Choice | None:
+        paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidate_checkpoints(plan, horizon))))
+        return checkpoints.first_undamaged([Path(path) for path in paths], ranks)  # each rank hashes its share
+
+    def lock() -> tuple[int, str, list[str]]:
         if plan.fresh:
             set_aside(run.path)
         Files().make_dirs(run.path)
-        if (lock := acquire_run_lock(run.path)) is not None:
+        if (lock := start.acquire_run_lock(run.path)) is not None:
             stack.enter_context(lock)
         if not plan.resuming and run.recipe_path.exists():
             raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
         run.heartbeat_path.touch()
-        if not plan.resuming:
-            write_start(plan, choice)
-        write_tokenizer(run, data)
         attempt = max((int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)), default=-1) + 1
-        return attempt, secrets.token_hex(4)
+        return attempt, secrets.token_hex(4), checkpoints.recover(run.checkpoints_dir)
 
-    attempt, token = decide_on_rank_0(ranks, "attempt", prepare)
-    return attempt, token
-
-
-def choose_checkpoint(plan: StartPlan, ranks: Ranks, horizon: Horizon) -> Choice | None:
-    """The checkpoint to start from, of which every rank hashes its share; None: step 0. Changes nothing."""
-    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidate_checkpoints(plan, horizon))))
-    return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
-
-
-def resume_run(
-    plan: StartPlan, ranks: Ranks, horizon: Horizon, outside: Choice | None
-) -> tuple[Choice | None, list[str]]:
-    """The checkpoint to load (of a new run `outside`), and notes; rank 0 tidies up after a kill and writes a new lineage."""
-    ranks.mark(0, "load")
-    notes = decide_on_rank_0(ranks, "recover", lambda: checkpoints.recover(plan.run.checkpoints_dir))
-    choice = choose_checkpoint(plan, ranks, horizon) if plan.resuming else outside
-
-    def settle() -> None:
+    def write() -> None:
         if choice is not None:
-            checkpoints.set_aside(choice, plan.run.path)
-        if plan.new_lineage:
-            write_start(plan, choice)
+            checkpoints.set_aside(choice, run.path)
+        gives_up_steps = plan.extends_from or (not plan.restarted and plan.recipe.checkpoint.resume != "latest")
+        if not plan.resuming or gives_up_steps:
+            start.write_start(plan, choice)
+        data.save_tokenizer(run.path)
+        if (run.path / "tokenizer").is_dir():
+            Files().sync_tree(run.path / "tokenizer")
+            Files().sync_dir(run.path)
 
-    if plan.resuming:
-        decide_on_rank_0(ranks, "settle", settle)
-    return choice, notes + (choice.notes if choice is not None else [])
+    # What a new run starts from (a branch, a path) is verified before anything is changed; else it is under the lock.
+    choice = None if plan.resuming else choose()
+    attempt, token, notes = decide_on_rank_0(ranks, "lock", lock)
+    choice = choose() if plan.resuming else choice
+    decide_on_rank_0(ranks, "write", write)
+    return attempt, token, choice, notes + (choice.notes if choice is not None else [])
 
 
 def prepare_model(
-    recipe: Recipe, run: Run, ranks: Ranks, data: Data, custom: nn.Module | None
+    recipe: Recipe, run: Run, ranks: Ranks, data: Data, custom: nn.Module | None, choice: Choice | None
 ) -> tuple[nn.Module, ModelFacts]:
-    """The model on this rank, parallelized; our own GPT with its initial weights, a user's with the weights it has.
-
-    The weights of a model of `transformers` come in `load_weights`, when it is known that no checkpoint has them.
-    """
+    """The model on this rank, parallelized, with its initial weights; a user's own module with the weights it has."""
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     model = build_model(recipe, data.vocab, device="meta", run=run.path) if custom is None else custom
     rows = getattr(model, "vocab", data.vocab)
     if data.vocab > rows:
         raise UserError(
-            f"the model has {rows:,} token embeddings, and the tokenizer {data.vocab:,} tokens: set model.vocab to 0 or to at "
-            "least that"
+            f"the model has {rows:,} token embeddings, and the tokenizer {data.vocab:,} tokens: set model.vocab to 0 or to "
+            "at least that"
         )
     if custom is not None:
         check_ids(custom, data.train.read(np.arange(min(len(data.train), recipe.train.global_batch)))[0])
-    precision, cuda = resolve_precision(recipe.train.precision, ranks.device), ranks.device.type == "cuda"
+    precision, device_name, peak = resolve_precision(recipe.train.precision, ranks.device), "CPU", None
+    if ranks.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(ranks.device)
+        peak = peak_flops(device_name, precision, tf32=recipe.train.tf32)
     hf = sizes_of(model) if isinstance(model, HfModel) and custom is None else None
     flops = hf.flops_per_token() if hf else None
     if custom is None and recipe.model.kind == "gpt":
         flops = flops_per_token(recipe.model, data.vocab)
-    device_name, peak = "CPU", None
-    if cuda:
-        device_name = torch.cuda.get_device_name(ranks.device)
-        peak = peak_flops(device_name, precision, tf32=recipe.train.tf32)
     facts = ModelFacts(
-        custom is not None, sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model),
-        tie_groups(model), hf, flops, device_name, peak,
+        sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model), tie_groups(model),
+        hf, flops, device_name, peak,
     )  # fmt: skip
-    if precision == "fp64":
-        model = model.double()
-    model = parallelize(model, ranks, recipe)
+    model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
         decide_on_rank_0(ranks, "origin", lambda: hf_files.save_origin(unwrap(model), run.path))
-    elif custom is None:
+    init_from = recipe.model.init_from and choice is None
+    if custom is None and not (hf and (init_from or choice)):  # a base of `transformers` may be gone by a resume
         initialise(unwrap(model), recipe.run.seed)
+    if custom is None and init_from:
+        load_initial(unwrap(model), recipe, ranks)
     return model, facts
 
 
-def open_saver(plan: StartPlan, ranks: Ranks, horizon: Horizon, name: str) -> Saver:
-    """The writer of checkpoints, with the rules of retention."""
-    horizons = [horizon]
-    if plan.extends_from:  # `keep_every` as a share of the run named other steps when the run was shorter
-        horizons.append(replace(horizon, steps=plan.extends_from))
-    policy = policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path))
-    return Saver(
-        plan.run.checkpoints_dir, ranks.rank, ranks.world, name, policy, device=ranks.device,
-        background=plan.recipe.checkpoint.background,
-    )  # fmt: skip
-
-
-def load_weights(
-    path: Path | None, recipe: Recipe, ranks: Ranks, data: Data, batch: BatchPlan, facts: ModelFacts, model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> tuple[TrainState, list[str]]:  # fmt: skip
-    """Fill model, optimizer and counters from a checkpoint, or where there is none the model from where its weights come."""
-    if path is None:
-        if recipe.model.init_from and not facts.custom:
-            load_initial(unwrap(model), recipe, ranks)
-        elif facts.hf:
-            initialise(unwrap(model), recipe.run.seed)
-        return TrainState(), []
+def load_checkpoint(
+    path: Path, recipe: Recipe, ranks: Ranks, data: Data, batch: BatchPlan, facts: ModelFacts, model: nn.Module,
+    optimizer: torch.optim.Optimizer, notes: list[str],
+) -> TrainState:  # fmt: skip
+    """Fill model and optimizer from a checkpoint; returns its counters, and adds to `notes` what will not be the same."""
     checkpoint = checkpoints.open_checkpoint(path, deep=False)
     saved = checkpoint.meta
     if saved.get("data") != data.fingerprint:
@@ -310,7 +268,7 @@ def load_weights(
             "old data back (data.dir), or start over with --fresh"
         )
     ranks.mark(checkpoint.step, "load")
-    notes, same_optimizer = [], saved.get("optimizer") == recipe.optim.kind
+    same_optimizer = saved.get("optimizer") == recipe.optim.kind
     if not same_optimizer:  # a branch may change it
         notes.append(
             f"{path} has the state of {saved.get('optimizer')}, which {recipe.optim.kind} cannot use: the optimizer state "
@@ -323,7 +281,7 @@ def load_weights(
             f"dropout draws other masks from here on: the micro-batch was {saved.get('micro_batch')} sequences and is "
             f"{batch.micro_batch} (train.micro_batch; by default it follows the number of ranks)"
         )
-    return TrainState.from_json(checkpoint.counters), notes
+    return TrainState.from_json(checkpoint.counters)
 
 
 def open_recorder(
@@ -350,19 +308,18 @@ def open_recorder(
     if trackers is not None:
         stack.callback(trackers.close)
     return Recorder(
-        run, ranks.world, ranks.main, facts, horizon, state, ledger, console, StepTimer(ranks.device, goodput), goodput,
-        sampler, trackers,
-    )  # fmt: skip
+        run, ranks, facts, horizon, state, ledger, console, StepTimer(ranks.device, goodput), goodput, sampler, trackers
+    )
 
 
 def warn_if_disk_is_short(
     recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
-) -> None:
-    """On rank 0: warn where the disk will not hold what the run is going to save."""
+) -> list[str]:
+    """A warning where the disk will not hold what the run is going to save; on rank 0."""
     run, step = recorder.run, recorder.state.step
     present = len(list(run.checkpoints_dir.glob("step-????????")))
     count = checkpoints_to_come(recipe, recorder.horizon, step, present)
     size = gather_state(model, optimizer, 0, 1).total_bytes
     size += 0 if step else 8 * recorder.facts.parameters  # the optimizer has no state before its first step
-    if count and (missing := shortage(run.path, count * size, "the run")):
-        recorder.console.warning(missing)
+    missing = shortage(run.path, count * size, "the run") if count else ""
+    return [missing] if missing else []

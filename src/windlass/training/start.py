@@ -1,12 +1,9 @@
-"""What a start does in a run directory: begin a new run, resume, extend or branch. Decided from files, then written down.
+"""What a start does in a run directory: begin a new run, resume, extend or branch. Decided from files, then written.
 
-- No torch here: the command line, the launcher and every rank decide alike from the same files, before a process group exists.
-- `resolve_start` changes nothing, so what is refused has done no harm. Rank 0 alone writes.
-- The order of writes matters. The lineage (the checkpoint that the run's present steps continue from) is durable before the
-  recipe of a new or longer run is; a kill or power cut between any two writes leaves a run that resumes from where it was,
-  or as the command asked.
-- A scheduler that restarts a job repeats its command line. What the command says about the start (`--fresh`,
-  `--branch-from`, `checkpoint.resume`) was done by the job's first attempt; a restart resumes from the newest checkpoint.
+`resolve_start` changes nothing and needs no torch: command line, launcher and ranks decide alike from the same files.
+Rank 0 alone writes, the lineage (the checkpoint that the present steps continue from) before the recipe, so that a kill
+between two writes leaves a run that resumes. A scheduler that restarts a job repeats its command line: what that says
+about the start was done by the first attempt, and a restart resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -20,20 +17,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import list_entries, step_dir
-from windlass.checkpoint.load import Checkpoint, Choice
 from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe
-from windlass.run import LOCK, OCCUPIED, Run, lock_held, read_lines
+from windlass.run import LOCK, OCCUPIED, Run, lock_held
 
 if TYPE_CHECKING:
-    from windlass.data.dataset import Data
     from windlass.parallel.dist import Ranks
 
 Value = TypeVar("Value")
@@ -59,13 +54,7 @@ class StartPlan:
     extends_from: int = 0  # with `--extend-to`: the steps of the run so far; else 0
     branch_from: Path | None = None  # with `--branch-from`: the checkpoint to start from
     fresh: bool = False  # what is in the directory is set aside first
-    restarted: bool = False
-    """A scheduler or launcher restarted the job that began the run, or its present lineage."""
-
-    @property
-    def new_lineage(self) -> bool:
-        """Whether an existing run leaves its lineage: the steps after the chosen checkpoint are done again."""
-        return bool(self.extends_from) or (not self.restarted and self.recipe.checkpoint.resume != "latest")
+    restarted: bool = False  # a scheduler or launcher restarted the job that began the run, or its present lineage
 
 
 def resolve_start(
@@ -74,106 +63,88 @@ def resolve_start(
 ) -> StartPlan:  # fmt: skip
     """Decide what is to be done in the recipe's run directory; changes nothing.
 
-    Raises UserError where the directory holds a run of another recipe (the changed settings are shown) or other files, or
-    where an extension or a branch does not fit.
+    Raises UserError where the directory holds a run of another recipe (the changed settings are shown) or other files,
+    or where an extension or a branch does not fit.
     """
     run = Run(recipe.run_dir)
-    if run.path.exists() and not run.path.is_dir():
-        raise UserError(f"{run.path} is a file; give another run.dir")
+    origin, at, step = branch_from.rpartition("@")
+    if branch_from and not (at and step.isdigit()):
+        raise UserError(f"--branch-from {branch_from!r}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300")
     exists = run.recipe_path.is_file()
     restarted = exists and is_restart(run, environ)
     fresh = fresh and not restarted
     if fresh or not exists:
-        return _resolve_new(recipe, run, fresh, extend_to, branch_from)
-    old = run.recipe
-    if extend_to and old.train.steps == extend_to:  # the same command again: the run is that long already
-        recipe = recipe.with_overrides(f"train.steps={extend_to}")
-    elif extend_to:
-        if not isinstance(old.train.steps, int) or extend_to <= old.train.steps:
-            raise UserError(f"--extend-to {extend_to} is not past the run's {old.train.steps} steps")
-        longer = old.with_overrides(f"train.steps={extend_to}", f"run.dir={run.path.as_posix()!r}")
-        _refuse_changes(run, [c for c in changed_settings(longer, recipe) if not c.startswith("train.steps:")])
-        return StartPlan(longer, run, resuming=True, extends_from=old.train.steps)
-    _refuse_changes(run, changed_settings(old, recipe))
-    if branch_from:
-        _refuse_other_origin(run, branch_from)
-    return StartPlan(recipe, run, resuming=True, finished=_is_finished(run, recipe), restarted=restarted)
+        if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
+            raise UserError(
+                f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside"
+            )
+        if extend_to:
+            raise UserError(f"there is no run at {run.path} to extend")
+        resume = recipe.checkpoint.resume
+        if not branch_from and resume not in ("latest", "best", "never"):  # refused before --fresh sets anything aside
+            inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
+            if resume.isdigit() or inside or not Path(resume).is_dir():
+                raise UserError(
+                    f"checkpoint.resume is {resume!r}, and the new run {run.path} will not have that checkpoint: leave "
+                    f"out checkpoint.resume{' or --fresh' if fresh else ''}"
+                )
+        checkpoint = _branch_checkpoint(recipe, Run.open(origin), int(step)) if branch_from else None
+        return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
-
-def _resolve_new(recipe: Recipe, run: Run, fresh: bool, extend_to: int, branch_from: str) -> StartPlan:
-    if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
-        raise UserError(f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside")
+    steps, extends_from = run.recipe.train.steps, 0
     if extend_to:
-        raise UserError(f"there is no run at {run.path} to extend")
-    if branch_from:
-        return StartPlan(recipe, run, branch_from=_branch_source(recipe, branch_from), fresh=fresh)
-    wanted = recipe.checkpoint.resume
-    if wanted not in ("latest", "best", "never"):  # said before anything is set aside
-        advice = "leave checkpoint.resume or --fresh out" if fresh else "leave checkpoint.resume out"
-        if wanted.isdigit():
-            raise UserError(f"checkpoint.resume is {wanted}, and {run.path} is a new run without checkpoints: {advice}")
-        if not Path(wanted).is_dir():
-            raise UserError(f"checkpoint.resume is {wanted!r}: there is no such checkpoint; {advice}")
-        if fresh and Path(wanted).resolve().is_relative_to(run.path.resolve()):
-            raise UserError(f"checkpoint.resume is {wanted!r}, which --fresh would set aside with its run: {advice}")
-    return StartPlan(recipe, run, fresh=fresh)
+        if not isinstance(steps, int) or extend_to < steps:
+            raise UserError(f"--extend-to {extend_to} is not past the run's {steps} steps")
+        recipe = recipe.with_overrides(f"train.steps={extend_to}")
+        extends_from = steps if extend_to > steps else 0  # equal: the same command again
+    refuse_changes(
+        f"{run.path} holds a run of another recipe:",
+        changed_settings(run.recipe, recipe, allowed=("train.steps",) if extends_from else ()),
+        "give another run.dir, or --fresh to set the old run aside, or undo the changes; to change the number of steps "
+        "alone, use --extend-to (more) or --stop-at (fewer)",
+    )
+    lineage = read_lineage(run.path)
+    if branch_from and lineage is not None and Path(lineage.checkpoint).is_absolute():
+        checkpoint = step_dir(Path(origin).resolve() / "checkpoints", int(step))
+        changed = (
+            [f"--branch-from: {lineage.checkpoint} -> {checkpoint}"] if str(checkpoint) != lineage.checkpoint else []
+        )
+        refuse_changes(f"{run.path} is a branch of another checkpoint:", changed, "give another run.dir")
+    finished = not extends_from and run.state == "finished"
+    if finished and isinstance(steps, int):  # a run whose extension was killed has an earlier end in its ledger
+        finished = steps == max(line["step"] for line in run.events if line["event"] == "finished")
+    return StartPlan(recipe, run, resuming=True, finished=finished, extends_from=extends_from, restarted=restarted)
 
 
-def changed_settings(old: Recipe, new: Recipe) -> list[str]:
-    """Settings that change the training and differ, one line each: `optim.lr: 0.001 -> 0.002`."""
-    before, after = old.semantic_settings(), new.semantic_settings()
-    keys = [*before, *(k for k in after if k not in before)]
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
-
-
-def _refuse_changes(run: Run, changed: list[str]) -> None:
-    if not changed:
-        return
-    lines = [f"{run.path} holds a run of another recipe:", *(f"  {line}" for line in changed)]
-    if len(changed) == 1 and changed[0].startswith("train.steps:"):
-        lines.append("to change a run's length, use --extend-to STEPS (longer) or --stop-at STEP (shorter);")
-    lines.append("give another run.dir for a new run, --fresh to set the old one aside, or undo the changes")
-    raise UserError("\n".join(lines))
-
-
-def _is_finished(run: Run, recipe: Recipe) -> bool:
-    """Whether the ledger ends with the end of a run of this length: one that is being extended has an earlier end, too."""
-    lines = list(read_lines(run.metrics_path))
-    if run.state_by(lines) != "finished":
-        return False
-    end = next(line["step"] for line in reversed(lines) if line.get("event") == "finished")
-    return not isinstance(recipe.train.steps, int) or end == recipe.train.steps
-
-
-def _branch_source(recipe: Recipe, branch_from: str) -> Path:
-    """The checkpoint that `--branch-from RUN@STEP` names."""
-    place, at, step = branch_from.rpartition("@")
-    if not at or not step.isdigit():
-        raise UserError(f"--branch-from {branch_from!r}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300")
-    origin = Run.open(place)
+def _branch_checkpoint(recipe: Recipe, origin: Run, step: int) -> Path:
+    """The checkpoint of a run from which a run of this recipe may branch."""
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
-    checkpoint = step_dir(origin.checkpoints_dir, int(step))
+    checkpoint = step_dir(origin.checkpoints_dir, step)
     if not checkpoint.is_dir():
-        steps = sorted(e.step for e in list_entries(origin.checkpoints_dir))
-        raise UserError(f"{place} has no checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
-    changed = [c for c in changed_settings(origin.recipe, recipe) if not c.startswith(BRANCH_MAY_CHANGE)]
-    if changed:
-        raise UserError("\n".join(["a branch keeps model, data, seed and batch of the run it comes from:", *changed]))
-    if isinstance(recipe.train.steps, int) and recipe.train.steps <= int(step):
+        steps = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
+        raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {steps}")
+    refuse_changes(
+        f"a branch keeps model, data, seed and batch of {origin.path}:",
+        changed_settings(origin.recipe, recipe, allowed=BRANCH_MAY_CHANGE),
+        "undo the changes",
+    )
+    if isinstance(recipe.train.steps, int) and recipe.train.steps <= step:
         raise UserError(f"train.steps = {recipe.train.steps} is not past the step {step} to branch from")
     return checkpoint
 
 
-def _refuse_other_origin(run: Run, branch_from: str) -> None:
-    """A branch that exists resumes; with another origin it would be another run."""
-    lineage = read_lineage(run.path)
-    if lineage is None or not Path(lineage.checkpoint).is_absolute():
-        return
-    place, _, step = branch_from.rpartition("@")
-    wanted = step_dir(Path(place).resolve() / "checkpoints", int(step) if step.isdigit() else 0)
-    if wanted != Path(lineage.checkpoint):
-        raise UserError(f"{run.path} begins at {lineage.checkpoint}, not at {branch_from}; give another run.dir")
+def changed_settings(old: Recipe, new: Recipe, allowed: tuple[str, ...] = ()) -> list[str]:
+    """Settings that change the training and differ, one line each: `optim.lr: 0.001 -> 0.002`."""
+    before, after = old.semantic_settings(), new.semantic_settings()
+    differ = [key for key in before | after if before.get(key) != after.get(key) and not key.startswith(allowed)]
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differ]
+
+
+def refuse_changes(problem: str, changed: list[str], advice: str) -> None:
+    """Raise UserError where any setting was changed."""
+    if changed:
+        raise UserError("\n".join([problem, *(f"  {line}" for line in changed), advice]))
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -188,88 +159,67 @@ def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
     """Whether this process belongs to a restart of the job that began the present lineage of the run."""
-    env = detect_env(environ)
-    requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-    lineage = read_lineage(run.path) if env.attempt or requeued else None
+    env, lineage, job = detect_env(environ), read_lineage(run.path), job_id(environ)
     if lineage is None:
         return False
-    here = job_id(environ)
-    if requeued and here["slurm"] and lineage.job.get("slurm") == here["slurm"]:
+    requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    if requeued and job["slurm"] and lineage.job.get("slurm") == job["slurm"]:
         return True
-    return env.attempt > 0 and env.launcher != "slurm" and lineage.job.get("launch", "") == here["launch"]
+    return env.attempt > 0 and env.launcher != "slurm" and lineage.job.get("launch", "") == job["launch"]
 
 
 def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
     """What rank 0 decides (anything that JSON holds), on every rank; its error is raised on every rank."""
-    answer: dict[str, Any] = {}
+    value, error, kind = None, "", ""
     if ranks.main:
         try:
-            answer = {"value": decide()}
-        except UserError as error:
-            answer = {"user_error": str(error)}
-        except OSError as error:
-            answer = {"user_error": f"{error.filename}: {error.strerror}; give another run.dir"}
-        except RunFailed as error:
-            answer = {"failure": str(error)}
-    answer = ranks.broadcast_object(name, answer)
-    if "user_error" in answer:
-        raise UserError(answer["user_error"])
-    if "failure" in answer:
-        raise RunFailed(answer["failure"])
-    value: Value = answer["value"]
-    return value
-
-
-# -- which checkpoint to start from; on rank 0 ----------------------------------------------------------------------------
+            value = decide()
+        except (UserError, RunFailed) as raised:
+            error, kind = str(raised), type(raised).__name__
+        except OSError as raised:
+            error, kind = f"{raised.filename}: {raised.strerror}; give another run.dir", "UserError"
+    value, error, kind = ranks.broadcast_object(name, [value, error, kind])
+    if error:
+        raise RunFailed(error) if kind == "RunFailed" else UserError(error)
+    return value  # type: ignore[return-value]
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    """The checkpoints to start from, in the order in which they are tried (see `checkpoint.load.candidates`); empty: step 0.
+    """The checkpoints to start from, in the order in which they are tried; empty: step 0. On rank 0.
 
-    `checkpoint.resume` names them, but a restart takes the newest. A WSD run that is extended returns to its newest checkpoint
-    before the decay. Raises UserError where the one that was asked for is missing or of another recipe.
+    `checkpoint.resume` names them, but a restart takes the newest. A WSD run that is extended returns to its newest
+    checkpoint before the decay. Raises UserError where the one that was asked for is missing or of another recipe.
     """
-    recipe, path = plan.recipe, plan.run.path
+    recipe, run = plan.recipe, plan.run.path
     if plan.branch_from is not None:
         return [plan.branch_from]
-    wanted = "latest" if plan.restarted else recipe.checkpoint.resume
-    named = wanted in ("latest", "best", "never") or wanted.isdigit()
-    if not plan.resuming and named:
+    resume = "latest" if plan.restarted else recipe.checkpoint.resume
+    is_path = resume not in ("latest", "best", "never") and not resume.isdigit()
+    if not plan.resuming and not is_path:
         return []
     if plan.extends_from and recipe.optim.schedule.kind == "wsd":
-        return _before_decay(plan, horizon)
-    paths = checkpoints.candidates(path, wanted, measure=recipe.checkpoint.best)
-    if not named and paths and not paths[0].resolve().is_relative_to(path.resolve()):
-        _refuse_other_recipe(recipe, checkpoints.open_checkpoint(paths[0], deep=False))
+        old = Horizon(plan.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
+        decay_begins = old.steps - old.steps_in(recipe.optim.schedule.decay)
+        paths = checkpoints.candidates(run, up_to=decay_begins)
+        steps, lineage = [entry.step for entry in list_entries(plan.run.checkpoints_dir)], read_lineage(run)
+        if not paths and (steps or (lineage is not None and lineage.checkpoint)):
+            raise UserError(
+                f"the decay of {run} began at step {decay_begins}, and no checkpoint from before it is left (there are: "
+                f"{sorted(steps)}): a decayed run cannot be extended; set checkpoint.keep_every next time"
+            )
+        return paths
+    paths = checkpoints.candidates(run, resume, measure=recipe.checkpoint.best)
+    if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):  # another run's: the same recipe?
+        saved, origin = checkpoints.open_checkpoint(paths[0], deep=False).meta, Run(paths[0].resolve().parent.parent)
+        if saved.get("line") != hash_without_steps(recipe) and saved.get("recipe") != recipe.config_hash:
+            changed = [f"config hash: {saved.get('recipe')} -> {recipe.config_hash}"]
+            if origin.recipe_path.is_file():
+                changed = changed_settings(origin.recipe, recipe, allowed=("train.steps",)) or changed
+            refuse_changes(
+                f"checkpoint.resume: {paths[0]} is of another recipe:", changed,
+                "undo the changes, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps",
+            )  # fmt: skip
     return paths
-
-
-def _before_decay(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    path, lineage = plan.run.path, read_lineage(plan.run.path)
-    old = Horizon(plan.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
-    decay_begins = old.steps - old.steps_in(plan.recipe.optim.schedule.decay)
-    paths = checkpoints.candidates(path, up_to=decay_begins)
-    steps = sorted(e.step for e in list_entries(plan.run.checkpoints_dir))
-    if not paths and (steps or (lineage is not None and lineage.checkpoint)):
-        raise UserError(
-            f"the decay of {path} began at step {decay_begins}, and no checkpoint from before it is kept (there are: "
-            f"{', '.join(map(str, steps)) or 'none'}): a decayed run cannot be extended; set checkpoint.keep_every next time"
-        )
-    return paths
-
-
-def _refuse_other_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """A checkpoint of another run may be resumed from where that run's recipe is this one, but for the steps."""
-    saved = checkpoint.meta
-    if hash_without_steps(recipe) == saved.get("line") or recipe.config_hash == saved.get("recipe"):
-        return
-    origin, changed = Run(checkpoint.path.resolve().parent.parent), []
-    if origin.recipe_path.is_file():
-        changed = [c for c in changed_settings(origin.recipe, recipe) if not c.startswith("train.steps:")]
-    changed = changed or [f"config hash: {saved.get('recipe')} -> {recipe.config_hash}"]
-    lines = [f"checkpoint.resume: {checkpoint.path} is of another recipe:", *(f"  {line}" for line in changed)]
-    lines.append("undo the changes, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps")
-    raise UserError("\n".join(lines))
 
 
 def hash_without_steps(recipe: Recipe) -> str:
@@ -278,28 +228,16 @@ def hash_without_steps(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-# -- what a start writes; on rank 0 ---------------------------------------------------------------------------------------
-
-
-def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = None) -> Lineage:
+def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None) -> Lineage:
     """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
     files, run = files or Files(), plan.run
     if not plan.resuming:
         files.make_dirs(run.path)
-    at, step = (choice.path, choice.step) if choice is not None else (None, 0)
-    lineage = lineage_at(run.path, at, step, job_id())
+    lineage = lineage_at(run.path, choice.path if choice else None, choice.step if choice else 0, job_id())
     write_lineage(run.path, lineage, files)
     if not plan.resuming or plan.extends_from:
         files.replace(run.recipe_path, plan.recipe.toml().encode())
     return lineage
-
-
-def write_tokenizer(run: Run, data: Data) -> None:
-    """The run's own copy of its tokenizer, durable."""
-    data.save_tokenizer(run.path)
-    if (folder := run.path / "tokenizer").is_dir():
-        Files().sync_tree(folder)
-        Files().sync_dir(run.path)
 
 
 def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
@@ -312,25 +250,23 @@ def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
         raise UserError(
-            f"{path} has a fresh heartbeat: a process on another host may train in it; stop it, or try again in a minute"
+            f"{path} has a fresh heartbeat: a process on another host may train in it; try again in a minute"
         )
     lock = acquire_run_lock(path, seconds)
-    try:
-        number = 1
-        while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-            number += 1
-        path.rename(aside)
-    finally:
-        if lock is not None:
-            lock.close()
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    if lock is not None:
+        lock.close()
     return aside
 
 
 def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] | None:
     """Hold the lock of a run directory until the returned file is closed or this process ends, however it ends.
 
-    None where the file system has no locks. Raises UserError, naming the holder, where another process still trains in the
-    directory after `seconds`.
+    None where the file system has no locks. Raises UserError, naming the holder, where another process still trains in
+    the directory after `seconds`.
     """
     end = time.monotonic() + seconds
     while True:
@@ -341,15 +277,15 @@ def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] |
             # --fresh in another process may have renamed the directory while we waited: then this lock is of the old one.
             if os.path.samestat(os.fstat(file.fileno()), (run / LOCK).stat()):
                 break
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             if time.monotonic() >= end:
                 file.seek(0)
                 holder = file.read()
                 file.close()
-                raise UserError(f"{OCCUPIED} {run} already ({_process(holder)}); wait for it, or stop it") from None
+                raise UserError(f"{OCCUPIED} {run} already ({holder}); wait for it, or stop it") from None
             time.sleep(0.1)
-        except FileNotFoundError:
-            pass
         except OSError:
             file.close()
             return None
@@ -358,11 +294,3 @@ def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] |
     file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     file.flush()
     return file
-
-
-def _process(holder: str) -> str:
-    try:
-        known = json.loads(holder)
-        return f"process {known['pid']} on {known['host']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
-        return "an unknown process"

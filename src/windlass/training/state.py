@@ -1,7 +1,7 @@
 """All that must survive a kill besides weights and optimizer state: a few counters.
 
-Data order, dropout and initialisation are pure functions of the seed and these numbers, so no generator state and no loader
-position is saved. The best values so far are not here: they are in the ledger.
+Data order, dropout and initialisation are pure functions of the seed and these numbers, so no generator state and no
+loader position is saved. The best values so far are not here: they are in the ledger.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ class TrainState:
     skips_in_a_row: int = 0  # non-finite steps since the last good one
     loss_scale: float = 1.0  # the fp16 loss scale (1 in other precisions)
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
-    spike_window: list[float] = field(default_factory=list)
-    """The last losses, against which a spike is measured (kept only where `train.on_spike` asks for it)."""
+    spike_window: list[float] = field(default_factory=list)  # the last losses; empty where `train.on_spike` is `ignore`
 
     def to_json(self) -> dict[str, Any]:
         """The counters as JSON values."""
         return asdict(self)
-
-    def assign(self, other: TrainState) -> None:
-        """Take over all counters: the parts of a training share one state."""
-        vars(self).update(vars(other))
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:

@@ -1,25 +1,25 @@
 """Signals that ask a training to stop.
 
-Before the first optimizer step nothing can be lost (data preparation and what a start writes bear a kill at any moment), so
-a signal ends the process at once with exit code 75. From the first step on it only sets a flag. The loop posts the flag with
-each step, every rank sees the largest flag one step later, and all save the same step and exit with 75.
+Before the first optimizer step nothing can be lost (data preparation and what a start writes bear a kill at any moment),
+so a signal ends the process at once with exit code 75. From the first step on it only sets a flag. The loop posts the
+flag with each step, every rank sees the largest flag one step later, and all save the same step and exit with 75.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from windlass.errors import STOPPED, before_training
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What people and schedulers send to end a job: SLURM and PBS warn with SIGTERM or SIGUSR1/2."""
 INTERRUPTED = 130
 """The exit code of a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)."""
@@ -32,11 +32,10 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.number = 0
-        """The first stop signal; 0: none."""
+        self.number = 0  # the first stop signal; 0: none
         self.received_at = 0.0
-        self.training = False
-        """Whether the first optimizer step has begun: from then on a signal is a flag."""
+        self.training = False  # whether the first optimizer step has begun: from then on a signal is a flag
+        self.before_exit: Callable[[str], object] = lambda name: None  # called with the signal's name before that
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -50,11 +49,15 @@ class StopSignals:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if not self.training:
-            if number == signal.SIGINT and hasattr(
-                sys, "ps1"
-            ):  # a notebook or an interpreter is not to end with the run
-                raise KeyboardInterrupt
-            exit_at_once(number)
+            if number == signal.SIGINT and hasattr(sys, "ps1"):
+                raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
+            # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so the
+            # line goes to the descriptor; a progress bar has hidden the terminal's cursor, so that is shown again.
+            name, cursor = signal.Signals(number).name, "\x1b[?25h" if os.isatty(2) else ""
+            with contextlib.suppress(Exception):
+                os.write(2, f"{cursor}windlass: {before_training(name)}\n".encode())
+                self.before_exit(name)
+            os._exit(STOPPED)
         if self.number and number == signal.SIGINT:
             os._exit(INTERRUPTED)
         if not self.number:
@@ -73,21 +76,3 @@ class StopSignals:
     def seconds_since(self) -> float:
         """Seconds since the first signal on this rank; 0 where there was none."""
         return time.monotonic() - self.received_at if self.number else 0.0
-
-
-def exit_at_once(number: int) -> None:
-    """End the process with one line and exit code 75.
-
-    `os._exit`: no clean-up, which could wait for other ranks. The handler may have interrupted a write to sys.stderr, so the
-    line goes to the descriptor; a progress bar has hidden the terminal's cursor, so that is shown again.
-    """
-    cursor = "\x1b[?25h" if sys.stderr is not None and os.isatty(2) else ""
-    try:
-        os.write(2, f"{cursor}windlass: {before_training(signal.Signals(number).name)}\n".encode())
-    finally:
-        os._exit(STOPPED)
-
-
-def save_fits(expected_seconds: float, grace_seconds: float, since_signal: float) -> bool:
-    """Whether a save that takes so long ends within `checkpoint.grace_seconds` of the signal."""
-    return expected_seconds <= grace_seconds - since_signal

@@ -1,13 +1,10 @@
 """The loop of a training: forward, backward, clip, update, log; save, evaluate and stop when it is time.
 
-`setup.train` makes the parts in order and calls `Trainer.run`. Unusual here:
-
-- Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters and no generator states.
+- Everything random is a pure function of `(seed, step, micro-batch)`: a resume needs counters and no generator states.
 - The loss is a sum over the step's unmasked labels on all ranks, divided once by their global number: world size,
   accumulation and padding change nothing but rounding.
-- What one rank knows (a stop signal, failed saves), all act on after the same step: the flags travel over the gloo group
-  while the step computes (`Agreement`).
-- After an exception no collective is called: the other ranks may be gone.
+- What one rank knows (a stop signal, failed saves), all act on after the same step: the flags travel over the gloo
+  group while the step computes (`Agreement`). After an exception no collective is called: other ranks may be gone.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from torch import Tensor, nn
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.reshard import restore
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line
@@ -36,7 +33,6 @@ from windlass.training.checks import startup_checks
 from windlass.training.record import start_profiler
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import TrainState
-from windlass.training.stop import save_fits
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,24 +40,18 @@ if TYPE_CHECKING:
     from windlass.data.dataset import Data
     from windlass.parallel.dist import Ranks
     from windlass.recipe import BatchPlan, Horizon, Recipe
-    from windlass.training.measure import Measurements
     from windlass.training.nonfinite import BadSteps, LossScaler
-    from windlass.training.record import ModelFacts, Recorder
-    from windlass.training.saves import Saves
+    from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
     from windlass.training.start import StartPlan
     from windlass.training.stop import StopSignals
 
 OnStep = Callable[[int, "StepResult"], object]
 """Called after every step on every rank with the steps completed and the step's result (tensors on the device)."""
 
-WAIT_SECONDS = 0.5
-"""How long the data may be late before the loop looks at signals."""
-FAILING_SAVE_SECONDS = 5.0
-"""How long a run that fails waits for a checkpoint that is being written."""
-TRACKER_RESERVE_SECONDS = 2.0
-"""Left of the grace after a signal when the trackers must have finished."""
-MAX_REWINDS = 3
-"""How often a run returns to the same checkpoint before it gives up."""
+DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
+FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
+TRACKER_RESERVE_SECONDS = 2.0  # left of the grace after a signal when the trackers must have finished
+MAX_REWINDS = 3  # how often a run returns to the same checkpoint before it gives up
 
 
 def step_seed(seed: int, step: int, micro: int) -> int:
@@ -81,8 +71,7 @@ class StepResult:
     tokens: int  # unmasked labels of the step, over all ranks
     padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
     lr_factor: float  # what the peak learning rates were multiplied by
-    spike: float | None = None
-    """The loss over all ranks, where it is a spike and the update was not made."""
+    spike: float | None = None  # the loss over all ranks, where it is a spike and the update was not made
 
 
 @dataclass(kw_only=True)
@@ -107,7 +96,7 @@ class Trainer:
     measurements: Measurements
     recorder: Recorder
     resumed_from: str  # the checkpoint that this start loaded; empty: none
-    notes: list[str]  # what the set-up has to say, once there is a terminal
+    notes: list[str]  # warnings of the set-up, shown once there is a terminal
     on_step: OnStep | None
     stop_at: int
     rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
@@ -121,21 +110,22 @@ class Trainer:
         except (Stopped, UserError):
             raise
         except BaseException as error:
-            with contextlib.suppress(Exception):  # joins no collective: other ranks may be gone
+            with contextlib.suppress(Exception):  # no collective in here
                 if isinstance(error, RunFailed):  # decided by this rank itself: what is being written is good
                     self.saves.wait(FAILING_SAVE_SECONDS)
                 self.recorder.event("failed", reason=first_line(error), phase=self.ranks.phase)
             raise
 
     def begin(self) -> None:
-        """Say what is about to run; check it; make up the evaluation and the sample of this step if a kill left them undone."""
-        ranks, recorder, measurements, step = self.ranks, self.recorder, self.measurements, self.state.step
+        """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
+        recorder, measurements, step = self.recorder, self.measurements, self.state.step
         done = measurements.read_ledger(step)
-        recorder.started(self.plan, ranks, self.batch, self.resumed_from, self.notes)
+        recorder.started(self.plan, self.batch, self.resumed_from, self.notes)
+        # A signal before the first step ends the process (see stop.py), but the ledger still says how the run ended.
+        self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
         if self.recipe.train.startup_checks:
-            startup_checks(self.model, self.facts.ties, self.facts.precision, ranks)
-        first = step == 0 and measurements.evaluates
-        if (first or measurements.evaluation_due(step)) and "eval" not in done:
+            startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
+        if measurements.evaluation_due(step) and "eval" not in done:
             self.evaluate()
         if measurements.sample_due(step) and "sample" not in done:
             measurements.sample(step, self.poll_stop)
@@ -148,9 +138,8 @@ class Trainer:
         profiler = None
         if profile and ranks.main:
             trace = recorder.run.path / "profile" / f"trace-{recorder.ledger.attempt}.json"
-            profiler = start_profiler(profile, trace, ranks.device.type == "cuda", recorder.console)
-        agreement = collectives.Agreement(ranks)
-        first, loader = True, self.open_loader()
+            profiler = start_profiler(profile, trace, recorder.console)
+        agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps:
                 batch = self.next_batch(loader)
@@ -163,9 +152,10 @@ class Trainer:
                 state.tokens += result.tokens
                 recorder.padded_tokens += result.padded_tokens
                 recorder.console.tick(state.step)
-                if first:  # it compiled and filled caches; from now on a collective may take this long
+                if (
+                    state.step == first_step
+                ):  # it compiled and filled caches; from now on a collective may take this long
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
-                    first = False
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
@@ -190,14 +180,12 @@ class Trainer:
                 complete = not evaluation_due or self.evaluate()
                 if complete and self.measurements.sample_due(state.step):
                     complete = self.measurements.sample(state.step, self.poll_stop)
-                self.poll()
+                self.saves.poll()
+                recorder.poll()
                 if profiler is not None:
                     profiler.step()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
-                    raise RunFailed(
-                        f"{failed_saves} saves in a row failed, for the reasons above: a run that cannot save does not go on "
-                        "(checkpoint.max_failed_saves)"
-                    )
+                    raise RunFailed(f"{failed_saves} saves in a row failed (see above; checkpoint.max_failed_saves)")
                 # A signal may cut an evaluation or a sample short: the next start makes it up, at this very step.
                 if stopping or not complete:
                     self.stop_run()
@@ -248,22 +236,21 @@ class Trainer:
         return StepResult(loss, grad_norm.detach(), int(tokens), int(padded), lr_factor, spike)
 
     def clip(self, grad_norm: Tensor, scale: Tensor | None) -> None:
-        """Multiply the gradients by the clipping factor and 1 / loss scale, in one pass, or not at all where that is 1."""
+        """Multiply the gradients by the clipping factor and 1 / loss scale, in one pass, or not where that is 1."""
         multiplier = torch.ones_like(grad_norm)
         if (limit := self.recipe.train.grad_clip) > 0:
             multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0)
         if scale is not None:
             multiplier = multiplier / scale
-        if self.ranks.device.type == "cpu" and float(multiplier) == 1.0:
-            return
-        collectives.scale_gradients(self.parameters, multiplier)
+        if self.ranks.device.type != "cpu" or float(multiplier) != 1.0:  # on CUDA the host does not wait to see
+            collectives.scale_gradients(self.parameters, multiplier)
 
     def log(self, result: StepResult) -> None:
         """A `train` line: the loss of this step over all ranks. Waits for the device."""
         self.recorder.train(
-            loss=float(collectives.sum_over_ranks(result.loss, self.ranks)), lr=self.recipe.optim.lr * result.lr_factor,
-            grad_norm=float(result.grad_norm), loss_scale=float(self.scaler.scale) if self.scaler is not None else None,
-            device=self.ranks.device,
+            loss=float(collectives.sum_over_ranks(result.loss, self.ranks)),
+            lr=self.recipe.optim.lr * result.lr_factor, grad_norm=float(result.grad_norm),
+            loss_scale=float(self.scaler.scale) if self.scaler is not None else None,
         )  # fmt: skip
 
     def open_loader(self) -> Loader:
@@ -279,7 +266,7 @@ class Trainer:
         """The next batch. While it is late, a process of its own may stop; ranks that wait for each other cannot."""
         while True:
             with self.recorder.timer.phase("data"):
-                batch = loader.poll(WAIT_SECONDS)
+                batch = loader.poll(DATA_WAIT_SECONDS)
             if batch is not None:
                 return batch
             step = self.state.step
@@ -288,26 +275,21 @@ class Trainer:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
                 raise RunFailed(
-                    f"stopped by {self.stop.name}: rank {self.ranks.rank} has waited for the data of step {step + 1} for longer "
+                    f"stopped by {self.stop.name}: rank {self.ranks.rank} has waited for the data of step {step + 1} longer "
                     f"than checkpoint.grace_seconds; {step - self.saves.newest()} steps since the last checkpoint are lost"
                 )
 
     def poll_stop(self) -> bool:
-        """Whether this rank was asked to stop; asked between the forward passes of an evaluation, and while data are late."""
+        """Whether this rank was asked to stop; asked between the passes of an evaluation, and while data are late."""
         self.recorder.beat()
         return self.stop.requested
 
-    def poll(self) -> None:
-        """What happened beside the step: saves that ended, messages of the trackers."""
-        self.saves.poll()
-        self.recorder.poll()
-
     def evaluate(self) -> bool:
-        """Measure; save the best model so far, also where no save is due. False where a stop cut the measurement short."""
-        step, measurements = self.state.step, self.measurements
-        if not measurements.evaluate(step, self.poll_stop):
+        """Measure; save the best model so far, also where no save is due. False where a stop cut the evaluation short."""
+        step, scores, settings = self.state.step, self.measurements.scores, self.recipe.checkpoint
+        if not self.measurements.evaluate(step, self.poll_stop):
             return False
-        if step and self.recipe.checkpoint.keep_best and self.saves.step != step and measurements.is_best(step):
+        if step and settings.keep_best and self.saves.step != step and best(scores, settings.best) == step:
             self.saves.save(BEST)
         return True
 
@@ -329,33 +311,32 @@ class Trainer:
         self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
         if self.rewinds[checkpoint.step] > MAX_REWINDS:
             raise RunFailed(
-                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times already, so the samples are not what "
-                "is wrong. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
+                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times already, so the samples are not "
+                "at fault. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
             )
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
         start = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
         saved.skipped = [*state.skipped, (start, stop_sample)]
-        state.assign(saved)
+        vars(state).update(vars(saved))  # in place: the parts of a training share the state
         self.bad_steps.reset()
         if self.scaler is not None:
             self.scaler.load(state)
         self.saves.step = state.step
-        self.measurements.forget_after(state.step)
-        recorder.rewound(reason, [start, stop_sample])
+        scores = self.measurements.scores
+        for step in [step for step in scores if step > state.step]:
+            del scores[step]
+        recorder.rewound(reason, start, stop_sample)
 
     def stop_run(self) -> None:
         """Save where the grace allows it, and raise Stopped; all ranks come here after the same step."""
-        step, saves, recorder, settings = self.state.step, self.saves, self.recorder, self.recipe.checkpoint
+        step, saves, recorder, grace = self.state.step, self.saves, self.recorder, self.recipe.checkpoint.grace_seconds
         signals = self.ranks.all_gather_object("signals", [self.stop.requested, self.stop.seconds_since()])
         signalled, since = any(requested for requested, _ in signals), max(seconds for _, seconds in signals)
-        deadline = time.monotonic() + settings.grace_seconds - since
         reason = self.stop.name if signalled else f"--stop-at {step}"
-        needed = decide_on_rank_0(
-            self.ranks, "seconds to save", lambda: saves.expected_seconds() if saves.step != step else 0.0
-        )
-        if signalled and not save_fits(needed, settings.grace_seconds, since):
-            left = settings.grace_seconds - since
+        left, end = grace - since, time.monotonic() + grace - since
+        needed = decide_on_rank_0(self.ranks, "needed", lambda: saves.expected_seconds() if saves.step != step else 0.0)
+        if signalled and needed > left:
             saves.wait(max(0.0, left))  # what is being written may still be committed
             recorder.event("preempted", reason=reason, saved=False)
             raise RunFailed(
@@ -367,8 +348,7 @@ class Trainer:
         recorder.event("preempted", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
-        left = deadline - time.monotonic() - TRACKER_RESERVE_SECONDS
-        recorder.finish_trackers(min(flush, left) if signalled else flush)
+        recorder.finish_trackers(min(flush, end - time.monotonic() - TRACKER_RESERVE_SECONDS) if signalled else flush)
         raise Stopped(f"stopped by {reason} after step {step}, all saved; start the same command again to continue")
 
     def finish(self) -> None:
@@ -379,7 +359,7 @@ class Trainer:
             raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
-        recorder.summary(self.recipe.checkpoint.best, self.measurements.scores, self.measurements.losses)
+        recorder.summary(self.recipe.checkpoint.best)
         recorder.event("finished")
         recorder.console.event(f"finished: {recorder.run.path}", step)
         recorder.finish_trackers(self.recipe.telemetry.flush_seconds)
