@@ -13,8 +13,8 @@ from windlass.parallel.parallelize import resolve_precision, unwrap
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
 from windlass.training.checks import uses_dropout
-from windlass.training.nonfinite import BadSteps, LossScaler
-from windlass.training.state import TrainState
+from windlass.training.nonfinite import BadSteps
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.trainer import Trainer
 
 

@@ -15,8 +15,8 @@ from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
-from windlass.training.nonfinite import Counts, Decision, LossScaler, check_is_deferred, decide_nonfinite, is_spike
-from windlass.training.state import TrainState
+from windlass.training.nonfinite import Counts, Decision, check_is_deferred, decide_nonfinite, is_spike
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.trainer import step_seed
 
 

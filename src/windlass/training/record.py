@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from windlass.telemetry.ledger import Ledger
     from windlass.telemetry.timing import Goodput, StepTimer
     from windlass.telemetry.trackers import Note, Trackers
-    from windlass.training.nonfinite import LossScaler
     from windlass.training.start import StartPlan
-    from windlass.training.state import TrainState
+    from windlass.training.state import LossScaler, TrainState
 
 Poll = Callable[[], bool]  # asked between forward passes whether to stop; True on any rank stops all
 HEARTBEAT_SECONDS = 10.0

@@ -47,10 +47,10 @@ from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import Trackers
 from windlass.training import start
 from windlass.training.checks import check_ids, tie_groups, uses_dropout
-from windlass.training.nonfinite import BadSteps, LossScaler, check_is_deferred
+from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
-from windlass.training.state import TrainState
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.trainer import OnStep, Trainer
 

@@ -9,6 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000
+"""fp16: the initial loss scale, and the steps without an overflow after which it doubles (as torch.amp.GradScaler)."""
+
 
 @dataclass
 class TrainState:
@@ -35,3 +41,27 @@ class TrainState:
         state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
         state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
         return state
+
+
+class LossScaler:
+    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host does not read it."""
+
+    def __init__(self, device: torch.device, state: TrainState):
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.load(state)
+
+    def load(self, state: TrainState) -> None:
+        """Take the scale of a checkpoint; at step 0 the initial one."""
+        self.scale = self._zero + (state.loss_scale if state.step else SCALE_START)
+        self.good_steps = self._zero + state.scale_good_steps
+
+    def save(self, state: TrainState) -> None:
+        """Put the scale into the counters. Waits for the device."""
+        state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
+
+    def update(self, bad: Tensor) -> None:
+        """After a step; `bad` is 1.0 where it overflowed."""
+        overflow, good = bad > 0, self.good_steps + 1
+        grows = ~overflow & (good >= SCALE_GROWS_AFTER)
+        self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
+        self.good_steps = torch.where(overflow | grows, self._zero, good)

@@ -32,7 +32,7 @@ from windlass.parallel.parallelize import autocast, sync_gradients
 from windlass.training.checks import startup_checks
 from windlass.training.record import start_profiler
 from windlass.training.start import decide_on_rank_0
-from windlass.training.state import TrainState
+from windlass.training.state import LossScaler, TrainState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from windlass.data.dataset import Data
     from windlass.parallel.dist import Ranks
     from windlass.recipe import BatchPlan, Horizon, Recipe
-    from windlass.training.nonfinite import BadSteps, LossScaler
+    from windlass.training.nonfinite import BadSteps
     from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
     from windlass.training.start import StartPlan
     from windlass.training.stop import StopSignals
