@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from windlass.evaluation.suites import evaluate
     from windlass.interop.export import export
     from windlass.recipe import Recipe
-    from windlass.reports.write import report
+    from windlass.reports.page import report
     from windlass.run import Run
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
@@ -31,7 +31,7 @@ __all__ = [
 
 _MODULES = {
     "Recipe": "recipe", "Run": "run", "Study": "study.study", "evaluate": "evaluation.suites", "export": "interop.export",
-    "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.write", "sample": "evaluation.generate",
+    "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.page", "sample": "evaluation.generate",
     "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from report_fixtures import NASTY, build_run, build_study
 
 from windlass.reports.charts import smoothed
-from windlass.reports.write import report
+from windlass.reports.page import report
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_fixtures import build_run
 
 from windlass.reports.charts import charts, on_grid, smoothed, thin
-from windlass.reports.page import numbers, payload, rounded
+from windlass.reports.page import numbers, payload
 from windlass.reports.plots import draw
 from windlass.reports.view import Track, view
 
@@ -122,14 +122,14 @@ def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
 
 
 def test_what_is_drawn_are_the_numbers_of_the_run(one):
-    figure = draw(described(one)["loss"])
+    figure = draw(described(one)["loss"], [one])
     axes = figure.axes[0]
     assert list(axes.lines[0].get_ydata()) == list(one.train["loss"])
     assert axes.get_legend_handles_labels()[1] == ["training", "validation", "resumed"]
-    late = draw(described(one)["loss"], first_step=100).axes[0]
+    late = draw(described(one)["loss"], [one], first_step=100).axes[0]
     assert all(min(line.get_xdata()) >= 100 for line in late.lines)
 
 
 def test_numbers_for_the_page():
     assert numbers([1.0, math.nan, math.inf, 1 / 3, 2e20, 1234567.8]) == [1, None, None, 0.333333, 2e20, 1234570]
-    assert isinstance(rounded(3.0), int)
+    assert isinstance(numbers([3.0])[0], int)

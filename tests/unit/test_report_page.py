@@ -14,11 +14,9 @@ from report_fixtures import NASTY, build_run, build_study
 
 from windlass.cli import main
 from windlass.errors import UserError
-from windlass.recipe import Recipe
 from windlass.reports.charts import charts
-from windlass.reports.page import page
+from windlass.reports.page import page, report
 from windlass.reports.view import view
-from windlass.reports.write import report
 
 
 class Page(HTMLParser):
@@ -120,7 +118,7 @@ def test_many_runs_stand_in_rows_only(one):
 
 def test_reports_import_neither_torch_nor_matplotlib_before_they_draw():
     code = (
-        "import sys; import windlass.reports.write, windlass.cli.report; from windlass.reports.write import report;"
+        "import sys; import windlass.reports.page, windlass.cli.report; from windlass.reports.page import report;"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules);"
         "import windlass.reports.plots; print('torch' in sys.modules)"
     )
@@ -222,17 +220,14 @@ def call(*arguments):
 def test_the_verb_prints_the_pages_path(one, tmp_path, capsys):
     assert call(one.run.path, "--out", tmp_path, "--no-plots") == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'index.html'}\n"
-    assert call(one.run.path, "--no-plots", "--demo", "--text", "--out", tmp_path) == 0
+    assert call(one.run.path, "--no-plots", "--text", "--out", tmp_path) == 0
     out = capsys.readouterr().out
     assert "sample at step 400" in out and "└" in out and "Final training loss" in out and "\x1b" not in out
 
 
-def test_the_verb_takes_studies_and_names_of_recipes(folder, one, tmp_path, capsys, monkeypatch):
+def test_the_verb_takes_studies(folder, one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = build_study(folder / "again", rates=(1e-3,), seeds=(1,))
     assert call(study, one.run.path, "--no-plots") == 0
     assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()
-    assert call("quickstart") == 2 and "windlass train quickstart" in capsys.readouterr().err
-    build_run(Recipe.load("quickstart").run_dir, steps=50)
-    assert call("quickstart", "--no-plots") == 0
     assert call(tmp_path) == 2 and "no recipe.toml" in capsys.readouterr().err

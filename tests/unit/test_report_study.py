@@ -2,14 +2,15 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 from report_fixtures import build_run, build_study, loss_at
 
 from windlass.errors import UserError
 from windlass.reports.charts import charts
 from windlass.reports.page import page
-from windlass.reports.plots import draw, heat_figure, styled
-from windlass.reports.study import cell_table, heats, looks, read_study, seed_table, sweep_charts, winner_text
+from windlass.reports.plots import draw, heat_figure
+from windlass.reports.study import cell_table, heat_map, looks, read_study, seed_table, sweep_charts, winner_text
 from windlass.run import Run
 
 
@@ -59,8 +60,8 @@ def test_the_loss_against_each_swept_setting(study):
     )  # fmt: skip
     assert (kind.x_log, kind.x_values, kind.x_names) == (False, [0, 1], ["cosine", "wsd"])
     medians = {series.name: series for series in lr.series if series.name}
-    assert list(medians) == ["best and final, kind=cosine", "best and final, kind=wsd"]
-    cosine = medians["best and final, kind=cosine"]
+    assert list(medians) == ["kind=cosine", "kind=wsd"]
+    cosine = medians["kind=cosine"]
     assert list(cosine.step) == [1e-4, 1e-3, 1e-2]
     assert cosine.y[1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
     assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], "a circle for each seed"
@@ -68,11 +69,11 @@ def test_the_loss_against_each_swept_setting(study):
 
 
 def test_the_heat_map_of_two_swept_settings(study):
-    (heat,) = heats(study)
+    heat = heat_map(study)
     assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
     assert (heat.column_key, heat.columns) == ("optim.lr", [1e-4, 1e-3, 1e-2])
-    assert heat.values[0][1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
-    assert heat.share(min(v for row in heat.values for v in row)) == 1
+    assert heat.cells[0][1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
+    assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
 
 
 def test_a_study_is_compared_by_its_own_measure(folder):
@@ -90,8 +91,8 @@ def test_a_study_is_compared_by_its_own_measure(folder):
     lr = sweep_charts(seen)[0]
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])
-    (heat,) = heats(seen)
-    assert [heat.share(0.485), heat.share(0.285)] == pytest.approx([1, 0]), "more is better"
+    heat = heat_map(seen)
+    assert heat.shares[0] == pytest.approx([1, 0, 0]), "more is better"
     assert rows(cell_table(seen))[0]["score"] == pytest.approx(0.285)
     assert "hellaswag.acc_norm" in page(seen.views, charts(seen.views), seen)
 
@@ -146,36 +147,19 @@ def troubled(folder):
     return read_study(path)
 
 
-def test_final_losses_are_dashed_where_they_are_not_the_best(troubled):
+def test_the_heat_map_has_a_hole_where_nothing_finished(troubled):
     assert [r.state for r in troubled.results].count("diverged") == 2
-    lr = sweep_charts(troubled)[0]
-    series = {one.name: one for one in lr.series if one.name}
-    assert list(series) == ["best, kind=cosine", "final, kind=cosine", "best and final, kind=wsd"]
-    assert list(series["best and final, kind=wsd"].step) == [1e-4, 1e-3], "no cell of 1e-2 finished"
-    final = (loss_at(200, 1, 1e-3) + 0.56 + loss_at(200, 2, 1e-3) + 0.06) / 2
-    early = min(loss_at(s, 1, 1e-3) + 0.06 for s in (0, 50, 100, 150))
-    assert series["final, kind=cosine"].y[1] == pytest.approx(final) and series["final, kind=cosine"].dash == 1
-    assert series["best, kind=cosine"].y[1] == pytest.approx((early + best(1e-3, 2)) / 2)
-    with styled():
-        axes = draw(lr).axes[0]
-    assert axes.get_xscale() == "log" and axes.get_legend_handles_labels()[1] == list(series)
-
-
-def test_two_maps_where_the_final_loss_is_not_the_best_and_a_hole_where_nothing_finished(troubled):
-    first, final = heats(troubled)
-    assert (first.title, final.title) == ("Best evaluation loss", "Final evaluation loss")
-    assert first.values[1][2] is None and final.values[0][1] > first.values[0][1]
-    with styled():
-        texts = [text.get_text() for text in heat_figure(first).axes[0].texts]
-    assert texts[5] == "–" and not any("nan" in text.lower() for text in texts)
+    lr, heat = sweep_charts(troubled)[0], heat_map(troubled)
+    assert list(lr.series[2].step) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
+    assert draw(lr, troubled.views).axes[0].get_xscale() == "log"
+    assert heat.cells[1][2] is None and heat_figure(heat).axes[0].texts[5].get_text() == "–"
     assert "<td>–</td>" in page(troubled.views, [], troubled)
 
 
 def test_what_diverged_does_not_squeeze_the_curves_of_the_others(troubled):
     loss = charts(troubled.views, looks(troubled))[0]
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
-    calm = [view for view in troubled.views if not view.nonfinite.any()]
+    calm = [view for view in troubled.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    with styled():
-        axes = draw(loss, several=True, looks=looks(troubled)).axes[0]
+    axes = draw(loss, troubled.views, looks(troubled)).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")

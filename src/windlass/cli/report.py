@@ -6,33 +6,29 @@ import typer
 
 
 def report(
-    paths: list[str] = typer.Argument(..., metavar="RUN|STUDY...", help="Run directories, recipes' names, or a study."),
+    paths: list[str] = typer.Argument(..., metavar="RUN|STUDY...", help="Run directories, or a study."),
     out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),
     skip: int = typer.Option(
         -1, min=-1, metavar="N", help="The second loss plot leaves out N steps; default: a tenth."
     ),
     plots: bool = typer.Option(True, help="Draw the PNG files (--no-plots: page and tables alone)."),
-    text: bool = typer.Option(False, "--text", help="Also print the results and the loss curve here."),
-    demo: bool = typer.Option(False, "--demo", help="Also print the loss curve and the last sample here."),
+    text: bool = typer.Option(False, "--text", help="Also print the loss curve, the last sample and the results here."),
 ) -> None:
     """Write a report: index.html, report.md, CSV tables and PNG plots; print the page's path.
 
     One run is shown in full, several are compared, with the settings that differ first, and a study shows its measure
     against the swept settings, and its winner. The page opens from disk in any browser and needs no network. The same
-    runs give the same bytes. A recipe's name stands for the run directory it would train in.
+    runs give the same bytes.
     """
-    from windlass.reports.terminal import curve, last_sample, results_text
+    from windlass.reports.page import open_runs
+    from windlass.reports.page import report as write_report
+    from windlass.reports.tables import results_for_people
+    from windlass.reports.text import curve, last_sample
     from windlass.reports.view import views
-    from windlass.reports.write import open_runs
-    from windlass.reports.write import report as write_report
 
-    if text or demo:
-        seen = views(open_runs(paths))
-        for view in seen:
-            typer.echo("\n".join([*([view.label] if len(seen) > 1 else []), curve(view), ""]))
-            if demo and view.samples:
-                typer.echo(f"{last_sample(view)}\n")
-        if text:
-            typer.echo(f"{results_text(seen)}\n")
-    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
-    typer.echo(f"report: {written.page}")
+    for view in views(open_runs(paths)) if text else ():
+        results = results_for_people(view).shown()
+        width = max(len(name) for name, _ in results)
+        table = "\n".join(f"{name:<{width}}  {value:>14}" for name, value in results)
+        typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view), table) if part) + "\n")
+    typer.echo(f"report: {write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots).page}")

@@ -97,9 +97,9 @@ def show_end(run: Run) -> None:
     if os.environ.get("WINDLASS_QUIET_END"):
         return
     try:
-        from windlass.reports.terminal import curve, last_sample
+        from windlass.reports.page import report as write_report
+        from windlass.reports.text import curve, last_sample
         from windlass.reports.view import view
-        from windlass.reports.write import report as write_report
 
         seen = view(run)
         typer.echo("\n".join(part for part in (curve(seen), last_sample(seen)) if part))

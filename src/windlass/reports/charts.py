@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.reports.measures import NO_SCORES
-from windlass.reports.view import Numbers, Restart, RunView, Track, tokens_at
+from windlass.reports.tables import NO_SCORES
+from windlass.reports.view import Numbers, RunView, Track, interpolate
 from windlass.study.study import diverged
 
 POINTS = 2400
@@ -33,38 +33,21 @@ Look = tuple[float | None, int]
 class Series:
     """One line of a chart."""
 
-    run: int
-    """Index of the run, for its colour and for hiding it; -1: of no run."""
-    name: str
-    """In the legend; empty: it has no entry of its own."""
+    run: int  # index of the run, for its colour and for hiding it; -1: of no run
+    name: str  # in the legend; empty: it has no entry of its own
     step: Numbers
     tokens: Numbers
     hours: Numbers
     y: Numbers
-    colour: int | None = None
-    """Index into the palette; None: the run's own colour."""
-    dash: int = 0
-    """0 solid, 1 dashed, 2 dotted."""
-    minor: bool = False
-    """A thin line: part of a whole."""
-    points: str = ""
-    """`line`: points joined by a line; `only`: points without one; empty: a line without points."""
+    colour: int | None = None  # index into the palette; None: the run's own colour
+    dash: int = 0  # 0 solid, 1 dashed, 2 dotted
+    minor: bool = False  # a thin line: part of a whole
+    points: str = ""  # `line`: points joined by a line; `only`: points without one; empty: a line without points
     smooth: bool = False
-    low: Numbers | None = None
-    """Lower edge of a band around the line; `high` its upper edge."""
-    high: Numbers | None = None
-    bad: bool = False
-    """Whether its values that are not finite are marked."""
-    diverged: bool = False
-    """Whether it is left out of the choice of the vertical axis."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A restart on a chart."""
-
-    run: int
-    restart: Restart
+    low: Numbers | None = None  # lower edge of a band around the line
+    high: Numbers | None = None  # its upper edge
+    bad: bool = False  # whether its values that are not finite are marked
+    diverged: bool = False  # whether it is left out of the choice of the vertical axis
 
 
 @dataclass(frozen=True)
@@ -75,9 +58,7 @@ class Chart:
     title: str
     unit: str
     series: list[Series]
-    marks: list[Mark] = field(default_factory=list)
-    zero: bool = False
-    """Whether the vertical axis begins at zero."""
+    zero: bool = False  # whether the vertical axis begins at zero
     note: str = ""
     x_label: str = ""
     """Of a study's chart, whose horizontal axis (`step` of the series) is a swept setting and not the run."""
@@ -119,92 +100,80 @@ RANKS = (
 def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
     """The charts for which a run has numbers, the loss first. Of several runs each chart has the first column alone."""
     several = len(views) > 1
-    limit = max(400, POINTS // max(1, len(views)))
-    marks = [Mark(i, restart) for i, seen in enumerate(views) for restart in seen.restarts]
-    found = []
-    loss = [series for i, seen in enumerate(views) for series in _loss(seen, i, several, limit)]
-    if loss:
-        note = "lines: training, circles: validation" if several else ""
-        chart = Chart("loss", "Loss", "nats per token", loss, marks, note=note)
-        cut = "what diverged is cut off above" if chart.ceiling() is not None else ""
-        found.append(replace(chart, note="; ".join(x for x in (note, cut) if x)))
+    loss = Chart("loss", "Loss", "nats per token", [one for run, seen in enumerate(views) for one in _loss(views, run)])
+    notes = ["lines: training, circles: validation"] if several else []
+    notes += ["what diverged is cut off above"] if loss.ceiling() is not None else []
+    described = [replace(loss, note="; ".join(notes))]
     for suite in dict.fromkeys(suite for seen in views for suite in seen.evals if suite != "loss"):
         tracks = [seen.evals.get(suite) for seen in views]
-        names = dict.fromkeys(n for t in tracks if t is not None for n in t.measures() if n not in NO_SCORES)
-        labels = {name: name.replace("_", " ") for name in names}
-        series = _columns(views, tracks, labels, several, limit, points="line")
+        scores = dict.fromkeys(name for t in tracks if t is not None for name in t.measures() if name not in NO_SCORES)
+        series = _columns(views, tracks, {name: name.replace("_", " ") for name in scores}, points="line")
         slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in suite)
-        title = {"hellaswag": "HellaSwag", "squad": "SQuAD"}.get(suite, suite)
-        found += [Chart(f"suite-{slug}", title, "", series, marks)] if series else []
-    trains = [seen.train for seen in views]
-    for key, title, unit, columns, smooth, factor in TRAIN:
-        series = _columns(views, trains, columns, several, limit, smooth=smooth, factor=factor)
-        found += [Chart(key, title, unit, series, marks, zero=True)] if series else []
-    for key, title, unit, columns in RANKS:
-        series = [one for i, seen in enumerate(views) for one in _ranks(seen, i, columns, several)]
-        found += [Chart(key, title, unit, series, marks, zero=True)] if series else []
-    return [replace(chart, series=[_looked(one, looks) for one in chart.series]) for chart in found]
-
-
-def _looked(series: Series, looks: Sequence[Look]) -> Series:
-    """With the dash of its run, where the colour is the run's too; eight runs have colours of their own."""
-    if series.colour is not None:
-        return series
-    return replace(series, dash=(looks[series.run][1] if looks else series.run // 8) % 3)
-
-
-def _loss(seen: RunView, run: int, several: bool, limit: int) -> list[Series]:
-    series = []
-    losses = seen.train["loss"]
-    wild = bool(seen.nonfinite.any()) or (len(losses) > 0 and diverged(float(losses[0]), float(losses[-1])))
-    colour = None if several else 0
-    if seen.train.has("loss") or seen.nonfinite.any():
-        name = seen.label if several else "training"
-        series.append(
-            _series(seen.train, "loss", limit, run=run, name=name, colour=colour, smooth=True, diverged=wild, bad=True)
+        described.append(
+            Chart(f"suite-{slug}", {"hellaswag": "HellaSwag", "squad": "SQuAD"}.get(suite, suite), "", series)
         )
+    for key, title, unit, columns, smooth, factor in TRAIN:
+        series = _columns(views, [seen.train for seen in views], columns, factor, smooth=smooth)
+        described.append(Chart(key, title, unit, series, zero=True))
+    for key, title, unit, columns in RANKS:
+        series = [one for run, seen in enumerate(views) for one in _ranks(seen, run, columns, several)]
+        described.append(Chart(key, title, unit, series, zero=True))
+
+    def dashed(one: Series) -> Series:
+        """With the dash of its run, where the colour is the run's too; eight runs have colours of their own."""
+        return one if one.colour is not None else replace(one, dash=(looks[one.run][1] if looks else one.run // 8) % 3)
+
+    return [replace(chart, series=list(map(dashed, chart.series))) for chart in described if chart.series]
+
+
+def _loss(views: Sequence[RunView], run: int) -> list[Series]:
+    """A run's training and validation loss."""
+    seen, several, series = views[run], len(views) > 1, []
+    losses = seen.train["loss"]
+    wild = not np.isfinite(losses).all() or (len(losses) > 0 and diverged(float(losses[0]), float(losses[-1])))
+    if len(losses):
+        look: dict[str, Any] = {"name": seen.label, "colour": None} if several else {"name": "training", "colour": 0}
+        series.append(_series(views, run, seen.train, "loss", smooth=True, diverged=wild, bad=True, **look))
     if (track := seen.evals.get("loss")) is not None and track.has("loss"):
-        name, points = (f"{seen.label}, validation", "only") if several else ("validation", "line")
-        colour = None if several else 1
-        series.append(_series(track, "loss", limit, run=run, name=name, colour=colour, points=points, diverged=wild))
+        look = {"name": "validation", "colour": 1, "points": "line"}
+        if several:
+            look = {"name": f"{seen.label}, validation", "colour": None, "points": "only"}
+        series.append(_series(views, run, track, "loss", diverged=wild, **look))
     return series
 
 
 def _columns(
-    views: Sequence[RunView], tracks: Sequence[Track | None], columns: dict[str, str], several: bool, limit: int, *,
-    smooth: bool = False, points: str = "", factor: float = 1,
-) -> list[Series]:  # fmt: skip
-    series = []
+    views: Sequence[RunView], tracks: Sequence[Track | None], columns: Mapping[str, str], factor: float = 1, **rest: Any
+) -> list[Series]:
+    """A series for each run and column with numbers; of several runs the first column alone."""
+    several, series = len(views) > 1, []
     for run, (seen, track) in enumerate(zip(views, tracks, strict=True)):
-        if track is None:
-            continue
-        present = [name for name in columns if track.has(name)][: 1 if several else None]
-        for index, name in enumerate(present):
-            one = _series(track, name, limit, factor=factor, run=run, points=points, smooth=smooth, minor=index > 0)
-            series.append(
-                replace(one, name=seen.label if several else columns[name], colour=None if several else index)
-            )
+        present = [column for column in columns if track is not None and track.has(column)]
+        for index, column in enumerate(present[: 1 if several else None]):
+            assert track is not None
+            look = {"name": seen.label} if several else {"name": columns[column], "colour": index}
+            one = _series(views, run, track, column, minor=index > 0, **look, **rest)
+            series.append(replace(one, y=one.y * factor))
     return series
 
 
-def _series(track: Track, column: str, limit: int, factor: float = 1, **rest: Any) -> Series:
-    keep = thin(track["step"], track[column], limit)
+def _series(views: Sequence[RunView], run: int, track: Track, column: str, **rest: Any) -> Series:
+    """A column of a track, thinned."""
+    keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
     step, tokens, hours = (track[axis][keep] for axis in ("step", "tokens", "hours"))
-    return Series(step=step, tokens=tokens, hours=hours, y=track[column][keep] * factor, **{"name": "", **rest})
+    return Series(run=run, step=step, tokens=tokens, hours=hours, y=track[column][keep], **rest)
 
 
-def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> list[Series]:
+def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -> list[Series]:
     """The ranks' lines on one grid of time; of many ranks (and of several runs) their mean and range."""
     series = []
     for place, (column, what) in enumerate(list(columns.items())[: 1 if several else None]):
         tracks = [track for track in seen.ranks if track.has(column)]
-        if column == "util_pct" and any((track["training"] > 0).any() for track in tracks):
-            tracks = [own for track in tracks if (own := track.only(track["training"] > 0)).has(column)]
         if not tracks:
             continue
         hours, table = on_grid(tracks, column)
-        steps = seen.steps_at(hours)
-        axes: dict[str, Any] = {"run": run, "step": steps, "tokens": tokens_at(steps, seen.train), "hours": hours}
+        steps, tokens = (interpolate(seen.train, "hours", hours, name) for name in ("step", "tokens"))
+        axes: dict[str, Any] = {"run": run, "step": steps, "tokens": tokens, "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
         many, chosen = len(tracks) > FEW_RANKS, list(range(len(tracks)))
         if several or many:
@@ -215,29 +184,25 @@ def _ranks(seen: RunView, run: int, columns: dict[str, str], several: bool) -> l
             means = np.nanmean(table, axis=1)
             chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
         for i in chosen:
-            colour = (i + many) % 8
             name = f"rank {tracks[i].rank}{suffix}"
-            series.append(Series(**axes, name=name, y=table[i], colour=colour, dash=place, minor=True))
+            series.append(Series(**axes, name=name, y=table[i], colour=(i + many) % 8, dash=place, minor=True))
     return series
 
 
 def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
     """The mean of a field in equal spans of time: hours [spans], values [ranks, spans], NaN without a sample."""
-    everything = np.concatenate([track["hours"] for track in ranks])
-    spans = min(
-        RANK_POINTS, 1 + 2 * max(map(len, ranks)) // 3
-    )  # wider than from sample to sample: a late one leaves no gap
-    low, high = float(everything.min()), float(everything.max())
-    edges = np.linspace(low, high if high > low else low + 1e-6, spans + 1)
+    samples = [(t["hours"][np.isfinite(t[column])], t[column][np.isfinite(t[column])]) for t in ranks]
+    every = np.concatenate([hours for hours, _ in samples])
+    # wider than from sample to sample: a late one leaves no gap
+    spans = min(RANK_POINTS, 1 + 2 * max(len(hours) for hours, _ in samples) // 3)
+    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
     table = np.full((len(ranks), spans), math.nan)
-    for row, track in enumerate(ranks):
-        good = np.isfinite(track[column])
-        place = np.clip(np.searchsorted(edges, track["hours"][good], side="right") - 1, 0, spans - 1)
-        total = np.bincount(place, weights=track[column][good], minlength=spans)
+    for row, (hours, values) in enumerate(samples):
+        place = np.clip(np.searchsorted(edges, hours, side="right") - 1, 0, spans - 1)
         count = np.bincount(place, minlength=spans)
-        table[row] = np.divide(total, count, out=np.full(spans, math.nan), where=count > 0)
-    known = np.isfinite(table).any(axis=0)
-    return ((edges[1:] + edges[:-1]) / 2)[known], table[:, known]
+        np.divide(np.bincount(place, weights=values, minlength=spans), count, out=table[row], where=count > 0)
+    filled = np.isfinite(table).any(axis=0)
+    return ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]
 
 
 # --- thinning and smoothing ------------------------------------------------------------------------------------------
@@ -248,8 +213,8 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
 
     Args:
         x: [n] rising.
-        y: [n], NaN allowed: the first NaN of a span is kept too, so that a gap or a bad step stays visible.
-        limit: points to keep.
+        y: [n], NaN allowed: the first NaN of a span is one of the points too, so that a gap or a bad step stays visible.
+        limit: number of points.
 
     Returns:
         Rising indices into `x`; all of them where there are no more than `limit`.
@@ -259,13 +224,11 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
         return np.arange(n)
     keep = {0, n - 1}
     for start, stop in itertools.pairwise(np.linspace(0, n, max(2, limit // 3) + 1).astype(np.int64)):
-        span = y[start:stop]
-        bad, good = np.flatnonzero(~np.isfinite(span)), np.flatnonzero(np.isfinite(span))
-        keep.add(int(start))
-        if len(bad):
-            keep.add(int(start + bad[0]))
-        if len(good):
-            keep |= {int(start + good[np.argmin(span[good])]), int(start + good[np.argmax(span[good])])}
+        good = np.isfinite(y[start:stop])
+        keep |= {start, *(start + np.flatnonzero(~good)[:1])}
+        if good.any():
+            keep |= {start + np.argmin(np.where(good, y[start:stop], np.inf))}
+            keep |= {start + np.argmax(np.where(good, y[start:stop], -np.inf))}
     return np.array(sorted(keep), dtype=np.int64)
 
 
@@ -280,21 +243,14 @@ def smoothed(y: Numbers, weight: float) -> Numbers:
 
     Values that are not finite are left out and stay NaN. `smooth` in page.js is the same formula; a test compares them.
     """
-    ahead, ahead_norm = _decayed(y, weight)
-    back, back_norm = (part[::-1] for part in _decayed(y[::-1], weight))
     good = np.isfinite(y)
-    out = np.full(len(y), math.nan)
-    np.divide(ahead + back - np.where(good, y, 0.0), ahead_norm + back_norm - 1, out=out, where=good)
-    return out
+    values = np.where(good, y, 0.0)
 
+    def decayed(part: Any) -> Numbers:
+        """The sum over the values so far, the one n points back weighted by weight^n."""
+        return np.array(list(itertools.accumulate(part, lambda total, value: weight * total + value)), dtype=np.float64)
 
-def _decayed(y: Numbers, weight: float) -> tuple[Numbers, Numbers]:
-    """Sum over the values so far, the one n points back weighted by weight^n, and the sum of the weights."""
-    sums, norms = np.zeros(len(y)), np.zeros(len(y))
-    total = norm = 0.0
-    for i, value in enumerate(y):
-        total, norm = weight * total, weight * norm
-        if math.isfinite(value):
-            total, norm = total + value, norm + 1
-        sums[i], norms[i] = total, norm
-    return sums, norms
+    # a sum from the left and one from the right have the value itself twice
+    total = decayed(values) + decayed(values[::-1])[::-1] - values
+    norm = decayed(good * 1.0) + decayed(good[::-1] * 1.0)[::-1] - 1
+    return np.divide(total, norm, out=np.full(len(y), math.nan), where=good)

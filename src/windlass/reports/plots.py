@@ -6,23 +6,22 @@ The same run gives the same bytes: neither date nor version is written into the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context, rcParams, rcParamsDefault
+from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
-from windlass.reports.charts import Chart, Look, Series, smoothed, smoothing
-from windlass.reports.measures import PARTS, goodput
+from windlass.reports.charts import Chart, Look, smoothed, smoothing
 from windlass.reports.study import Heat, short
+from windlass.reports.tables import PARTS, goodput
 from windlass.reports.text import show
 from windlass.reports.view import RunView
 
@@ -50,110 +49,88 @@ STYLE: dict[str, Any] = {
 
 def write_plots(
     views: Sequence[RunView], charts: Sequence[Chart], folder: Path, skip: int | None = None, looks: Sequence[Look] = (),
-    heats: Sequence[Heat] = (),
+    heat: Heat | None = None,
 ) -> dict[str, Path]:  # fmt: skip
     """Draw every chart into `folder`, one PNG each; returns their paths by the chart's id.
 
-    Args:
-        views: the runs of the charts.
-        charts: as `charts.charts` and `study.sweep_charts` describe them.
-        folder: made where it is missing.
-        skip: `loss-late.png` leaves out the steps before this one; None: the first tenth of the run.
-        looks: see `charts.Look`.
-        heats: a study's heat maps.
+    `skip`: `loss-late.png` leaves out the steps before this one; None: the first tenth of the run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
     weight = smoothing(charts)
-    with styled():
+    with style.context(STYLE, after_reset=True):  # ours, and nothing of the user's own
         for chart in charts:
-            figures[chart.id] = draw(chart, len(views) > 1, looks, weight)
+            figures[chart.id] = draw(chart, views, looks, weight)
             if chart.id == "loss":
                 first = skip if skip is not None else math.ceil(max(view.step for view in views) / 10)
                 if any((view.train["step"] >= first).sum() > 1 for view in views):
                     late = replace(chart, title=f"Loss from step {first:,} on")
-                    figures["loss-late"] = draw(late, len(views) > 1, looks, weight, first)
+                    figures["loss-late"] = draw(late, views, looks, weight, first)
         if any(goodput(view) for view in views):
             figures["goodput"] = goodput_figure(views)
-        for name, heat in zip(("heat-map", "heat-map-final"), heats, strict=False):
-            figures[name] = heat_figure(heat)
-        return {name: save(figure, folder / f"{name}.png") for name, figure in figures.items()}
-
-
-@contextmanager
-def styled() -> Iterator[None]:
-    """Our style and nothing of the user's own inside; what was before, after."""
-    keep = {"backend", "backend_fallback", "toolbar", "interactive"}
-    with rc_context():
-        rcParams.update({k: v for k, v in rcParamsDefault.items() if k not in keep and not k.startswith("_")})
-        rcParams.update(STYLE)
-        yield
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG, the same bytes each time."""
-    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
-    return path
+        if heat:
+            figures["heat-map"] = heat_figure(heat)
+        for name, figure in figures.items():
+            FigureCanvasAgg(figure).print_png(folder / f"{name}.png", metadata={"Software": None})
+    return {name: folder / f"{name}.png" for name in figures}
 
 
 def new_figure(title: str, x_label: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Any]:
     """An empty figure with its axes."""
     figure = Figure(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
     axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(unit)
+    axes.set(title=title, xlabel=x_label, ylabel=unit)
     axes.margins(x=0.015)
     return figure, axes
 
 
 def draw(
-    chart: Chart, several: bool = False, looks: Sequence[Look] = (), weight: float = 0, first_step: float = 0
+    chart: Chart, views: Sequence[RunView], looks: Sequence[Look] = (), weight: float = 0, first_step: float = 0
 ) -> Figure:
     """One chart over optimizer steps, or over a swept setting; `weight`: see `charts.smoothed`, 0 for none."""
     figure, axes = new_figure(chart.title, chart.x_label or "optimizer steps", chart.unit)
+    several = len(views) > 1
+    tones = [None if tone is None else to_hex(RAMP(tone)) for tone, _ in looks] or [None] * len(views)
     named: set[str] = set()
     for series in chart.series:
         keep = series.step >= first_step
-        tone = looks[series.run][0] if looks and 0 <= series.run < len(looks) else None
-        index = series.run if series.colour is None else series.colour
-        colour = to_hex(RAMP(tone)) if tone is not None and series.colour is None else PALETTE[index % len(PALETTE)]
+        x, y = series.step[keep], series.y[keep]
+        own = (tones[series.run] if series.run >= 0 else None) or PALETTE[series.run % len(PALETTE)]
+        colour = own if series.colour is None else PALETTE[series.colour % len(PALETTE)]
+        if series.low is not None and series.high is not None:
+            axes.fill_between(x, series.low[keep], series.high[keep], color=colour, alpha=0.14, linewidth=0)
+        drawn = y
+        if series.smooth and weight:  # the curve itself is pale, with the smoothed one over it
+            axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
+            drawn = smoothed(y, weight)
         shown = series.name and series.name not in named and len(chart.series) > 1
-        label = series.name if shown and not (several and series.points == "only") else None
         named.add(series.name)
-        _draw_series(axes, series, keep, colour, label, weight)
-        bad = series.step[keep & ~np.isfinite(series.y) & series.bad]
+        axes.plot(
+            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[series.dash % 3],
+            linewidth=1.1 if series.minor or series.points == "line" else 1.6, zorder=4 if series.points else 2,
+            label=series.name if shown and not (several and series.points == "only") else None,
+            **(RING if series.points or len(x) == 1 else {}),
+        )  # fmt: skip
+        bad = x[~np.isfinite(y) & series.bad]
         if len(bad):
             axes.plot(
                 bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), linestyle="none", marker="x", zorder=5,
                 color=PALETTE[6], label=f"not finite{f', {series.name}' if several else ''}",
             )  # fmt: skip
-    for mark in chart.marks:
-        if mark.restart.step >= first_step:
-            tone = looks[mark.run][0] if looks else None
-            own = PALETTE[mark.run % len(PALETTE)] if tone is None else to_hex(RAMP(tone))
-            label = None if mark.restart.what in named else mark.restart.what
-            named.add(mark.restart.what)
-            colour = own if several else SOFT
-            axes.axvline(mark.restart.step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), label=label, zorder=1)
+    for run, view in enumerate(views if not chart.x_label else ()):
+        colour = (tones[run] or PALETTE[run % len(PALETTE)]) if several else SOFT
+        for restart in view.restarts:
+            if restart.step >= first_step:
+                label = None if restart.what in named else restart.what
+                named.add(restart.what)
+                axes.axvline(restart.step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), label=label, zorder=1)
     _axes(axes, chart, first_step)
-    _legend(figure, axes)
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) > 4 or max(map(len, names), default=0) > 24:
+        _legend_below(figure, names)
+    elif names:
+        axes.legend(loc="best")
     return figure
-
-
-def _draw_series(axes: Any, series: Series, keep: Any, colour: str, label: str | None, weight: float) -> None:
-    x, y, dash = series.step[keep], series.y[keep], DASHES[series.dash % 3]
-    if series.low is not None and series.high is not None:
-        axes.fill_between(x, series.low[keep], series.high[keep], color=colour, alpha=0.14, linewidth=0)
-    if series.smooth and weight:  # the curve itself is pale, with the smoothed one over it
-        axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
-        y = smoothed(y, weight)
-    width = 1.1 if series.minor or series.points == "line" else 1.6
-    marker = RING if series.points or len(x) == 1 else {}
-    style = "none" if series.points == "only" else dash
-    axes.plot(
-        x, y, color=colour, linestyle=style, linewidth=width, label=label, zorder=4 if series.points else 2, **marker
-    )
 
 
 def _axes(axes: Any, chart: Chart, first_step: float) -> None:
@@ -182,16 +159,9 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
 
 
-def _legend(figure: Figure, axes: Any) -> None:
-    """A few short names inside the axes; more or longer ones below in columns, for which the figure grows."""
-    names = axes.get_legend_handles_labels()[1]
-    if not names:
-        return
-    longest = max(map(len, names))
-    if len(names) <= 4 and longest <= 24:
-        axes.legend(loc="best")
-        return
-    columns = max(1, min(4, len(names), 96 // (longest + 9)))
+def _legend_below(figure: Figure, names: Sequence[str]) -> None:
+    """Many or long names stand below the axes in columns, for which the figure grows."""
+    columns = max(1, min(4, len(names), 96 // (max(map(len, names)) + 9)))
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.19 * -(-len(names) // columns))
     figure.legend(loc="outside lower center", ncols=columns)
@@ -201,7 +171,8 @@ def goodput_figure(views: Sequence[RunView]) -> Figure:
     """A bar a run: wall time by phase, in percent."""
     parts = {view.label: spent for view in views if (spent := goodput(view))}
     names = [name for name in PARTS if any(name in spent for spent in parts.values())]
-    figure, axes = new_figure("Where the time went", "% of wall time", "")
+    size = (SIZE[0], 1.15 + 0.34 * len(parts))
+    figure, axes = new_figure("Where the time went", "% of wall time", "", size)
     left = np.zeros(len(parts))
     for name in names:
         widths = np.array([100 * spent.get(name, 0.0) / sum(spent.values()) for spent in parts.values()])
@@ -210,32 +181,22 @@ def goodput_figure(views: Sequence[RunView]) -> Figure:
         axes.barh(range(len(parts)), widths, left=left, height=0.6, color=PALETTE[colour], label=label)
         left += widths
     axes.set_yticks(range(len(parts)), list(parts) if len(parts) > 1 else [""])
-    axes.set_ylim(len(parts) - 0.5, -0.5)
-    axes.set_xlim(0, 100)
+    axes.set(xlim=(0, 100), ylim=(len(parts) - 0.5, -0.5))
     axes.grid(False)
-    labels = axes.get_legend_handles_labels()[1]
-    columns = 3 if max(map(len, labels)) < 30 else 2
-    figure.set_size_inches(SIZE[0], 1.15 + 0.34 * len(parts) + 0.19 * -(-len(labels) // columns))
-    figure.legend(loc="outside lower center", ncols=columns)
+    _legend_below(figure, axes.get_legend_handles_labels()[1])
     return figure
 
 
 def heat_figure(heat: Heat) -> Figure:
-    """A study's heat map with the value in each cell."""
-    table = np.array([[np.nan if value is None else value for value in row] for row in heat.values], dtype=np.float64)
+    """A study's heat map with the value in each cell; the stronger the colour, the better."""
     size = (SIZE[0], 1.5 + 0.5 * len(heat.rows))
     figure, axes = new_figure(heat.title, short(heat.column_key), short(heat.row_key), size)
-    low, high = float(np.nanmin(table)), float(np.nanmax(table))
-    top = high if high > low else low + 1
-    image = axes.imshow(np.ma.masked_invalid(table), cmap=RAMP, aspect="auto", vmin=low, vmax=top)
-    for (row, column), value in np.ndenumerate(table):
-        colour = "white" if np.isfinite(value) and (value - low) < 0.6 * (high - low) else INK
-        text = show(float(value), "loss") if np.isfinite(value) else "–"
-        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
+    axes.imshow(heat.shares, cmap="Blues", aspect="auto", vmin=0, vmax=1.4)
+    for row, values in enumerate(heat.cells):
+        for column, value in enumerate(values):
+            axes.text(column, row, show(value, "loss"), ha="center", va="center", fontsize=8.5)
     axes.set_xticks(range(len(heat.columns)), [show(value) for value in heat.columns])
     axes.set_yticks(range(len(heat.rows)), [show(value) for value in heat.rows])
     axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    figure.colorbar(image, ax=axes, label=heat.unit).outline.set_visible(False)
+    axes.spines[:].set_visible(False)
     return figure

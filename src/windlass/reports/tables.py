@@ -1,23 +1,69 @@
-"""The tables of a report, of one run or several: raw values in rows, with how each column is shown to people. Pure."""
+"""The measures of a run and the tables of a report: raw values, with how each is shown to people. Pure.
+
+Speeds are work divided by time, over the whole run. What the ranks measured of their devices comes from the `summary`
+line where there is one, else from the samples in `devices/`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from windlass.checkpoint.retention import LOSS
 from windlass.recipe import Recipe, settings
 from windlass.recipe.units import epochs_in
-from windlass.reports.measures import MEASURES, Value, label, measures
 from windlass.reports.text import csv_text, markdown_table, show
 from windlass.reports.view import RunView, Track
 
-NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
-"""Settings that always tell runs apart, and say nothing about what is different."""
+Value = float | int | str | None
 
-MANY_EVALUATIONS = 12
-"""Up to this many evaluations have a line each in the results table; more have a table of their own only."""
+MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
+    "state": ("State", "", lambda v: v.state),
+    "steps": ("Steps", "count", lambda v: v.step),
+    "epochs": ("Epochs", "amount", lambda v: first(last_value(v.train, "epoch"))),
+    "tokens": ("Tokens", "count", lambda v: first(v.summary.get("tokens"), last_value(v.train, "tokens"))),
+    "samples": ("Samples", "count", lambda v: first(v.summary.get("samples"), last_value(v.train, "samples"))),
+    "parameters": ("Parameters", "count", lambda v: first(v.summary.get("parameters"), v.start.get("parameters"))),
+    "world": ("Ranks", "count", lambda v: first(v.summary.get("world"), v.start.get("world"), len(v.ranks) or None)),
+    "train_loss": ("Final training loss", "loss", lambda v: last_value(v.train, "loss")),
+    "eval_loss": ("Final evaluation loss", "loss", lambda v: last_value(v.evals.get("loss"), "loss")),
+    "eval_perplexity": ("Final perplexity", "loss", lambda v: last_value(v.evals.get("loss"), "perplexity")),
+    "best_eval_loss": ("Best evaluation loss", "loss", lambda v: best(v, LOSS, LOSS)[0]),
+    "best_eval_step": ("Step of the best evaluation", "count", lambda v: best(v, LOSS, LOSS)[1]),
+    "best_measure": ("Best checkpoint by", "", lambda v: best_score(v)[0]),
+    "best_score": ("Best score of that measure", "score", lambda v: best_score(v)[1]),
+    "best_score_step": ("Step of that score", "count", lambda v: best_score(v)[2]),
+    "train_samples_per_s": ("Training speed (samples/s)", "rate", lambda v: getattr(v.speed, "samples_per_s", 0) or None),
+    "train_tokens_per_s": ("Training speed (tokens/s)", "rate", lambda v: getattr(v.speed, "tokens_per_s", None)),
+    "train_steps_per_s": ("Training speed (steps/s)", "rate", lambda v: getattr(v.speed, "steps_per_s", None)),
+    "eval_samples_per_s": ("Evaluation speed (samples/s)", "rate", lambda v: evaluation_speed(v.evals.get("loss"))),
+    "steps_per_epoch": ("Steps per epoch", "amount", lambda v: (
+        v.start["samples_per_epoch"] / v.start["global_batch"] if "samples_per_epoch" in v.start else None
+    )),
+    "mem_alloc_mb": ("Memory allocated per rank, mean (MB)", "mb", lambda v: on_ranks(v, "mem_alloc_mb")),
+    "mem_reserved_mb": ("Memory reserved per rank, mean (MB)", "mb", lambda v: on_ranks(v, "mem_reserved_mb")),
+    "peak_mem_mb": ("Peak memory, fullest rank (MB)", "mb", lambda v: first(
+        v.summary.get("peak_mem_mb"),
+        max((float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb")), default=None),
+    )),
+    "device_mem_mb": ("Memory of the device (MB)", "mb", lambda v: first((v.outcome.device_bytes or math.nan) / 1e6)),
+    "rss_mb": ("Resident memory per rank, mean (MB)", "mb", lambda v: on_ranks(v, "rss_mb")),
+    "util_pct": ("Device utilisation while training, mean (%)", "rate", lambda v: on_ranks(v, "util_pct")),
+    "util_std_pct": ("Device utilisation while training, deviation (%)", "rate", lambda v: on_ranks(v, "util_pct", "std")),
+    "mfu": ("Model FLOPs utilisation", "share", lambda v: getattr(v.speed, "mfu", None)),
+    "goodput": ("Goodput", "share", lambda v: v.wall["train"] / v.wall["total"] if v.wall else None),
+    "runtime_s": ("Runtime", "duration", lambda v: v.wall.get("total")),
+    "predicted_s": (
+        "Time to finish, predicted after 5 % of the steps", "duration", lambda v: v.outcome.predicted_seconds),
+    "actual_s": ("Time it took, without repeated steps and restarts", "duration", lambda v: v.outcome.actual_seconds),
+    "device_hours": ("Device-hours", "hours", lambda v: v.device_hours),
+    "starts": ("Starts", "count", lambda v: 1 + len(v.restarts)),
+}  # fmt: skip
+"""Every measure of a run by its name in CSV: the label for people, the kind of number (see `text.show`), its value."""
 
 PRINCIPAL = (
     "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_measure", "best_score",
@@ -25,9 +71,90 @@ PRINCIPAL = (
 )  # fmt: skip
 """The measures that a table of several runs shows on the page; its CSV has all of them."""
 
+NO_SCORES = ("samples_per_s", "tokens_per_s", "runtime_s", "items", "examples", "perplexity", "batches")
+"""Fields of an evaluation that are no score."""
 
-@dataclass(frozen=True)
-class Column:
+PARTS = {
+    "train": ("training steps", 0), "data": ("waiting for data", 5), "eval": ("evaluation", 1), "save": ("saving", 2),
+    "sample": ("generating samples", 7), "compile": ("compiling", 3), "startup": ("start-up", 4),
+    "lost": ("steps done again after a failure", 6),
+}  # fmt: skip
+"""What wall time is spent on, in the order it is shown: the name for people, and a place in the palette."""
+
+MANY_EVALUATIONS = 12
+"""Up to this many evaluations have a line each in the results table; more have a table of their own only."""
+
+NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
+"""Settings that always tell runs apart, and do not explain how they differ."""
+
+
+# --- measures --------------------------------------------------------------------------------------------------------
+
+
+def measures(view: RunView) -> dict[str, Value]:
+    """What was measured of the run, by name: those of MEASURES, and `SUITE_SCORE` of other suites."""
+    values = {name: value(view) for name, (_, _, value) in MEASURES.items()}
+    for suite, track in view.evals.items():
+        if suite != LOSS:
+            values |= {f"{suite}_{x}": last_value(track, x) for x in track.measures() if x not in NO_SCORES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
+    """The best value of an evaluation, and its step: the lowest loss, or the highest of anything else."""
+    track = view.evals.get(suite)
+    if track is None or not track.has(column):
+        return None, None
+    finite = np.where(np.isfinite(track[column]), track[column], np.nan)
+    place = int(np.nanargmin(finite) if column == LOSS else np.nanargmax(finite))
+    return float(finite[place]), int(track["step"][place])
+
+
+def best_score(view: RunView) -> tuple[str | None, float | None, int | None]:
+    """`checkpoint.best`, its best value and the step of it, where it names a score and not the loss."""
+    measure = str(view.settings["checkpoint.best"])
+    suite, _, name = measure.partition(".")
+    score, step = best(view, suite, name)
+    return None if score is None else measure, score, step
+
+
+def goodput(view: RunView) -> dict[str, float]:
+    """Seconds of wall time over all starts by what they were spent on, without those that took none."""
+    return {name: view.wall[name] for name in PARTS if view.wall.get(name, 0) > 0}
+
+
+def first(*values: Any) -> float | None:
+    """The first that is a finite number."""
+    return next((x for x in values if isinstance(x, (int, float)) and math.isfinite(x)), None)
+
+
+def last_value(track: Track | None, name: str) -> float | None:
+    """The value in the last line, NaN included: a bad end is not hidden behind an earlier good value."""
+    return float(track[name][-1]) if track is not None and len(track) and name in track.columns else None
+
+
+def evaluation_speed(track: Track | None) -> float | None:
+    """Samples of all evaluations divided by their time."""
+    if track is None:
+        return None
+    samples, seconds = track["samples"], track["runtime_s"]
+    timed = np.isfinite(samples) & np.isfinite(seconds) & (seconds > 0)
+    return float(samples[timed].sum() / seconds[timed].sum()) if timed.any() else None
+
+
+def on_ranks(view: RunView, name: str, statistic: str = "avg") -> float | None:
+    """Mean or deviation (`std`) of a device field over the samples of all ranks that were taken in training steps."""
+    names = ("gpu_util_pct", "cpu_util_pct") if name == "util_pct" else (name,)
+    parts = [track[name][np.isfinite(track[name]) & (track["training"] > 0)] for track in view.ranks]
+    values = np.concatenate([[], *parts])
+    measured = (values.mean() if statistic == "avg" else values.std()) if len(values) else None
+    return first(*(view.summary.get(f"{statistic}_{name}") for name in names), measured)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
     """A column: its name in CSV, its heading, and the kind of number (see `text.show`)."""
 
     name: str
@@ -39,9 +166,9 @@ class Column:
 class Table:
     """Rows of raw values under columns. `kinds`: of each row, where the rows and not the columns differ in kind."""
 
-    columns: tuple[Column, ...]
+    columns: Sequence[Column]
     rows: list[tuple[Any, ...]]
-    kinds: tuple[str, ...] = ()
+    kinds: Sequence[str] = ()
 
     @property
     def headings(self) -> list[str]:
@@ -51,20 +178,17 @@ class Table:
     @property
     def numeric(self) -> list[int]:
         """The columns that hold nothing but numbers."""
-
-        def is_numeric(cells: list[Any]) -> bool:
-            return bool(cells) and all(isinstance(c, (int, float)) and not isinstance(c, bool) for c in cells)
-
-        count = range(len(self.columns))
-        return [i for i in count if is_numeric([row[i] for row in self.rows if row[i] is not None])]
+        cells = [[row[i] for row in self.rows if row[i] is not None] for i in range(len(self.columns))]
+        return [i for i, column in enumerate(cells) if column and all(type(cell) in (int, float) for cell in column)]
 
     def shown(self) -> list[list[str]]:
         """The cells as people read them."""
-        by_row = self.kinds or ("",) * len(self.rows)
-        columns = [column.kind for column in self.columns]
         return [
-            [show(cell, columns[i] or (kind if i else "")) for i, cell in enumerate(row)]
-            for row, kind in zip(self.rows, by_row, strict=True)
+            [
+                show(cell, column.kind or (kind if i else ""))
+                for i, (cell, column) in enumerate(zip(row, self.columns, strict=True))
+            ]
+            for row, kind in zip(self.rows, self.kinds or [""] * len(self.rows), strict=True)
         ]
 
     def markdown(self) -> str:
@@ -76,71 +200,63 @@ class Table:
         return csv_text([column.name for column in self.columns], self.rows)
 
 
-def results(views: Sequence[RunView], each_evaluation: bool = True) -> Table:
-    """A row a measure, a column a run; with `each_evaluation` the loss of each evaluation too."""
-    values = [measures(view) for view in views]
-    each = [_losses_by_evaluation(view) if each_evaluation else {} for view in views]
+def results(view: RunView, each_evaluation: bool = True) -> Table:
+    """A row a measure: its name in CSV, its label, its value; with the loss of each evaluation where these are few."""
+    track, each = view.evals.get("loss"), []
+    if each_evaluation and track is not None and 1 < len(track) <= MANY_EVALUATIONS:
+        names = evaluation_names(track, view.settings.get("eval.every"))
+        each = list(zip(names, map(float, track["loss"]), strict=True))
     rows: list[tuple[Any, ...]] = []
     kinds: list[str] = []
-    for name in in_order(values):
+    for name, value in measures(view).items():
         text, kind = label(name)
-        rows.append((name, text, *(one.get(name) for one in values)))
-        if name == "eval_loss":
-            for place in sorted({place for one in each for place in one}):
-                rows.append((f"eval_loss {place[1]}", f"{text}, {place[1]}", *(one.get(place) for one in each)))
+        rows.append((name, text, value))
+        rows += [(f"{name} {what}", f"{text}, {what}", loss) for what, loss in each if name == "eval_loss"]
         kinds += [kind] * (len(rows) - len(kinds))
-    columns = (Column("name"), Column("measure"), *(Column(view.label) for view in views))
-    return Table(columns, rows, tuple(kinds))
+    return Table([Column("name"), Column("measure", "Measure"), Column(view.label)], rows, kinds)
 
 
-def results_for_people(views: Sequence[RunView], each_evaluation: bool = True) -> Table:
+def results_for_people(view: RunView, each_evaluation: bool = True) -> Table:
     """`results` without the names of CSV."""
-    full = results(views, each_evaluation)
-    return Table((Column("Measure"), *full.columns[2:]), [row[1:] for row in full.rows], full.kinds)
+    full = results(view, each_evaluation)
+    return Table(full.columns[1:], [row[1:] for row in full.rows], full.kinds)
 
 
 def comparison(views: Sequence[RunView], only: Sequence[str] = ()) -> Table:
     """A row a run: its name, the settings that differ, then every measure that a run has (or those of `only`)."""
     differ = [s for s in all_settings(views) if s.differs and s.key not in NAMING]
     values = [measures(view) for view in views]
-    names = [name for name in in_order(values) if not only or name in only or name not in MEASURES]
+    every = dict.fromkeys(name for one in values for name in one)
+    names = [*(name for name in MEASURES if name in every), *(name for name in every if name not in MEASURES)]
+    names = [name for name in names if not only or name in only or name not in MEASURES]
     rows = [
         (view.label, *(s.values[i] for s in differ), *(values[i].get(name) for name in names))
         for i, view in enumerate(views)
     ]
-    of_measures = (Column(name, *label(name)) for name in names)
-    return Table((Column("run", "Run"), *(Column(s.key) for s in differ), *of_measures), rows)
+    columns = [*(Column(s.key) for s in differ), *(Column(name, *label(name)) for name in names)]
+    return Table([Column("run", "Run"), *columns], rows)
 
 
-def in_order(values: Sequence[Mapping[str, Value]]) -> list[str]:
-    """The names of all measures that any of the runs has, those of MEASURES first."""
-    names = [name for name in MEASURES if any(name in one for one in values)]
-    return names + list(dict.fromkeys(name for one in values for name in one if name not in MEASURES))
-
-
-# --- evaluations and curves ------------------------------------------------------------------------------------------
+def label(name: str) -> tuple[str, str]:
+    """A measure's label and kind of number; a suite's own scores are named as they are."""
+    return MEASURES[name][:2] if name in MEASURES else (name.replace("_", " "), "score")
 
 
 def evaluations(view: RunView) -> dict[str, Table]:
     """A table of every evaluation, by suite."""
-    headings = {"samples_per_s": "Samples/s", "tokens_per_s": "Tokens/s", "runtime_s": "Time"}
+    place = (Column("step", "Step", "count"), Column("epoch", "Epoch", "amount"), Column("tokens", "Tokens", "count"))
+    special = {
+        "samples_per_s": ("Samples/s", "rate"), "tokens_per_s": ("Tokens/s", "rate"), "runtime_s": ("Time", "duration"),
+        "items": ("Items", "count"), "examples": ("Examples", "count"),
+    }  # fmt: skip
     tables = {}
     for suite, track in view.evals.items():
         names = [name for name in (*track.measures(), "runtime_s") if track.has(name)]
-        rows = []
-        for i, what in enumerate(evaluation_names(track, view.settings.get("eval.every"))):
-            rows.append((what, *(plain(track[name][i]) for name in ("step", "epoch", "tokens", *names))))
-        columns = [
-            Column("evaluation", "Evaluation"),
-            Column("step", "Step", "count"),
-            Column("epoch", "Epoch", "amount"),
-        ]
-        columns.append(Column("tokens", "Tokens", "count"))
-        for name in names:
-            kind = "duration" if name == "runtime_s" else "rate" if name.endswith("_per_s") else "loss"
-            kind = "count" if name in ("items", "examples", "batches") else kind
-            columns.append(Column(name, headings.get(name, name.replace("_", " ").capitalize()), kind))
-        tables[suite] = Table(tuple(columns), rows)
+        measured = [Column(x, *special.get(x, (x.replace("_", " ").capitalize(), "loss"))) for x in names]
+        columns = [*place, *measured]
+        titles = evaluation_names(track, view.settings.get("eval.every"))
+        rows = [(title, *(plain(track[c.name][i]) for c in columns)) for i, title in enumerate(titles)]
+        tables[suite] = Table([Column("evaluation", "Evaluation"), *columns], rows)
     return tables
 
 
@@ -159,19 +275,11 @@ def evaluation_names(track: Track, every: Any) -> list[str]:
     return names
 
 
-def _losses_by_evaluation(view: RunView) -> dict[tuple[int, str], float]:
-    track = view.evals.get("loss")
-    if track is None or not 1 < len(track) <= MANY_EVALUATIONS:
-        return {}
-    names = evaluation_names(track, view.settings.get("eval.every"))
-    return {(int(step), name): float(x) for step, name, x in zip(track["step"], names, track["loss"], strict=True)}
-
-
 def curves(view: RunView) -> Table:
     """The `train` lines in full precision: what the charts are drawn from."""
     names = ["step", *(name for name in view.train.columns if name not in ("step", "hours")), "hours"]
     rows = [tuple(map(plain, row)) for row in zip(*(view.train[name] for name in names), strict=True)]
-    return Table(tuple(map(Column, names)), rows)
+    return Table([Column(name) for name in names], rows)
 
 
 def stacked(parts: Sequence[tuple[tuple[str, ...], Table]], names: Iterable[str]) -> Table:
@@ -179,40 +287,30 @@ def stacked(parts: Sequence[tuple[tuple[str, ...], Table]], names: Iterable[str]
     columns = {column.name: column for _, table in parts for column in table.columns}
     rows = []
     for what, table in parts:
-        place = {column.name: i for i, column in enumerate(table.columns)}
-        rows += [(*what, *(row[place[x]] if x in place else None for x in columns)) for row in table.rows]
-    return Table((*map(Column, names), *columns.values()), rows)
+        for row in table.rows:
+            cells = dict(zip((column.name for column in table.columns), row, strict=True))
+            rows.append((*what, *(cells.get(name) for name in columns)))
+    return Table([*(Column(name) for name in names), *columns.values()], rows)
 
 
 def plain(value: float) -> float | int | None:
     """A float of a track as a value of a table: None for NaN, an integer where it is one."""
-    number = float(value)
-    if math.isnan(number):
+    if math.isnan(value):
         return None
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+    return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SettingRow:
+class SettingRow(NamedTuple):
     """A setting and its value in each run."""
 
     key: str
     values: tuple[Any, ...]
-    default: Any
     meaning: str
-
-    @property
-    def differs(self) -> bool:
-        """Whether the runs disagree."""
-        return any(value != self.values[0] for value in self.values[1:])
-
-    @property
-    def changed(self) -> bool:
-        """Whether a run has another value than the default."""
-        return any(value != self.default for value in self.values)
+    differs: bool  # between the runs
+    changed: bool  # from the default, in a run
 
 
 def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
@@ -221,12 +319,13 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
     rows = []
     for key in dict.fromkeys(key for view in views for key in view.settings):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
-        rows.append(SettingRow(key, tuple(view.settings.get(key) for view in views), defaults.get(key), meaning))
+        values = tuple(view.settings.get(key) for view in views)
+        differs = any(value != values[0] for value in values)
+        rows.append(SettingRow(key, values, meaning, differs, any(value != defaults.get(key) for value in values)))
     return sorted(rows, key=lambda row: (not row.differs, not row.changed))
 
 
-def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow] | None = None) -> Table:
-    """A row a setting, a column a run; of all settings, or of `rows`."""
-    chosen = all_settings(views) if rows is None else rows
-    columns = (Column("setting", "Setting"), *(Column(view.label) for view in views))
-    return Table(columns, [(row.key, *row.values) for row in chosen])
+def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
+    """A row a setting, a column a run."""
+    columns = [Column("setting", "Setting"), *(Column(view.label) for view in views)]
+    return Table(columns, [(row.key, *row.values) for row in rows])

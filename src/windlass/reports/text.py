@@ -1,4 +1,7 @@
-"""Values as people read them, and text made safe for a terminal, Markdown and CSV. No locale, no clock."""
+"""Values as people read them, text made safe for a terminal, Markdown and CSV, and the loss curve in the terminal.
+
+No locale, no clock, no colour: the same values give the same text.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,22 @@ import csv
 import html
 import io
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
+
+from windlass.reports.view import Numbers, RunView
+from windlass.telemetry.console import duration, short
 
 MISSING = "–"
 
 DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}
 """Digits after the point by kind of number, for values of ordinary size."""
+
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bits of a braille character by row and column of its 4 × 2 dots."""
 
 
 def show(value: Any, kind: str = "") -> str:
@@ -20,7 +32,7 @@ def show(value: Any, kind: str = "") -> str:
 
     Args:
         value: anything that a recipe or a ledger holds; None is shown as a dash.
-        kind: `loss`, `score`, `rate`, `count`, `compact` (`3.28 M`), `amount` (with a fraction), `mb`,
+        kind: `loss`, `score`, `rate`, `count`, `compact` (`3.28M`), `amount` (with a fraction), `mb`,
             `share` (a fraction, shown as %), `duration` (seconds), `hours`; empty: six significant digits.
     """
     if value is None or value == "":
@@ -37,11 +49,11 @@ def show(value: Any, kind: str = "") -> str:
         return fixed(value, DECIMALS[kind])
     match kind:
         case "duration":
-            return duration(value)
+            return f"{value:.1f}s" if value < 60 else duration(value)
         case "share":
             return f"{100 * value:.1f} %"
         case "compact":
-            return compact(value)
+            return short(value)
         case "count":
             return f"{value:,.0f}"
         case "amount":
@@ -61,28 +73,6 @@ def fixed(value: float, decimals: int) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as `8.3 s`, `4 min 10 s`, `3 h 05 min`, `2 d 04 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if round(seconds) < 3600:
-        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
-    minutes = round(seconds / 60)
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24:02d} h"
-
-
-def compact(value: float) -> str:
-    """A count for a headline: `812`, `3.28 M`, `600 M`, `1.2 B`."""
-    for scale, divisor, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= scale:
-            scaled = value / divisor
-            return f"{scaled:.3g} {letter}" if scaled < 1000 else f"{scaled:,.0f} {letter}"
-    return f"{value:,.0f}"
-
-
 def printable(text: Any) -> str:
     """Text without the control characters that a terminal would obey: each is shown as a replacement character."""
     cleaned = "".join(c if c in "\n\t" or (c >= " " and not 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in str(text))
@@ -95,29 +85,99 @@ def markdown_cell(text: Any) -> str:
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = ()) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
     """A Markdown table of cells that are text already; the columns numbered in `right` are set flush right."""
-    flush = set(right)
     lines = [" | ".join(map(markdown_cell, line)) for line in (head, *rows)]
-    lines.insert(1, " | ".join("---:" if i in flush else "---" for i in range(len(head))))
+    lines.insert(1, " | ".join("---:" if i in right else "---" for i in range(len(head))))
     return "".join(f"| {line} |\n" for line in lines)
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """The rows as CSV with Unix line ends; floats in full precision, what is missing empty."""
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        return " ".join(str(cell(v)) for v in value) if isinstance(value, (list, tuple)) else value
+
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(["" if cell is None else csv_cell(cell) for cell in row] for row in rows)
+    writer.writerows([head, *(map(cell, row) for row in rows)])
     return out.getvalue()
 
 
-def csv_cell(value: Any) -> Any:
-    """A value for CSV: whole floats without a point, lists joined."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, (list, tuple)):
-        return " ".join(str(csv_cell(v)) for v in value)
-    return value
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
+    """The training loss over steps as a curve, the validation loss as `o`; empty where nothing was logged.
+
+    Args:
+        view: the run.
+        width: characters in a line; None: as wide as the terminal, at most 100.
+        height: lines of the curve itself.
+    """
+    width = width or min(100, shutil.get_terminal_size((80, 24)).columns)
+    evals, nothing = view.evals.get("loss"), np.array([])
+    marks = (evals["step"], evals["loss"]) if evals is not None else (nothing, nothing)
+    drawn = plot(view.train["step"], view.train["loss"], marks, width, height)
+    legend = "loss in nats per token: ⠒⠒ training" + (", o validation" if len(marks[0]) else "")
+    return f"{legend}\n\n{drawn}" if drawn else ""
+
+
+def last_sample(view: RunView) -> str:
+    """The last generated text, indented; empty where there is none."""
+    if not view.samples:
+        return ""
+    lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).splitlines())
+    return f"sample at step {view.samples[-1]['step']:,}:\n{lines}"
+
+
+def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, height: int) -> str:
+    """A curve over steps as text with axes; empty where no value is finite.
+
+    Args:
+        x: [n] rising.
+        y: [n]; what is not finite is left out.
+        marks: x and y of points that are set as `o` over the curve.
+        width: characters in a line.
+        height: lines of the curve itself.
+    """
+    every_x, every_y = np.concatenate([x, marks[0]]), np.concatenate([y, marks[1]])
+    good = np.isfinite(every_x) & np.isfinite(every_y)
+    if not good.any():
+        return ""
+    left, right = float(every_x[good].min()), float(every_x[good].max())
+    bottom, top = float(every_y[good].min()), float(every_y[good].max())
+    right, top = right if right > left else left + 1, top if top > bottom else bottom + 1
+    digits = max(0, 2 - math.floor(math.log10(top - bottom)))
+    values = [top - (top - bottom) * row / (height - 1) for row in range(height)]
+    ticks = [f"{value:.{digits}f}" if row % 4 == 0 else "" for row, value in enumerate(values)]
+    gutter = max(map(len, ticks)) + 1
+    columns = max(10, width - gutter - 2)
+
+    # A character is 2 × 4 dots. In each column of dots is the mean of what falls into it, joined to the one before.
+    bits = np.zeros((height, columns), dtype=np.int64)
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    places = ((x - left) / (right - left) * (2 * columns - 1)).round()
+    before = None
+    for at in np.unique(places).astype(int):
+        dot = round((top - float(y[places == at].mean())) / (top - bottom) * (4 * height - 1))
+        from_at, from_dot = before or (at, dot)
+        for share in np.linspace(0, 1, 1 + max(at - from_at, abs(dot - from_dot), 1)):
+            column, row = round(from_at + (at - from_at) * share), round(from_dot + (dot - from_dot) * share)
+            bits[row // 4, column // 2] |= DOTS[row % 4][column % 2]
+        before = (at, dot)
+    canvas = [[chr(0x2800 + int(cell)) if cell else " " for cell in line] for line in bits]
+
+    for at, value in zip(*marks, strict=True):
+        if math.isfinite(at) and math.isfinite(value):
+            row = round((top - value) / (top - bottom) * (height - 1))
+            canvas[row][round((at - left) / (right - left) * (columns - 1))] = "o"
+    lines = [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]
+    first, last = show(left, "count"), f"{show(right, 'count')} steps"
+    lines.append(f"{'':>{gutter}} └{'─' * columns}")
+    lines.append(f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a report knows of a run, read once: columns of numbers along the run, restarts, devices, samples. No torch.
+"""What a report reads of a run: columns of numbers along the run, restarts, devices, samples. No torch.
 
 A run that was killed and resumed is one curve: the ledger is the effective one, and `hours` are hours of training,
 without the pauses between attempts, their start-up, and the steps that were done twice.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,12 +28,10 @@ BOOKKEEPING = (
     "kind", "step", "time", "attempt", "epoch", "samples", "samples_trained", "tokens", "suite", "event", "index",
     "runtime_s", "hours", "batches", "first_batch_s",
 )  # fmt: skip
-"""Fields that say where a line belongs and measure nothing."""
+"""Fields that place a line in the run and measure nothing."""
 
 STARTS = {"started": "started again", "resumed": "resumed", "branched": "branched", "rewound": "rewound"}
 """Events that begin an attempt, and what a chart calls the restart."""
-COUNTING = (*STARTS, "checkpoint", "finished")
-"""Events at which time was spent on steps that count; other events may come from steps that were done again."""
 
 DEVICE_FIELDS = (
     "util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
@@ -45,11 +42,9 @@ MAX_DEVICE_BYTES = 8_000_000
 
 
 def number(value: Any) -> float:
-    """A field of the ledger as a float; NaN where it is missing or no number (the ledger has it as text)."""
-    if isinstance(value, bool) or value is None:
-        return math.nan
+    """A field of the ledger as a float; NaN where it is missing or no number. The ledger has non-finite ones as text."""
     try:
-        return float(value)
+        return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return math.nan
 
@@ -88,36 +83,15 @@ class Track:
         """The columns that measure something, in the order they were first written."""
         return [name for name in self.columns if name not in BOOKKEEPING and self.has(name)]
 
-    def last(self, name: str) -> float | None:
-        """The last finite value."""
-        finite = self[name][np.isfinite(self[name])]
-        return float(finite[-1]) if len(finite) else None
 
-    def only(self, keep: NDArray[np.bool_]) -> Track:
-        """Some of its rows."""
-        return Track({name: values[keep] for name, values in self.columns.items()}, self.rank)
-
-
-@dataclass(frozen=True)
-class Restart:
+class Restart(NamedTuple):
     """Where an attempt after the first one starts."""
 
-    what: str
-    """`resumed`, `started again`, `rewound` or `branched`."""
+    what: str  # one of the words in STARTS
     step: float
     tokens: float
     hours: float
-    time: str
-    """Time of day of the new start, as in the ledger."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A generated text."""
-
-    step: int
-    prompt: str
-    text: str
+    time: str  # of day, as in the ledger
 
 
 @dataclass(frozen=True)
@@ -129,13 +103,13 @@ class RunView:
     state: str
     settings: Mapping[str, Any]
     train: Track
-    evals: Mapping[str, Track]
+    evals: Mapping[str, Track]  # by suite
     ranks: Sequence[Track]
     restarts: Sequence[Restart]
-    samples: Sequence[Sample]
+    samples: Sequence[Line]
     events: Sequence[Line]
+    start: Line  # the last event of starting, with what it lacks from those before
     summary: Line
-    environment: Mapping[str, Any]
     speed: Throughput | None
     wall: Mapping[str, float]
     """Seconds by phase over all starts, and their `total`; empty where the ledger has no times."""
@@ -147,25 +121,6 @@ class RunView:
         """Steps done."""
         steps = [int(line["step"]) for line in self.events if line.get("event") in ("finished", "checkpoint")]
         return max([*steps, *(int(s) for s in self.train["step"][-1:]), 0])
-
-    @property
-    def hours(self) -> float:
-        """Hours of training up to the last line."""
-        return max((float(h) for t in (self.train, *self.evals.values()) for h in t["hours"][-1:]), default=0.0)
-
-    @property
-    def nonfinite(self) -> NDArray[np.bool_]:
-        """Which `train` lines have a loss that is not finite."""
-        if "loss" not in self.train.columns:
-            return np.zeros(len(self.train), dtype=bool)
-        return ~np.isfinite(self.train["loss"])
-
-    def steps_at(self, hours: Numbers) -> Numbers:
-        """Steps done after so many hours of training, interpolated between lines and restarts."""
-        known = {(0.0, 0.0), *zip(self.train["hours"], self.train["step"], strict=True)}
-        known |= {(restart.hours, restart.step) for restart in self.restarts}
-        pairs = np.array(sorted(pair for pair in known if math.isfinite(pair[0])))
-        return interpolate(hours, pairs[:, 0], pairs[:, 1])
 
 
 class Attempt(NamedTuple):
@@ -189,14 +144,15 @@ class Clock:
                 continue
             if event in STARTS:
                 starts.setdefault(attempt, at)
-            if line["kind"] != "event" or event in COUNTING:
+            # other events may come from steps that were done again
+            if line["kind"] != "event" or event in (*STARTS, "checkpoint", "finished"):
                 spans.setdefault(attempt, []).append(at)
         self.attempts: list[Attempt] = []
         before = 0.0
-        for number in sorted(spans):
-            start = starts.get(number, min(spans[number]))
-            end = max(start, *spans[number])
-            self.attempts.append(Attempt(number, start, end, before))
+        for attempt in sorted(spans):
+            start = starts.get(attempt, min(spans[attempt]))
+            end = max(start, *spans[attempt])
+            self.attempts.append(Attempt(attempt, start, end, before))
             before += end - start
 
     def hours(self, at: float, attempt: int | None = None) -> float:
@@ -213,17 +169,11 @@ class Clock:
         return (current.before + max(0.0, at - current.start)) / 3600
 
 
-def interpolate(x: Numbers, known_x: Numbers, known_y: Numbers) -> Numbers:
-    """Linear interpolation that is NaN where nothing is known, and constant beyond the ends."""
-    good = np.isfinite(known_x) & np.isfinite(known_y)
-    if not good.any():
-        return np.full(len(x), math.nan)
-    return np.where(np.isfinite(x), np.interp(x, known_x[good], known_y[good]), math.nan)
-
-
-def tokens_at(steps: Numbers, train: Track) -> Numbers:
-    """Tokens trained on after so many steps, interpolated between the `train` lines; 0 at step 0."""
-    return interpolate(steps, np.append(0.0, train["step"]), np.append(0.0, train["tokens"]))
+def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Numbers:
+    """A column of the `train` lines at some places of another one, from 0 at 0 on, constant beyond the last line."""
+    x, y = np.append(0.0, train[axis]), np.append(0.0, train[column])
+    good = np.isfinite(x) & np.isfinite(y)
+    return np.where(np.isfinite(places), np.interp(places, x[good], y[good]), math.nan)
 
 
 def view(run: Run, label: str | None = None) -> RunView:
@@ -239,16 +189,23 @@ def view(run: Run, label: str | None = None) -> RunView:
             suites.setdefault(str(line.get("suite") or "loss"), []).append(line)
     # `tokens` of an `eval` line are those evaluated on; a chart's axis needs those trained on
     evals = {suite: _track(lines, clock) for suite, lines in suites.items()}
-    evals = {suite: Track({**t.columns, "tokens": tokens_at(t["step"], train)}) for suite, t in evals.items()}
+    evals = {
+        suite: Track({**track.columns, "tokens": interpolate(train, "step", track["step"], "tokens")})
+        for suite, track in evals.items()
+    }
     events = [line for line in ledger if line["kind"] == "event"]
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
+    start: Line = {}
+    for line in reversed(starts.values()):
+        start |= line
     restarts = []
     for attempt in clock.attempts[1:]:
-        if (start := starts.get(attempt.number)) is not None:
-            tokens = float(tokens_at(np.array([float(start["step"])]), train)[0])
-            what = STARTS[str(start["event"])]
-            hours = attempt.before / 3600
-            restarts.append(Restart(what, float(start["step"]), tokens, hours, str(start.get("time", ""))))
+        if begun := starts.get(attempt.number):
+            step = float(begun["step"])
+            tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
+            restarts.append(Restart(STARTS[begun["event"]], step, tokens, attempt.before / 3600, begun["time"]))
+    files = sorted(run.devices_dir.glob("rank-*.jsonl"))
+    ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]
     return RunView(
         run=run,
         label=label or run.name,
@@ -256,16 +213,12 @@ def view(run: Run, label: str | None = None) -> RunView:
         settings=run.recipe.flat(),
         train=train,
         evals=evals,
-        ranks=_read_ranks(run.devices_dir, clock),
+        ranks=[rank for rank in ranks if len(rank)],
         restarts=restarts,
-        samples=[
-            Sample(line["step"], str(line.get("prompt") or ""), str(line["text"]))
-            for line in ledger
-            if line["kind"] == "sample" and line.get("text") is not None
-        ],
+        samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None],
         events=events,
+        start=start,
         summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
-        environment=run.environment,
         speed=throughput(ledger),
         wall=wall if wall["total"] else {},
         device_hours=device_hours(raw) if wall["total"] else None,
@@ -285,46 +238,31 @@ def views(runs: Sequence[Run]) -> list[RunView]:
 def _track(lines: Sequence[Line], clock: Clock) -> Track:
     """Every field that is a number somewhere, and `loss` also where it never is: a run of NaN has a loss to show."""
     keys = dict.fromkeys(
-        key
-        for line in lines
-        for key, value in line.items()
-        if not isinstance(value, (dict, list)) and (key == "loss" or not math.isnan(number(value)))
+        key for line in lines for key, value in line.items() if key == "loss" or not math.isnan(number(value))
     )
     columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
     hours = [clock.hours(timestamp(line.get("time")), int(line.get("attempt", 0))) for line in lines]
-    columns |= {
-        "step": np.array([line["step"] for line in lines], dtype=np.float64),
-        "hours": np.array(hours, dtype=np.float64),
-    }
+    columns |= {"step": np.array([line["step"] for line in lines], dtype=np.float64), "hours": np.array(hours)}
     columns.setdefault("tokens", np.full(len(lines), math.nan))
     return Track(columns)
 
 
-def _read_ranks(folder: Path, clock: Clock) -> list[Track]:
-    """Every rank's samples, without those in a pause or in work that was done again."""
-    files = {int(m[1]): path for path in folder.glob("rank-*.jsonl") if (m := re.search(r"rank-(\d+)", path.name))}
-    tracks = []
-    for rank in sorted(files):
-        samples = _read_samples(files[rank], MAX_DEVICE_BYTES // len(files))
-        rows = [(hours, line) for line in samples if not math.isnan(hours := clock.hours(timestamp(line.get("time"))))]
-        rows.sort(key=lambda row: row[0])
-        columns = {
-            name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64)
-            for name in DEVICE_FIELDS
-            if any(name in line for _, line in rows)
-        }
-        columns["hours"] = np.array([hours for hours, _ in rows], dtype=np.float64)
-        columns["training"] = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=np.float64)
-        if rows:
-            tracks.append(Track(columns, rank))
-    return tracks
-
-
-def _read_samples(path: Path, limit: int) -> Iterator[dict[str, Any]]:
-    """The samples in a file; of a file over `limit` bytes every n-th line, for parsing is what takes time."""
-    lines = path.read_bytes().split(b"\n")
-    for text in lines[:: 1 + path.stat().st_size // limit]:
+def _rank(path: Path, limit: int, clock: Clock) -> Track:
+    """A rank's samples, without those in a pause or in work that was done again."""
+    rows = []
+    for text in path.read_bytes().split(b"\n")[:: 1 + path.stat().st_size // limit]:  # parsing is what takes time
         with suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                yield line
+                rows.append((clock.hours(timestamp(line.get("time"))), line))
+    rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
+    columns = {
+        name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64)
+        for name in DEVICE_FIELDS
+        if any(name in line for _, line in rows)
+    }
+    training = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=bool)
+    if "util_pct" in columns and training.any():  # utilisation is that of the steps
+        columns["util_pct"] = np.where(training, columns["util_pct"], math.nan)
+    columns |= {"hours": np.array([hours for hours, _ in rows]), "training": training.astype(np.float64)}
+    return Track(columns, int(path.stem.removeprefix("rank-")))
