@@ -30,8 +30,7 @@ class LayerCache:
 
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.keys = self.values = torch.empty(0)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add the keys and values [B, K, T, E] of T new tokens.
@@ -40,18 +39,14 @@ class LayerCache:
             All keys and all values so far [B, K, S, E], and which of them each new token sees [T, S]; None for the usual
             causal mask (the cache was empty) and for a single new token (it sees all).
         """
-        start, new = self.length, k.shape[2]
-        stop = start + new
+        start, stop = self.length, self.length + k.shape[2]
         assert k.shape[0] == self.batch and stop <= self.capacity, "more rows or tokens than the cache was made for"
-        if self.keys is None or self.values is None:
-            shape = (self.batch, k.shape[1], self.capacity, k.shape[3])
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        self.keys[:, :, start:stop] = k
-        self.values[:, :, start:stop] = v
-        self.length = stop
+        if not start:
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+        self.keys[:, :, start:stop], self.values[:, :, start:stop], self.length = k, v, stop
         mask = None
-        if start and new > 1:
-            mask = torch.ones(new, stop, dtype=torch.bool, device=k.device).tril(start)
+        if start and stop - start > 1:
+            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
         return self.keys[:, :, :stop], self.values[:, :, :stop], mask
 
 
@@ -67,38 +62,22 @@ class Cache:
         return self.layers[0].length
 
 
-class LayerNorm(nn.Module):
-    """Zero mean and unit variance, then a weight and perhaps a bias (arXiv 1607.06450)."""
+class Norm(nn.Module):
+    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467), then a weight and perhaps a bias."""
 
-    def __init__(self, width: int, bias: bool, eps: float):
+    def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.eps = eps
+        self.rms, self.eps = settings.norm == "rmsnorm", settings.norm_eps
+        self.weight = nn.Parameter(torch.ones(settings.width))
+        biased = settings.norm_bias and not self.rms
+        self.bias = nn.Parameter(torch.zeros(settings.width)) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers the weights in half precision where the stream may be in fp32: no CPU kernel mixes them.
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
-
-
-class RMSNorm(nn.Module):
-    """Unit mean square, then a weight (arXiv 1910.07467)."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., D]
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def norm(settings: ModelSettings) -> nn.Module:
-    """The normalisation of a model."""
-    if settings.norm == "rmsnorm":
-        return RMSNorm(settings.width, settings.norm_eps)
-    return LayerNorm(settings.width, settings.norm_bias, settings.norm_eps)
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        if self.rms:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 class Rotation:
@@ -191,8 +170,8 @@ class Block(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.attn_norm, self.attn = norm(settings), Attention(settings)
-        self.ff_norm, self.ff = norm(settings), FeedForward(settings)
+        self.attn_norm, self.attn = Norm(settings), Attention(settings)
+        self.ff_norm, self.ff = Norm(settings), FeedForward(settings)
         self.dropout = settings.dropout
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: LayerCache | None = None) -> Tensor:
@@ -239,7 +218,7 @@ class GPT(nn.Module):
             self.positions = nn.Embedding(settings.context, settings.width)
         self.blocks = Blocks(Block(settings) for _ in range(settings.layers))
         if settings.final_norm:
-            self.norm = norm(settings)
+            self.norm = Norm(settings)
         self.head = Head(settings, vocab)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
@@ -295,15 +274,13 @@ class GPT(nn.Module):
         (or zero), norms are 1 and biases 0.
         """
         m = self.settings
-        if name.endswith("bias"):
+        is_output = name.endswith(("attn.out.weight", "ff.down.weight"))
+        if name.endswith("bias") or (is_output and m.zero_init_output):
             return torch.zeros(shape)
         if "norm" in name:
             return torch.ones(shape)
-        if not name.endswith(("attn.out.weight", "ff.down.weight")):
-            return torch.empty(shape).normal_(0.0, m.init_std, generator=generator)
-        if m.zero_init_output:
-            return torch.zeros(shape)
-        return torch.empty(shape).normal_(0.0, m.init_std / math.sqrt(2 * m.layers), generator=generator)
+        std = m.init_std / math.sqrt(2 * m.layers) if is_output else m.init_std
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
