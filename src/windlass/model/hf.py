@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.errors import RunFailed, UserError, first_line
+from windlass.errors import UserError, first_line
 from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
 from windlass.model.size import HfSizes
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX, LoraSettings, ModelSettings
 
-UNLIMITED = 2**31
-"""The limit of a model whose configuration has none."""
-UNKNOWN_CONTEXT = 2048
-"""The window of a model whose configuration has no limit (ALiBi, for one), where the recipe does not set it."""
+UNLIMITED = 2**31  # the limit of a model whose configuration has none
+UNKNOWN_CONTEXT = 2048  # the context of such a model (ALiBi, for one), where the recipe does not set it
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The arguments by which a network takes a cache of `transformers`: attention and most hybrids, Mamba."""
 
@@ -40,20 +36,22 @@ class HfModel(nn.Module):
 
     Args:
         model: What `AutoModelForCausalLM` built.
-        context: Tokens in its window.
         directory: Where its configuration and weights lie.
         settings: The section `[model]` of a recipe.
     """
 
-    def __init__(self, model: nn.Module, context: int, directory: Path, settings: ModelSettings):
+    def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings):
         super().__init__()
-        self.model, self.context, self.directory, self.settings = model, context, directory, settings
+        self.model, self.directory, self.settings = model, directory, settings
         self.config: Any = model.config
-        self.limit = longest_context(self.config) or UNLIMITED
+        text = self.config.get_text_config()
+        lengths = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        self.limit = next((n for n in lengths if isinstance(n, int) and n > 0), UNLIMITED)
+        self.context = UNKNOWN_CONTEXT if self.limit == UNLIMITED else self.limit
         self.vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        bos = getattr(self.config.get_text_config(), "bos_token_id", None)
+        bos = getattr(text, "bos_token_id", None)
+        # The token that a text begins with; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
-        """The token that a text begins with, as its configuration says; None for a model that has not learned one."""
         self._plain_head = has_plain_head(model)
         accepted = inspect.signature(model.forward).parameters  # type: ignore[arg-type]
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -62,19 +60,15 @@ class HfModel(nn.Module):
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
         """Give every parameter and saved buffer its value, in place.
 
-        Weights come from the files, or with `model.from_scratch` from the seed and their names (buffers then keep the value
-        that the architecture gives them); adapters always from the seed.
-
-        Args:
-            seed: `run.seed`.
-            directory: Where the files lie; None: where the model came from.
+        Weights come from the files in `directory` (None: where the model came from), or with `model.from_scratch` from the
+        seed and their names (buffers then keep the value that the architecture gives them); adapters always from the seed.
 
         Raises:
             UserError: The files lack a tensor, or have it in another shape; there are none but pickled ones.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            if is_adapter(name):
+            if ".lora_" in name:
                 hf_files.fill_adapter(name, parameter, seed)
             else:
                 tensors[name.replace(".base_layer.", ".")] = parameter
@@ -87,8 +81,7 @@ class HfModel(nn.Module):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     tensors[name.replace(".base_layer.", ".")] = buffer
         directory = directory or hf_files.weights_directory(self)
-        prefix = str(self.model.base_model_prefix)
-        hf_files.fill_from_files(tensors, directory, prefix, self.settings.trust_remote_code)
+        hf_files.fill_from_files(tensors, directory, str(self.model.base_model_prefix), self.settings.trust_remote_code)
 
     def to_empty_parameters(self, device: str | torch.device) -> HfModel:
         """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values, and ties stay ties."""
@@ -121,21 +114,7 @@ class HfModel(nn.Module):
         Returns:
             With labels a scalar: the sum of the cross-entropy over unmasked labels, in fp32 (fp64 for an fp64 model).
             Without: logits [B, T, V]; with a cache [B, 1, V], those of the last token.
-
-        Raises:
-            RunFailed: Code that came with the model fails.
         """
-        try:
-            return self._pass(tokens, labels, cache)
-        except (TypeError, AttributeError, NameError, ImportError, LookupError) as error:
-            if not type(self.model).__module__.startswith("transformers_modules"):
-                raise
-            raise RunFailed(
-                f"model.name: {self.settings.name}: the code that comes with it fails ({type(error).__name__}: "
-                f"{first_line(error)})"
-            ) from error
-
-    def _pass(self, tokens: Tensor, labels: Tensor | None, cache: HfCache | None) -> Tensor:
         if cache is not None:
             return cache.read(tokens, **self._last_only)
         if labels is None or not self._plain_head:
@@ -181,31 +160,16 @@ def is_filled(cache: Any, length: int) -> bool:
     """Whether every layer of a cache holds the keys or the states that follow from reading `length` tokens."""
     layers = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
     for layer in layers:
-        states, keys = getattr(layer, "has_previous_state", None), hasattr(layer, "keys")
-        if states is None and not keys:
+        states, has_keys = getattr(layer, "has_previous_state", {}), hasattr(layer, "keys")
+        if not (states or has_keys) or not all(states.values()):
             return False
-        if states is not None and not all(states.values()):
-            return False
-        if keys and not (layer.is_initialized and layer.get_seq_length() == length):
+        if has_keys and not (layer.is_initialized and layer.get_seq_length() == length):
             return False
     return bool(layers)
 
 
-def build_hf(
-    recipe: Recipe,
-    vocab: int = 0,
-    device: str | torch.device = "meta",
-    dtype: torch.dtype = torch.float32,
-    run: Path | None = None,
-) -> HfModel:
-    """The model of a recipe, its buffers filled and its parameters without values: on the meta device, or just empty.
-
-    Args:
-        recipe: Its section `[model]` is read.
-        vocab: The tokenizer's vocabulary.
-        device: Where the parameters live.
-        dtype: Of the parameters, whatever the file's: the master weights.
-        run: A run directory; where it keeps the model's configuration, that one counts.
+def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None) -> HfModel:
+    """The model of a recipe, its buffers filled and its parameters without values; arguments as `windlass.model.build`.
 
     Raises:
         UserError: The model cannot be had, is no causal language model, its context is shorter than `model.context`, or its
@@ -214,10 +178,9 @@ def build_hf(
     settings = recipe.model
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(settings.name, settings.revision), settings, dtype)
-    longest = longest_context(model.config)
-    if longest and settings.context > longest:
+    if settings.context > model.limit:
         raise UserError(
-            f"model.context = {settings.context} is longer than the {longest} tokens that {settings.name} was made for"
+            f"model.context = {settings.context} is longer than the {model.limit} tokens that {settings.name} was made for"
         )
     model.context = settings.context
     if model.vocab < vocab:
@@ -234,27 +197,37 @@ def open_hf(directory: Path, settings: ModelSettings | None = None, dtype: torch
     model = from_directory(directory, settings, dtype)
     if settings.lora.rank:
         add_lora(model, settings.lora)
-    return HfModel(model, longest_context(model.config) or UNKNOWN_CONTEXT, directory, settings)
+    return HfModel(model, directory, settings)
 
 
 def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
     """The network that a directory's configuration describes: parameters on the meta device, buffers as they should be."""
     hub.prepare()
-    with hub.explained(f"model.name: {settings.name}"):
+    what, remote = f"model.name: {settings.name}", settings.trust_remote_code
+    with hub.explained(what):
         from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass[hf]
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
-    remote = settings.trust_remote_code
-    with build_errors(settings):
+    try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
-        if how := getattr(config, "quantization_config", None):
-            kind = how.get("quant_method", "") if isinstance(how, dict) else getattr(how, "quant_method", "")
+        if getattr(config, "quantization_config", None):
             raise UserError(
-                f"model.name: {settings.name} is quantised ({getattr(kind, 'value', kind) or 'quantization_config'}), and its "
-                "weights cannot be trained or read here: name the model that it was made from"
+                f"{what} is quantised, and cannot be trained or read here: name the model that it was made from"
             )
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"{what} {hub.missing_package(error)}") from None
+    except Exception as error:  # of `transformers`, or of code that came with the model
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{what} comes with code of its own: look through it, and set model.trust_remote_code=true to run it"
+            ) from None
+        raise UserError(
+            f"{what} is no causal language model that can be built ({type(error).__name__}: {first_line(error)})"
+        ) from None
     model.tie_weights()  # type: ignore[operator]
     return model
 
@@ -270,38 +243,6 @@ def read_sizes(recipe: Recipe) -> HfSizes:
     """The sizes of a recipe's model, from its configuration alone: no weights are read. Raises UserError."""
     settings = recipe.model
     return sizes_of(open_hf(hub.directory(settings.name, settings.revision), settings))
-
-
-@contextmanager
-def build_errors(settings: ModelSettings) -> Iterator[None]:
-    """Turn what building a model raises, in `transformers` or in code that came with the model, into a UserError."""
-    what = f"model.name: {settings.name}"
-    try:
-        yield
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(f"{what} {hub.missing_package(error)}") from None
-    except Exception as error:
-        first = first_line(error)
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{what} comes with code of its own: look through it, and set model.trust_remote_code=true to run it"
-            ) from None
-        if isinstance(error, OSError | ValueError | KeyError):
-            raise UserError(f"{what} is no causal language model of transformers: {first}") from None
-        cause = "the code that comes with it fails" if settings.trust_remote_code else "its configuration fails"
-        raise UserError(f"{what} cannot be built: {cause} ({type(error).__name__}: {first})") from None
-
-
-def longest_context(config: Any) -> int:
-    """The longest sequence that a configuration allows; 0 where it has no limit."""
-    text = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 0
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -326,7 +267,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def has_plain_head(model: Any) -> bool:
     """Whether the logits are the output embedding's product with the last hidden state, and nothing else is done to them.
 
-    Found out by running a shallow copy of the model whose network gives a fixed hidden state and whose head is a small
+    Tested by running a shallow copy of the model whose network gives a fixed hidden state and whose head is a small
     stand-in: scaled, capped or shifted logits differ from the product of the two.
     """
     head, base = model.get_output_embeddings(), model.base_model
@@ -336,7 +277,7 @@ def has_plain_head(model: Any) -> bool:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Output(BaseModelOutputWithPast):
-        """Whatever else a network may give (cross-attentions, routers), this one has none of it."""
+        """Of a network that gives nothing else (cross-attentions, routers)."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
@@ -379,9 +320,4 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
             f"model.lora.targets: {first_line(error)} This model's layers are named {', '.join(sorted(linear))}"
         ) from None
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to a low-rank adapter, by its name."""
-    return ".lora_" in name
+        parameter.requires_grad_(".lora_" in name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,17 @@ class WeightFiles:
     def __init__(self, directory: Path):
         self.directory = directory
         self._open: dict[str, Any] = {}
-        self.files: dict[str, str] = hub.weight_map(directory)
-        """The file of each tensor."""
+        self.files: dict[str, str] = hub.weight_map(directory)  # the file of each tensor
         if not self.files:
             if not (directory / hub.SINGLE).is_file():
                 raise UserError(
                     f"{directory} has no {hub.SINGLE}: pickled weights are not opened, because they can run code; convert them "
                     "with AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
                 )
-            self.files = dict.fromkeys(self._file(hub.SINGLE).keys(), hub.SINGLE)
+            self.files = dict.fromkeys(self.open(hub.SINGLE).keys(), hub.SINGLE)
 
-    def _file(self, name: str) -> Any:
+    def open(self, name: str) -> Any:
+        """An open file."""
         from safetensors import SafetensorError, safe_open
 
         if name not in self._open:
@@ -68,19 +68,14 @@ class WeightFiles:
 
     def slice(self, key: str) -> Any:
         """A tensor that is read when it is indexed."""
-        return self._file(self.files[key]).get_slice(key)
-
-    def tensor(self, key: str) -> Tensor:
-        """A whole tensor."""
-        whole: Tensor = self._file(self.files[key]).get_tensor(key)
-        return whole
+        return self.open(self.files[key]).get_slice(key)
 
 
 def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool) -> None:
-    """Give parameters and buffers, by their names in `transformers`, their values from a directory.
+    """Give parameters and buffers, by their names in `transformers`, their values from a directory, in place.
 
     Args:
-        tensors: Whole or sharded, filled in place.
+        tensors: Whole or sharded.
         directory: Where the files lie.
         prefix: The network's `base_model_prefix`, which some files leave out of the names.
         remote_code: Whether code that came with the model may be run, where the files are in an older layout.
@@ -100,8 +95,8 @@ def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, re
             raise UserError(
                 f"{directory}: {key} has the shape {list(stored.get_shape())}, and the configuration says {shape}"
             )
-        if not shape:
-            tensor.copy_(files.tensor(key))
+        if not shape:  # a scalar has no slices
+            tensor.copy_(files.open(files.files[key]).get_tensor(key))
             continue
         local, offsets = tensor.data, (0,) * tensor.dim()
         if isinstance(tensor, DTensor):
@@ -137,7 +132,10 @@ def fill_from_seed(parameters: dict[str, Tensor], template: nn.Module, blocks: S
         seed: `run.seed`.
     """
     left = dict(parameters)
-    for prefix, unit in _units(template, blocks):
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for prefix, unit in template.named_modules():
+        if not any(unit is block for block in blocks) and (id(unit) in inside or not unit._parameters):
+            continue
         for module in unit.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
@@ -154,19 +152,11 @@ def fill_from_seed(parameters: dict[str, Tensor], template: nn.Module, blocks: S
         raise UserError(f"model.from_scratch: the architecture has no initial value for {min(left)}")
 
 
-def _units(template: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    inside = {id(m) for block in blocks for m in block.modules()}
-    for name, module in template.named_modules():
-        if any(module is block for block in blocks) or (id(module) not in inside and module._parameters):
-            yield name, module
-
-
 def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
     """LoRA's own start: the first matrix as in a linear layer, the second zero, so that nothing changes at first."""
     whole = torch.zeros(parameter.shape)
     if ".lora_A." in name or ".lora_embedding_B." in name:
-        generator = torch.Generator().manual_seed(_seed(seed, name))
-        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
+        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=torch.Generator().manual_seed(_seed(seed, name)))
     assign(parameter, whole)
 
 
@@ -177,15 +167,11 @@ def _seed(seed: int, name: str) -> int:
 
 def describe_origin(model: Any) -> dict[str, str]:
     """An `HfModel`'s name, the revision asked for, its commit (of the Hub), and its configuration's SHA-256."""
-    if record := read_json(model.directory / RECORD):
-        return record
-    config = (model.directory / "config.json").read_bytes()
-    return {
-        "name": model.settings.name,
-        "revision": model.settings.revision,
-        "commit": hub.commit_of(model.directory),
-        "config_sha256": hashlib.sha256(config).hexdigest(),
-    }
+    config = hashlib.sha256((model.directory / "config.json").read_bytes()).hexdigest()
+    return read_json(model.directory / RECORD) or {
+        "name": model.settings.name, "revision": model.settings.revision, "commit": hub.commit_of(model.directory),
+        "config_sha256": config,
+    }  # fmt: skip
 
 
 def save_origin(model: Any, run: Path) -> None:
