@@ -29,13 +29,12 @@ def build_model(
 
     Args:
         recipe: Its section `[model]` is read.
-        vocab: The tokenizer's vocabulary; the embedding has `model.vocab` rows where that is set.
-        device: Where the parameters live.
-        dtype: Of the parameters: the master weights.
+        vocab: The tokenizer's vocabulary; the embedding has `model.vocab` rows where that is set, else one for each token.
+        device, dtype: Of the parameters: the master weights.
         run: A run directory, where a model of `transformers` may have left its configuration.
 
     Raises:
-        UserError: `model.vocab` is smaller than the tokenizer's vocabulary.
+        UserError: `model.vocab` is smaller than the tokenizer's vocabulary; or see `windlass.model.hf.build_hf`.
     """
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
@@ -44,8 +43,7 @@ def build_model(
     rows = recipe.model.vocab or vocab
     if rows < vocab:
         raise UserError(
-            f"model.vocab = {rows} rows are too few for the tokenizer's vocabulary of {vocab}: "
-            f"write {vocab}, or more for speed, or 0 for what the tokenizer has"
+            f"model.vocab = {rows} is too small for the tokenizer's vocabulary: write {vocab} or more, or 0"
         )
     with torch.device("meta"):
         model = GPT(recipe.model, rows).to(dtype)

@@ -151,17 +151,16 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(m.ff_width_, m.width, bias=m.ff_bias)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
+        h = self.up(x)
         match self.activation:
             case "swiglu":
-                h = F.silu(self.gate(x)) * self.up(x)
-            case "gelu":
-                h = F.gelu(self.up(x))
-            case "gelu_tanh":
-                h = F.gelu(self.up(x), approximate="tanh")
+                h = F.silu(self.gate(x)) * h
+            case "gelu" | "gelu_tanh":
+                h = F.gelu(h, approximate="tanh" if self.activation == "gelu_tanh" else "none")
             case "relu":
-                h = F.relu(self.up(x))
+                h = F.relu(h)
             case "relu2":
-                h = F.relu(self.up(x)).square()
+                h = F.relu(h).square()
         return self.down(h)
 
 
@@ -293,10 +292,8 @@ def generator(seed: int, name: str) -> torch.Generator:
 def initialise(model: nn.Module, seed: int) -> None:
     """Give every parameter its initial value, in place; parameters must have storage.
 
-    Args:
-        model: Not wrapped (see `unwrap`), plain or sharded. Has `initial_value(name, shape, generator) -> Tensor`, as `GPT`
-            has, or `fill_weights(seed)`, as `HfModel` has.
-        seed: `run.seed`.
+    The model is not wrapped (see `unwrap`), plain or sharded. It has `initial_value(name, shape, generator) -> Tensor`, as
+    `GPT` has, or `fill_weights(seed)`, as `HfModel` has. `seed` is `run.seed`.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):

@@ -53,8 +53,6 @@ class HfModel(nn.Module):
         # The token that a text begins with; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self._plain_head = has_plain_head(model)
-        accepted = inspect.signature(model.forward).parameters  # type: ignore[arg-type]
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
@@ -63,8 +61,7 @@ class HfModel(nn.Module):
         Weights come from the files in `directory` (None: where the model came from), or with `model.from_scratch` from the
         seed and their names (buffers then keep the value that the architecture gives them); adapters always from the seed.
 
-        Raises:
-            UserError: The files lack a tensor, or have it in another shape; there are none but pickled ones.
+        Raises UserError where the files lack a tensor, have it in another shape, or are pickled.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -116,7 +113,7 @@ class HfModel(nn.Module):
             Without: logits [B, T, V]; with a cache [B, 1, V], those of the last token.
         """
         if cache is not None:
-            return cache.read(tokens, **self._last_only)
+            return cache.read(tokens)
         if labels is None or not self._plain_head:
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
             if labels is None:
@@ -139,18 +136,19 @@ class HfCache:
         self.model: Any = model
         self.name = next((name for name in CACHE_NAMES if name in accepted), "")
         self.cache: Any = DynamicCache(config=model.config) if self.name else None
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.tokens: Tensor | None = None
 
-    def read(self, tokens: Tensor, **how: Any) -> Tensor:
+    def read(self, tokens: Tensor) -> Tensor:
         """Logits [B, 1, V] of the last of the tokens [B, T], which follow those read before."""
         first = self.tokens is None
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
             self.cache = None  # recurrent networks continue from their state by one token at a time
         if self.cache is None:
-            logits: Tensor = self.model(input_ids=self.tokens, use_cache=False, **how).logits
+            logits: Tensor = self.model(input_ids=self.tokens, use_cache=False, **self.last_only).logits
             return logits[:, -1:]
-        logits = self.model(input_ids=tokens, **{self.name: self.cache}, use_cache=True, **how).logits
+        logits = self.model(input_ids=tokens, **{self.name: self.cache}, use_cache=True, **self.last_only).logits
         if first and not is_filled(self.cache, tokens.shape[1]):
             self.cache = None
         return logits[:, -1:]
@@ -248,20 +246,13 @@ def read_sizes(recipe: Recipe) -> HfSizes:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of the classes in `_no_split_modules`, without those inside one another; else the longest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        for child in module.children():
-            # FSDP2 and torch.compile put a class of their own before the model's.
-            if names & {cls.__name__ for cls in type(child).__mro__}:
-                blocks.append(child)
-            else:
-                search(child)
-
-    search(model)
-    if not blocks:
-        blocks = max((list(m) for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
-    return blocks
+    blocks, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        # FSDP2 and torch.compile put a class of their own before the model's.
+        if module not in inside and names & {cls.__name__ for cls in type(module).__mro__}:
+            blocks.append(module)
+            inside |= set(module.modules())
+    return blocks or max((list(m) for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
 
 
 def has_plain_head(model: Any) -> bool:

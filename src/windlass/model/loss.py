@@ -28,15 +28,9 @@ def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: floa
 
 
 def cross_entropy_sum(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    cap: float = 0.0,
-    chunk: int | None = None,
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, cap: float = 0.0, chunk: int | None = None
 ) -> Tensor:
-    """Sum of the cross-entropy over the unmasked labels.
+    """Sum of the cross-entropy over the unmasked labels: a scalar, float32 (float64 for float64 hidden states).
 
     Args:
         x: Hidden states [..., D].
@@ -45,26 +39,18 @@ def cross_entropy_sum(
         bias: The head's bias [V].
         cap: Soft bound of the logits, 0 for none.
         chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0: all, through autograd.
-
-    Returns:
-        A scalar, float32 (float64 for float64 hidden states).
     """
     x, labels = x.flatten(0, -2), labels.flatten()
-    if chunk is None:
-        chunk = _chunk(len(labels), len(weight), x.device.type)
+    if chunk is None:  # chunks as even as possible, each of at most CHUNK_BYTES; none where one would do
+        most = max(1, CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"]) // (4 * len(weight)))
+        chunks = -(-len(labels) // most)
+        chunk = 0 if chunks <= 1 else -(-len(labels) // chunks)
     if chunk:
         return _ChunkedCrossEntropy.apply(x, weight, bias, labels, cap, chunk, torch.is_grad_enabled())
     logits = head_logits(x, weight, bias, cap)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def _chunk(tokens: int, vocab: int, device: str) -> int:
-    """Tokens in a chunk: as even as possible, each at most `CHUNK_BYTES` of logits; 0 where one chunk would do."""
-    fit = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))
-    chunks = -(-tokens // fit)
-    return 0 if chunks <= 1 else -(-tokens // chunks)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
