@@ -1,7 +1,7 @@
 """The proof on the user's own machine: each promise tried with real runs, and what was measured.
 
 Every proof is made of trainings as `windlass train` does them, in a temporary directory, and of what they left there:
-ledgers and checkpoints. `windlass.verification_worker` is one rank of such a training.
+ledgers and checkpoints. `python -m windlass.verification TASK` is such a training, in processes of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass import processes
-from windlass.errors import DONE, STOPPED, UserError, first_line
+from windlass.errors import DONE, Stopped, UserError, first_line
+from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
 
 STEPS, BATCH, MICRO = 12, 8, 2
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
-ROUNDING = 1e-9
-"""Largest difference in float64 that counts as rounding."""
+ROUNDING = 1e-9  # largest difference in float64 that counts as rounding
 
 TINY = {
     "model.layers": 2, "model.heads": 2, "model.width": 32, "model.context": 16, "model.vocab": 0, "model.dropout": 0.1,
@@ -47,6 +47,9 @@ GPT2_SHAPE = {
     "model__ff_bias": "true", "model__qk_norm": "false", "model__tie_head": "true", "model__zero_init_output": "false",
 }  # fmt: skip
 
+Outcome = tuple[bool | None, str]
+"""Whether a proof holds (None: it could not be tried), and what was measured, or why not."""
+
 
 @dataclass
 class Proof:
@@ -63,22 +66,15 @@ class Bench:
     """Where the proofs run: a base recipe (a tiny one, or the given one shortened), a directory, and how to train."""
 
     def __init__(
-        self,
-        folder: Path,
-        recipe: str = "",
-        overrides: Sequence[str] = (),
-        worlds: Sequence[int] = (1, 2, 4),
-        kills: int = 10,
-    ):
+        self, folder: Path, recipe: str = "", overrides: Sequence[str] = (), worlds: Sequence[int] = (1, 2, 4), kills: int = 10
+    ):  # fmt: skip
         self.folder, self.recipe, self.worlds, self.kills = folder.resolve(), recipe or "quickstart", worlds, kills
         self.base: dict[str, Any] = {**COMMON, "data.dir": f"'{self.folder / 'data'}'"}
         if not recipe:
             text = self.folder / "text.txt"
             text.write_text(Path(__file__).read_text(encoding="utf-8")[:900], encoding="utf-8")
             self.base |= {**TINY, "data.source": f"'{text}'"}
-        for override in overrides:
-            key, _, value = override.partition("=")
-            self.base[key] = value
+        self.base |= dict(override.partition("=")[::2] for override in overrides)
         self.model = self.settings("model").model
 
     def overrides(self, run: str, **settings: Any) -> list[str]:
@@ -91,7 +87,7 @@ class Bench:
         return Recipe.load(self.recipe, self.overrides(run, **settings))
 
     def here(self, run: str, **settings: Any) -> Run:
-        """Train in this process, without a word on the terminal."""
+        """Train in this process, with nothing on the terminal."""
         from windlass.training.setup import train
 
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -100,11 +96,9 @@ class Bench:
     def start(
         self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any
     ) -> subprocess.Popen[bytes]:
-        """Begin to train in `world` processes of their own, which write to RUN.out."""
-        task = {"recipe": self.recipe, "overrides": self.overrides(run, **settings), **(task or {})}
-        command = [sys.executable, "-m", "windlass.verification_worker", json.dumps(task)]
-        if world > 1:
-            command = [sys.executable, "-m", "windlass.launch", str(world), *command]
+        """Begin to train in `world` processes of their own, which write to RUN.out; for the task see `run_rank`."""
+        task = {"recipe": self.recipe, "overrides": self.overrides(run, **settings), "world": world, **(task or {})}
+        command = [sys.executable, "-m", "windlass.verification", json.dumps(task)]
         environ = {**os.environ, processes.PARENT: str(os.getpid())}
         with (self.folder / f"{run}.out").open("ab") as out:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environ, start_new_session=True)
@@ -112,7 +106,7 @@ class Bench:
     def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
         """The same to its end; raises RuntimeError with its last lines where it fails."""
         code = self.start(run, world, task, **settings).wait()
-        if code not in ((DONE, STOPPED) if "kill_after" not in (task or {}) else (1, -signal.SIGKILL)):
+        if code not in ((1, -signal.SIGKILL) if "kill_after" in (task or {}) else (DONE,)):
             lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()[-12:]
             raise RuntimeError("\n".join([f"a training ended with exit code {code}:", *lines]))
         return Run(self.folder / run)
@@ -130,22 +124,16 @@ def verify(
 
     Args:
         recipe: a recipe to prove, shortened to 12 steps of 8 samples, instead of a tiny one.
-        overrides: settings to change, as `KEY=VALUE`.
+        overrides: settings to change, as `KEY=VALUE`; UserError where one is wrong.
         world: use at most so many ranks; 0: 4 on a CPU, else one a GPU.
         kills: how often a run that saves is killed.
-        directory: keep the runs of the proofs there.
-        show: called with each result when it is there.
-
-    Returns:
-        One result for each proof; a proof that breaks down has failed, and says how.
-
-    Raises:
-        UserError: the recipe or an override is wrong.
+        directory: leave the runs of the proofs there.
+        show: called with each result when it is there. A proof that breaks down has failed, and says how.
     """
     import torch
 
     most = world or (torch.cuda.device_count() if torch.cuda.is_available() else 4)
-    proofs = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
         folder = Path(directory or temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,9 +144,9 @@ def verify(
                 passed, measured = prove(bench)
             except Exception as error:
                 passed, measured = False, f"{type(error).__name__}: {error}"
-            proofs.append(Proof(name, claim, passed, measured, time.monotonic() - began))
-            show(proofs[-1])
-    return proofs
+            results.append(Proof(name, claim, passed, measured, time.monotonic() - began))
+            show(results[-1])
+    return results
 
 
 def curve(run: Run) -> list[tuple[Any, ...]]:
@@ -166,78 +154,82 @@ def curve(run: Run) -> list[tuple[Any, ...]]:
     return [tuple(line[key] for key in EXACT) for line in run.lines("train")]
 
 
-def state(run: Run, step: int = STEPS) -> dict[str, Any]:
-    """Every tensor of a checkpoint, gathered: weights and optimizer state."""
+def state(run: Run) -> dict[str, Any]:
+    """Every tensor of the last checkpoint, whole: weights and optimizer state."""
     from windlass.checkpoint.load import open_checkpoint
 
-    checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")
+    checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{STEPS:08d}")
     return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
-def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two states hold the same tensors with the same bits."""
-    return a.keys() == b.keys() and all(
-        a[name].dtype == b[name].dtype and bool((a[name] == b[name]).all()) for name in a
-    )
+def equal(run: Run, reference: Run) -> bool:
+    """Whether two runs have the same bits in every step that the first one did, and in their last checkpoint."""
+    lines, a, b = curve(run), state(run), state(reference)
+    if lines != curve(reference)[-len(lines) :] or a.keys() != b.keys():
+        return False
+    return all(a[name].dtype == b[name].dtype and bool((a[name] == b[name]).all()) for name in a)
 
 
 def difference(run: Run, reference: Run) -> float:
     """The largest relative difference of losses and gradient norms, and absolute one of weights."""
-    rows, wanted = curve(run), curve(reference)
-    if [row[0] for row in rows] != [row[0] for row in wanted]:
+    lines, wanted = curve(run), curve(reference)
+    if [line[0] for line in lines] != [line[0] for line in wanted]:
         return float("inf")
-    scalars = (abs(a[i] - b[i]) / max(abs(b[i]), 1e-12) for a, b in zip(rows, wanted, strict=True) for i in (1, 2))
-    mine, theirs = state(run), state(reference)
-    weights = [name for name in theirs if name.startswith("model/")]
-    return max(*scalars, *(float((mine[name].double() - theirs[name].double()).abs().max()) for name in weights))
+    scalars = (abs(a[i] - b[i]) / max(abs(b[i]), 1e-12) for a, b in zip(lines, wanted, strict=True) for i in (1, 2))
+    a, b = state(run), state(reference)
+    weights = (float((a[name].double() - b[name].double()).abs().max()) for name in b if name.startswith("model/"))
+    return max(*scalars, *weights)
 
 
-def resume_exact(bench: Bench) -> tuple[bool | None, str]:
+def resume_exact(bench: Bench) -> Outcome:
     """Resume from every step, and after a kill -9 on two ranks."""
     whole = bench.here("whole")
-    wanted, last = curve(whole), state(whole)
-    broken, tried = [], "one process"
+    wrong, tried = [], "one process"
     for step in range(1, STEPS):
         run = bench.here(f"from-{step}", checkpoint__resume=f"'{whole.checkpoints_dir / f'step-{step:08d}'}'")
-        if curve(run) != wanted[step:] or not same_bits(state(run), last):
-            broken.append(str(step))
+        if len(curve(run)) != STEPS - step or not equal(run, whole):
+            wrong.append(str(step))
     if 2 in bench.worlds:
         tried += ", and kill -9 on 2 ranks"
         two = bench.train("two", 2)
         bench.train("two-killed", 2, {"kill_after": STEPS // 2 + 1})
         resumed = bench.train("two-killed", 2)
-        if curve(resumed) != curve(two) or not same_bits(state(resumed), state(two)):
-            broken.append("kill -9 on 2 ranks")
-    wrong = f"losses, norms, weights or optimizer states differ after: {', '.join(broken)}"
-    return not broken, wrong if broken else f"all bits equal ({tried})"
+        if len(curve(resumed)) != STEPS or not equal(resumed, two):
+            wrong.append("kill -9 on 2 ranks")
+    text = f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
+    return not wrong, text if wrong else f"all bits equal ({tried})"
 
 
-def strategies_agree(bench: Bench) -> tuple[bool | None, str]:
+def strategies_agree(bench: Bench) -> Outcome:
     """Each strategy in float64 against one process, with the recipe's dropout: the micro-batches are equal."""
     cells = [(strategy, 2) for strategy in ("ddp", "full_shard", "shard_grad_op") if 2 in bench.worlds]
     cells += [("hybrid_shard", 4)] if 4 in bench.worlds else []
     if not cells:
         return None, "only one rank is possible here"
     reference = bench.here("s-one", **FLOAT64)
-    worst = 0.0
-    for strategy, world in cells:
-        run = bench.train(f"s-{strategy}", world, parallel__strategy=strategy, **FLOAT64)
-        worst = max(worst, difference(run, reference))
+    runs = [bench.train(f"s-{strategy}", world, parallel__strategy=strategy, **FLOAT64) for strategy, world in cells]
+    worst = max(difference(run, reference) for run in runs)
     tried = ", ".join(f"{strategy} x {world}" for strategy, world in cells)
     return worst < ROUNDING, f"{tried}: largest difference {worst:.1e} in float64"
 
 
-def world_changes_nothing(bench: Bench) -> tuple[bool | None, str]:
+def world_changes_nothing(bench: Bench) -> Outcome:
     """World and accumulation with dropout and equal micro-batches; without dropout any micro-batch. In float64."""
-    dropout, library = bench.model.dropout, bench.model.kind != "gpt"
+    from windlass.data.dataset import open_data
+    from windlass.model.build import build_model
+    from windlass.training.checks import uses_dropout
+
+    library = bench.model.kind != "gpt"
     reference = bench.here("w-one", **FLOAT64)
-    worst, parts = 0.0, []
+    worst, parts = 0.0, list[str]()
     runs = [bench.train(f"w-{w}", w, **FLOAT64) for w in bench.worlds if w > 1 and BATCH % (w * MICRO) == 0]
     if runs:
         worst = max(difference(run, reference) for run in runs)
-        drawn = "the dropout of its configuration" if library else f"dropout {dropout:g}"
+        drawn = "the dropout of its configuration" if library else f"dropout {bench.model.dropout:g}"
         parts.append(f"{len(runs) + 1} worlds with micro-batch {MICRO} and {drawn}")
-    if not (library and _draws(bench)):
+    recipe = bench.settings("model")
+    # The dropout of a library's model is in its own configuration, and cannot be set to 0 from here.
+    if not (library and uses_dropout(build_model(recipe, open_data(recipe).vocab, "meta"))):
         even = FLOAT64 if library else FLOAT64 | {"model__dropout": 0.0}
         reference = bench.here("w-even", **even, train__micro_batch=BATCH)
         runs = [bench.here(f"w-1-{micro}", **even, train__micro_batch=micro) for micro in (1, 2, 4)]
@@ -251,17 +243,7 @@ def world_changes_nothing(bench: Bench) -> tuple[bool | None, str]:
     return worst < ROUNDING, f"{'; '.join(parts)}: largest difference {worst:.1e} in float64"
 
 
-def _draws(bench: Bench) -> bool:
-    """Whether the model of a library draws random masks."""
-    from windlass.data.dataset import open_data
-    from windlass.model.build import build_model
-    from windlass.training.checks import uses_dropout
-
-    recipe = bench.settings("model")
-    return uses_dropout(build_model(recipe, open_data(recipe).vocab, "meta"))
-
-
-def sequence_whole(bench: Bench) -> tuple[bool | None, str]:
+def sequence_whole(bench: Bench) -> Outcome:
     """One run that moves over worlds reads every sample where the order says, once."""
     from windlass.data.dataset import open_data
     from windlass.data.order import Order
@@ -275,31 +257,31 @@ def sequence_whole(bench: Bench) -> tuple[bool | None, str]:
         read += [micro[0] for turn in zip(*ranks, strict=True) for micro in turn]
     recipe = bench.settings("moving")
     samples = len(open_data(recipe).train)
-    expected = []
-    for epoch, index in (divmod(number, samples) for number in range(STEPS * BATCH)):
-        expected.append(int(Order(recipe.data.order, recipe.run.seed, epoch, samples)[index]))
+    orders = [
+        Order(recipe.data.order, recipe.run.seed, epoch, samples) for epoch in range(1 + STEPS * BATCH // samples)
+    ]
+    expected = [int(orders[number // samples][number % samples]) for number in range(STEPS * BATCH)]
     epochs = [read[i : i + samples] for i in range(0, len(read), samples)]
     repeats = sum(len(epoch) - len(set(epoch)) for epoch in epochs)
     text = f"{len(read)} samples over worlds {' -> '.join(map(str, worlds))}: {repeats} repeated"
     return not repeats and read == expected, f"{text}, order as defined: {read == expected}"
 
 
-def kills_lose_nothing(bench: Bench) -> tuple[bool | None, str]:
+def kills_lose_nothing(bench: Bench) -> Outcome:
     """SIGKILL at random moments of saving; after each, what was committed before is there and good, or a successor is."""
     from windlass.checkpoint.load import choose
 
     run, draw = bench.folder / "killed", random.Random(0)
     worlds = bench.worlds[: min(2, bench.kills)]
     committed = lost = finished = 0
-
-    def newest() -> int:
-        return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-????????")), default=0)
-
     for number in range(bench.kills):
         process = bench.start("killed", worlds[number % len(worlds)], train__steps=10_000, checkpoint__keep_last=2)
         try:
             until = time.monotonic() + 120
-            while newest() == committed and process.poll() is None and time.monotonic() < until:
+            while process.poll() is None and time.monotonic() < until:
+                steps = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-????????")]
+                if max(steps, default=0) != committed:
+                    break
                 time.sleep(0.005)
             time.sleep(draw.random() * 0.2)
         finally:  # all its processes at once, also when this one is interrupted
@@ -315,7 +297,7 @@ def kills_lose_nothing(bench: Bench) -> tuple[bool | None, str]:
     return lost == 0 and committed > 0 and not finished, text
 
 
-def export_equal(bench: Bench) -> tuple[bool | None, str]:
+def export_equal(bench: Bench) -> Outcome:
     """A GPT-2-shaped model of ours, or the recipe's own where its shape is given, in transformers."""
     try:
         import transformers
@@ -333,15 +315,16 @@ def export_equal(bench: Bench) -> tuple[bool | None, str]:
         export(str(run.path), bench.folder / "hf")
     except UserError as error:
         return None, f"this model has no counterpart there: {first_line(error)}"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf").eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "hf").eval()
     ours = open_model(find_source(str(run.path)), alone("cpu"))
     tokens = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
-        far = float((ours(tokens) - theirs(tokens).logits).abs().max())
-    return far < 1e-5, f"{type(theirs).__name__ if given else 'GPT-2 shape'}, largest difference of a logit {far:.1e}"
+        far = float((ours(tokens) - exported(tokens).logits).abs().max())
+    shape = type(exported).__name__ if given else "GPT-2 shape"
+    return far < 1e-5, f"{shape}, largest difference of a logit {far:.1e}"
 
 
-PROOFS: dict[str, tuple[str, Callable[[Bench], tuple[bool | None, str]]]] = {
+PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     "resume": (f"resume is bit-exact at every step of {STEPS}", resume_exact),
     "strategies": ("strategies agree with one process", strategies_agree),
     "world": ("world size, micro-batch and accumulation change nothing but rounding", world_changes_nothing),
@@ -349,3 +332,44 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], tuple[bool | None, str]]]] = {
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
 }
+
+
+def run_rank(task: dict[str, Any]) -> None:
+    """One rank of a training of a proof.
+
+    The task: `recipe` and `overrides` to train, `stop_at` a step, `kill_after` so many steps, or `record`: write the indices
+    of the samples of the steps that were done, a list for each micro-batch, to `RECORD-RANK.json`.
+    """
+    from windlass import train
+    from windlass.data.dataset import open_data
+
+    recipe = Recipe.load(task["recipe"], task["overrides"])
+    data = open_data(recipe)
+    reads, steps_done, read = list[list[int]](), list[int](), data.train.read
+
+    def recorded(indices: Any) -> Any:
+        reads.append([int(i) for i in indices])
+        return read(indices)
+
+    def on_step(step: int, _: object) -> None:
+        steps_done.append(step)
+        if step == task.get("kill_after"):
+            while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    data.train.read = recorded  # type: ignore[method-assign]
+    with contextlib.suppress(Stopped):
+        train(recipe, data=data, on_step=on_step, stop_at=task.get("stop_at", 0))
+    if "record" in task:  # the loader reads ahead: only the steps that were done count
+        micro_batches = len(steps_done) * recipe.batch(task["world"]).accumulation
+        Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads[:micro_batches]))
+
+
+if __name__ == "__main__":
+    if parent := os.environ.pop(processes.PARENT, ""):
+        processes.exit_with_parent(int(parent))
+    world = json.loads(sys.argv[1])["world"]
+    if world > 1 and "RANK" not in os.environ:
+        sys.exit(launch([sys.executable, "-m", "windlass.verification", sys.argv[1]], world))
+    run_rank(json.loads(sys.argv[1]))

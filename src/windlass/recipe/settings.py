@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from windlass.recipe.units import Duration, is_epochs
+from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100
 """The label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`."""
@@ -231,11 +231,9 @@ class TrainSettings(Section):
     @field_validator("steps")
     @classmethod
     def _steps(cls, value: int | str) -> int | str:
-        if isinstance(value, str):
-            if value != "compute-optimal" and not is_epochs(value):
-                raise ValueError('a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"')
-        elif value < 1:
-            raise ValueError("a run has at least 1 step")
+        is_length = isinstance(value, int) and value >= 1
+        if not is_length and value != "compute-optimal" and not EPOCHS.fullmatch(str(value)):
+            raise ValueError('a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"')
         return value
 
 

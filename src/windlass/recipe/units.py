@@ -1,7 +1,7 @@
 """Durations (how often, how long) and batch arithmetic (how a step's samples are divided among ranks).
 
 A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`). This file is the one owner of both
-arithmetics: whatever needs to know when something is due, or which samples a rank takes, asks here.
+arithmetics: what needs to know when something is due, or which samples a rank takes, asks here.
 """
 
 from __future__ import annotations
@@ -15,49 +15,34 @@ from pydantic import BeforeValidator, Field
 
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
 """With `train.micro_batch = 0`: about so many tokens go through the model at once."""
-
-_EPOCHS = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s+epochs?\s*$")
+EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
 
 
 def _check_duration(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a duration is a number of steps, a fraction of the run or 'N epochs', not true or false")
-    if isinstance(value, int):
-        if value < 0:
-            raise ValueError("a duration cannot be negative (0 is never)")
-        return value
-    if isinstance(value, float):
-        if not 0 <= value <= 1:
-            raise ValueError("a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point")
-        return value
-    if isinstance(value, str) and is_epochs(value):
-        return value
-    raise ValueError('a duration is steps (250), a fraction of the run (0.01) or epochs ("1 epoch")')
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("a duration is a number of steps, a fraction of the run or 'N epochs'")
+    if isinstance(value, int) and value < 0:
+        raise ValueError("a duration cannot be negative (0 is never)")
+    if isinstance(value, float) and not 0 <= value <= 1:
+        raise ValueError("a fraction of the run lies between 0.0 and 1.0; whole steps are written without a point")
+    if isinstance(value, str):
+        epochs_in(value)
+    return value
 
 
 Duration = Annotated[
     int | float | str,
     BeforeValidator(_check_duration),
-    Field(
-        json_schema_extra={
-            "description": 'steps (250), a fraction of the run (0.01), or epochs ("1 epoch"); 0 is never'
-        }
-    ),
+    Field(json_schema_extra={"description": 'steps (250), a fraction of the run (0.01), or "1 epoch"; 0 is never'}),
 ]
 """Steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`); 0 is never."""
 
 
-def is_epochs(text: str) -> bool:
-    """Whether the text is a number of epochs: `"1 epoch"`, `"2.5 epochs"`."""
-    return _EPOCHS.match(text) is not None
-
-
 def epochs_in(text: str) -> Fraction:
     """The number of epochs in `"1 epoch"`, `"2.5 epochs"`; raises ValueError for anything else."""
-    match = _EPOCHS.match(text)
-    if not match:
-        raise ValueError(f'{text!r} is not a number of epochs, such as "1 epoch" or "2.5 epochs"')
-    return Fraction(match.group(1))
+    if match := EPOCHS.fullmatch(text):
+        return Fraction(match[1])
+    raise ValueError('a duration is steps (250), a fraction of the run (0.01) or epochs ("1 epoch")')
 
 
 @dataclass(frozen=True)
@@ -82,15 +67,12 @@ class Horizon:
 
         An epoch rarely ends exactly at a step; the duration fires at the first step at or past its end.
         """
-        if step <= 0:
-            return False
         if isinstance(every, str):
             period = epochs_in(every) * self.samples_per_epoch
-            if period == 0:
-                return False
-            return (step * self.samples_per_step) // period > ((step - 1) * self.samples_per_step) // period
+            done, before = step * self.samples_per_step, (step - 1) * self.samples_per_step
+            return step > 0 and period > 0 and done // period > before // period
         steps = self.steps_in(every)
-        return steps > 0 and step % steps == 0
+        return step > 0 and steps > 0 and step % steps == 0
 
 
 @dataclass(frozen=True)
@@ -125,23 +107,18 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     """Divide a global batch among `world` ranks.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens
-    (but at least one sample).
-
-    Raises:
-        ValueError: the division leaves a rest; the message names the nearest sizes that work.
+    (but at least one sample). Raises ValueError where the division leaves a rest; it names the nearest sizes that work.
     """
-    if global_batch % world:
-        below, above = global_batch // world * world, -(-global_batch // world) * world
-        sizes = f"{below} or {above}" if below else f"{above}"
+    share, rest = divmod(global_batch, world)
+    if rest:
+        sizes = " or ".join(str(size) for size in (share * world, (share + 1) * world) if size)
         raise ValueError(
             f"train.global_batch = {global_batch} sequences is not divisible by world size {world}; "
             f"write {sizes}, or use a number of ranks that divides it"
         )
-    share = global_batch // world
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
-        limit = max(1, TOKENS_PER_MICRO_BATCH[device] // context)
-        micro_batch = max(d for d in divisors if d <= limit)
+        micro_batch = max(d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context))
     if share % micro_batch:
         near = min(divisors, key=lambda d: abs(d - micro_batch))
         raise ValueError(
