@@ -87,7 +87,7 @@ def test_a_problem_names_what_there_is(override, words):
         (["model.kind=hf"], "model.name", "directory"),
         (["data.source=https://x.example/a.txt"], "data.sha256", "SHA-256"),
         (["data.source=squad"], "data.format", "squad"),
-        (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "600 steps"),
+        (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "longer than the run"),
         (["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"], "optim.schedule.decay", "longer than the run"),
         (["parallel.shard_size=2"], "parallel.shard_size", "hybrid_shard"),
     ],

@@ -1,9 +1,8 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
-Each setting is typed, documented and checked where it is declared (`settings.py`); here are the combinations that
-cannot work, which no single setting can know. All problems of a recipe are reported together, each with its key and
-the nearest valid name. A name, a file's `extends` and the overrides are merged as plain TOML first, and validated
-once.
+A name, a file's `extends` and the overrides are merged as plain TOML first, and validated once. Each setting is checked
+where it is declared (`settings.py`); here are the combinations that cannot work, which no single setting can know. All
+problems of a recipe are reported together, each with its key and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +37,14 @@ NON_SEMANTIC = (
     "train.threads", "train.startup_checks", "train.compile", "train.deterministic",
     "parallel.", "checkpoint.", "eval.", "telemetry.",
 )  # fmt: skip
-"""Settings that change where and how a run computes, but not what: no part of the config hash, free to differ on
-resume."""
-
-Problems = list[tuple[str, str]]
-"""Pairs of a dotted key and what is wrong with it."""
+"""Settings that change where and how a run computes, but not what: not in the config hash, free to differ on resume."""
 
 
 class RecipeError(UserError):
-    """All that is wrong with a recipe, each problem with its key; `problems` holds (key, message) pairs."""
+    """All that is wrong with a recipe; `problems` holds (key, message) pairs."""
 
-    def __init__(self, name: str, problems: Problems):
-        self.name, self.problems = name, problems
+    def __init__(self, name: str, problems: list[tuple[str, str]]):
+        self.problems = problems
         many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         super().__init__("\n".join([f"recipe {name} has {many}:", *(f"  {key}: {text}" for key, text in problems)]))
 
@@ -63,23 +57,14 @@ class Recipe(BaseModel):
     preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
     """The preset or file this recipe came from: the first half of the run's name."""
     run: RunSettings = RunSettings()
-    """Name, place and seed."""
     model: ModelSettings = ModelSettings()
-    """The network."""
     data: DataSettings = DataSettings()
-    """Corpus, tokenizer and order."""
     train: TrainSettings = TrainSettings()
-    """Steps, batch and arithmetic."""
     optim: OptimSettings = OptimSettings()
-    """Optimizer and learning rate."""
     parallel: ParallelSettings = ParallelSettings()
-    """Spread over ranks."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """Saving and resuming."""
     eval: EvalSettings = EvalSettings()
-    """Measuring while training."""
     telemetry: TelemetrySettings = TelemetrySettings()
-    """The ledger, trackers and devices."""
 
     def with_overrides(self, *overrides: str, **values: Any) -> Recipe:
         """A checked copy with dotted overrides, as text (`"optim.lr=3e-4"`) or as `{"optim.lr": 3e-4}` in keywords."""
@@ -125,10 +110,7 @@ class Recipe(BaseModel):
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How a step's samples are divided among `world` ranks; a UserError names the sizes that would work."""
-        try:
-            return plan_batch(self.train.global_batch, self.train.micro_batch, world, self.model.context, device)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        return plan_batch(self.train.global_batch, self.train.micro_batch, world, self.model.context, device)
 
     def toml(self) -> str:
         """The resolved recipe as TOML; loading it gives an equal recipe."""
@@ -138,8 +120,16 @@ class Recipe(BaseModel):
 
     @staticmethod
     def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything."""
-        return load(recipe, overrides)
+        """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything.
+
+        Raises UserError (RecipeError with every problem of the settings at once).
+        """
+        path = _find(recipe)
+        tree = _read(path)
+        tree.setdefault("preset", path.stem if path.stem != "recipe" else path.parent.name)
+        for key, value in map(parse_override, overrides):
+            _put(tree, key, value)
+        return validate(tree, str(recipe))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -163,8 +153,7 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
 
 
 def explain(key: str) -> str:
-    """What a setting means: its key, default, and documentation; UserError with the nearest name where there is
-    none."""
+    """What a setting means: its key, default, and documentation; UserError with the nearest name where there is none."""
     fields = settings()
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {_nearest(key, fields)}")
@@ -173,9 +162,7 @@ def explain(key: str) -> str:
 
 def presets() -> dict[str, Path]:
     """The recipes that ship with the package, by name."""
-    folder = resources.files("windlass") / "presets"
-    files = sorted((Path(str(f)) for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {f.stem: f for f in files}
+    return {path.stem: path for path in sorted((Path(__file__).parent.parent / "presets").glob("*.toml"))}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -192,49 +179,32 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def typed(value: Any) -> str:
     """A setting's value as it is typed after the `=`, so that `parse_override` reads the same value."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(json.dumps(v) if isinstance(v, str) else typed(v) for v in value) + "]"
-    if isinstance(value, str):
-        plain = value == value.strip() and parse_override(f"key={value}")[1] == value
-        return value if plain else json.dumps(value, ensure_ascii=False)
-    return repr(value) if isinstance(value, float) else str(value)
+    if isinstance(value, str) and value == value.strip() and parse_override(f"key={value}")[1] == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *path, last = dotted.split(".")
     for part in path:
-        inner = tree.setdefault(part, {})
-        if not isinstance(inner, dict):
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
             raise UserError(f"{dotted}: {part} is a setting, not a section")
-        tree = inner
     tree[last] = value
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        merged[key] = _merge(inner, value) if isinstance(value, Mapping) and isinstance(inner, dict) else value
-    return merged
-
-
-def find(recipe: str | Path) -> Path:
+def _find(recipe: str | Path) -> Path:
     """The file behind a preset's name, a path or a run directory; raises UserError with the nearest name."""
-    path, known = Path(recipe), presets()
-    if path.is_dir() and (path / "recipe.toml").is_file():
-        return path / "recipe.toml"
-    if path.is_file():
-        return path
-    if str(recipe) in known:
-        return known[str(recipe)]
-    if path.suffix == ".toml" or "/" in str(recipe):
+    shipped = presets()
+    for path in (Path(recipe) / "recipe.toml", Path(recipe), shipped.get(str(recipe))):
+        if path and path.is_file():
+            return path
+    if str(recipe).endswith(".toml") or "/" in str(recipe):
         raise UserError(f"there is no recipe file {recipe}; `windlass recipe --list` shows the presets")
-    near = difflib.get_close_matches(str(recipe), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(recipe), shipped, n=1, cutoff=0.4)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(
-        f"there is no preset {str(recipe)!r}{hint}; there are {', '.join(known)}, or give a path to a .toml"
+        f"there is no preset {str(recipe)!r}{hint}; there are {', '.join(shipped)}, or give a path to a .toml"
     )
 
 
@@ -243,30 +213,16 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # not TOML, not UTF-8
+        raise UserError(f"{path} cannot be read as TOML: {error}") from None
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    if not isinstance(base, str):
-        raise UserError(f"{path}: extends must be a preset's name or a path to a .toml")
-    beside = path.parent / base
-    return _merge(_read(beside if beside.is_file() else find(base), (*seen, path.resolve())), tree)
-
-
-def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything.
-
-    Raises UserError (RecipeError with every problem of the settings at once).
-    """
-    path = find(recipe)
-    tree = _read(path)
-    tree.setdefault("preset", path.stem if path.stem != "recipe" else path.parent.name)
-    for text in overrides:
-        _put(tree, *parse_override(text))
-    return validate(tree, str(recipe))
+    beside = path.parent / str(base)
+    merged = _read(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve()))
+    for key, value in flatten(tree).items():
+        _put(merged, key, value)
+    return merged
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
@@ -275,110 +231,84 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError(name, [_describe(e) for e in error.errors()]) from None
-    problems = [*_model_problems(recipe), *_data_problems(recipe), *_training_problems(recipe)]
-    if problems:
+    if problems := list(_impossible(recipe)):
         raise RecipeError(name, problems)
     return recipe
 
 
 def _describe(error: Any) -> tuple[str, str]:
     """Key and message of one of pydantic's errors."""
-    known = settings()
-    parts = [str(p) for p in error["loc"]]
-    key = ".".join(parts)
+    fields, parts = settings(), [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        return key, f"there is no such setting; {_nearest(key, known)}"
-    while key not in known and len(parts) > 1:
-        parts.pop()  # pydantic appends the member of a union or the index of a list
-        key = ".".join(parts) if ".".join(parts) in known else key
+        return ".".join(parts), f"there is no such setting; {_nearest('.'.join(parts), fields)}"
+    # pydantic appends the member of a union or the index of a list to the key
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    key = next((prefix for prefix in prefixes if prefix in fields), prefixes[0])
     message = error["msg"].removeprefix("Value error, ")
     return key, f"{message[0].lower()}{message[1:]}, not {json.dumps(error['input'], default=str)}"
 
 
-def _nearest(key: str, known: Mapping[str, Any]) -> str:
+def _nearest(key: str, fields: Mapping[str, Any]) -> str:
     """The nearest setting to an unknown key, else what its section has, else the sections."""
-    last = {k.rpartition(".")[2]: k for k in known}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = {k.rpartition(".")[2]: k for k in fields}
+    near = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
     near = near or [last[m] for m in difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.6)]
     if near:
         return f"did you mean {near[0]}?"
-    section = key.rpartition(".")[0]
-    inside = dict.fromkeys(k[len(section) + 1 :].partition(".")[0] for k in known if k.startswith(f"{section}."))
-    if section and inside:
-        return f"{section} has {', '.join(inside)}"
-    return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in known if '.' in k))}"
+    section = key.rpartition(".")[0] + "."
+    if inside := dict.fromkeys(k.removeprefix(section).partition(".")[0] for k in fields if k.startswith(section)):
+        return f"{section[:-1]} has {', '.join(inside)}"
+    return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in fields if '.' in k))}"
 
 
-# --- combinations that cannot work -----------------------------------------------------------------------------------
-
-
-def _model_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    m = recipe.model
-    if m.kind == "hf":
-        if not m.name:
-            yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
-        if m.from_scratch and m.init_from:
-            yield "model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out"
-        return
-    if m.name:
-        yield "model.name", 'a model\'s name goes with model.kind = "hf"; use run.name to name the run'
-    if m.width % m.heads:
-        best = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))
-        yield "model.heads", f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {best}"
-    elif m.position == "rope" and (m.width // m.heads) % 2:
-        yield "model.heads", f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd"
-    if m.heads % m.kv_heads_:
-        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
-    if m.head_bias and m.tie_head and m.init_from:
-        yield "model.head_bias", "no known checkpoint format has a tied head with a bias; leave one of them out"
-    if m.lora.rank:
-        yield "model.lora.rank", 'adapters are for model.kind = "hf"'
-
-
-def _data_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    d, m = recipe.data, recipe.model
+def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Combinations that cannot work."""
+    m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
+    if m.kind == "hf" and not m.name:
+        yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
+    if m.kind == "hf" and m.from_scratch and m.init_from:
+        yield "model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out"
+    if m.kind == "gpt":
+        if m.name:
+            yield "model.name", 'a model\'s name goes with model.kind = "hf"; use run.name to name the run'
+        if m.width % m.heads:
+            near = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))
+            yield "model.heads", f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {near}"
+        elif m.position == "rope" and (m.width // m.heads) % 2:
+            yield "model.heads", f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd"
+        if m.heads % m.kv_heads_:
+            yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
+        if m.lora.rank:
+            yield "model.lora.rank", 'adapters are for model.kind = "hf"'
+        vocab = {"byte": 257, "gpt2": 50257, "bpe": d.tokenizer_vocab}.get(d.tokenizer.split(":")[0], 0)
+        if 0 < m.vocab < vocab:
+            yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {vocab:,}"
     if d.source.startswith(("http://", "https://")) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
-    if d.format == "text" and (d.source == "squad" or d.source.startswith("squad:")):
+    if d.format == "text" and d.source.split(":")[0] == "squad":
         yield "data.format", 'the source squad needs data.format = "squad"'
     if d.source.startswith("shards:") and d.packing == "documents":
         yield "data.packing", 'shards that others wrote are streams of tokens: write "packed"'
     if d.streaming and not d.source.startswith("hf:"):
         yield "data.streaming", "only sources hf:... are streamed"
-    vocab = {"byte": 257, "gpt2": 50257, "bpe": d.tokenizer_vocab}.get(d.tokenizer.split(":")[0], 0)
-    if m.kind == "gpt" and 0 < m.vocab < vocab:
-        yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {vocab:,}"
-    suite, suites = recipe.checkpoint.best.partition(".")[0], recipe.eval.suites
-    if suite not in ("loss", *suites):
-        more = ",".join(f'"{name}"' for name in [*suites, suite])
-        yield (
-            "checkpoint.best",
-            f'it is "{recipe.checkpoint.best}", and eval.suites does not measure {suite}: '
-            f'write eval.suites=[{more}], or checkpoint.best="loss"',
-        )
-
-
-def _training_problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    t, p, s = recipe.train, recipe.parallel, recipe.optim.schedule
+    best, suites = recipe.checkpoint.best, recipe.eval.suites
+    if (suite := best.partition(".")[0]) not in ("loss", *suites):
+        more = json.dumps([*suites, suite], separators=(",", ":"))
+        write = f'write eval.suites={more}, or checkpoint.best="loss"'
+        yield "checkpoint.best", f'it is "{best}", and eval.suites does not measure {suite}: {write}'
     try:
-        plan_batch(t.global_batch, t.micro_batch, 1, recipe.model.context)
-    except ValueError as error:
+        recipe.batch(1)
+    except UserError as error:
         yield "train.micro_batch", str(error)
     if p.offload and p.strategy not in ("full_shard", "shard_grad_op", "hybrid_shard"):
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and p.strategy != "hybrid_shard":
         yield "parallel.shard_size", 'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"'
-    if p.device == "cpu" and t.precision == "fp16" and t.compile:
-        yield "train.compile", "fp16 on a CPU is for tests and is not compiled; use bf16 or fp32"
-    if t.precision == "fp64" and t.compile:
-        yield "train.compile", "fp64 is for proofs and is not compiled"
-    if recipe.optim.kind == "muon" and recipe.model.kind == "hf" and recipe.model.lora.rank:
+    if optim.kind == "muon" and m.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; adapters are trained with adamw"
-    parts = {"warmup": s.warmup} | ({"decay": s.decay} if s.kind == "wsd" else {})
-    steps = sum(part for part in parts.values() if isinstance(part, int))
-    share = sum(part for part in parts.values() if isinstance(part, float))
-    if share > 1:
-        yield "optim.schedule.decay", f"warm-up ({s.warmup}) and decay ({s.decay}) together are longer than the run"
-    elif isinstance(t.steps, int) and steps > t.steps:
-        last = list(parts)[-1]
-        yield f"optim.schedule.{last}", f"{' + '.join(parts)} = {steps} steps, and the run has {t.steps}"
+    warmup, decay = optim.schedule.warmup, optim.schedule.decay if optim.schedule.kind == "wsd" else 0
+    steps = sum(part for part in (warmup, decay) if isinstance(part, int))
+    share = sum(part for part in (warmup, decay) if isinstance(part, float))
+    if share > 1 or (isinstance(t.steps, int) and steps > t.steps):
+        key = "decay" if decay else "warmup"
+        yield f"optim.schedule.{key}", f"warm-up {warmup} and decay {decay} are longer than the run ({t.steps} steps)"

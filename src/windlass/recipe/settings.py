@@ -79,8 +79,7 @@ class ModelSettings(Section):
     context: int = Field(256, ge=1)
     """Longest sequence, in tokens: the length of a training sample."""
     vocab: int = Field(0, ge=0)
-    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), never
-    smaller."""
+    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), not smaller."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each sub-layer."""
     final_norm: bool = True
@@ -92,8 +91,7 @@ class ModelSettings(Section):
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
-    """Of the feed-forward layer; `gelu_tanh` is GPT-2's own approximation, `relu2` the squared ReLU (arXiv 2109.08668),
-    `swiglu` a gated one with a third matrix (arXiv 2002.05202)."""
+    """`gelu_tanh`: GPT-2's approximation; `relu2`: squared (arXiv 2109.08668); `swiglu`: gated (arXiv 2002.05202)."""
     attn_bias: bool = True
     """Biases in the attention's projections."""
     ff_bias: bool = True
@@ -115,8 +113,7 @@ class ModelSettings(Section):
     zero_init_output: bool = False
     """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
     init_from: str = ""
-    """Initial weights from a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the
-    seed."""
+    """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
 
@@ -135,18 +132,16 @@ class DataSettings(Section):
     """The corpus, how it becomes tokens, and the order in which they are seen."""
 
     source: str = "stdlib"
-    """`stdlib` (the Python standard library's own source), a path, glob or directory of .txt, .jsonl, .parquet (also
-    .gz, .zst), `https://...` (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (through `datasets`), `squad` or
-    `squad:FILE.json`, or token shards that others wrote: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c
-    .bin)."""
+    """`stdlib` (Python's own source), a path, glob or directory of .txt, .jsonl, .parquet (.gz, .zst), `https://...`
+    (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (`datasets`), `squad` or `squad:FILE.json`, or token shards of other
+    tools: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin)."""
     eval_source: str = ""
     """Validation corpus, written like `source`; empty: held out from `source`. With one, `max_documents` and
     `max_tokens` limit it to `val_fraction` of themselves."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """The SHA-256 that a downloaded `source` must have."""
     tokenizer: str = "byte"
-    """`byte`, `char`, `gpt2`, `gpt2:DIR` (with vocab.bpe and encoder.json), `hf:NAME_OR_DIR`, or `bpe` (trained on the
-    corpus)."""
+    """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe` (trained on the corpus)."""
     tokenizer_vocab: int = Field(4096, ge=258)
     """With `bpe`: the size of the vocabulary to train."""
     text_key: str = "text"
@@ -162,15 +157,13 @@ class DataSettings(Section):
     max_tokens: int = Field(0, ge=0)
     """Stop preparing after about this number of training tokens (at a document's end); 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share of the corpus that is held out at its end for validation where there is no validation source:
-    of the characters for one text, of the documents for many."""
+    """Share held out at the corpus's end for validation, of the characters of one text or of many documents."""
     val_shards: int = Field(0, ge=0)
     """Number of first shards to hold out for validation instead (build-nanogpt's convention); 0: by `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens in a shard."""
     packing: Literal["packed", "documents"] = "packed"
-    """`packed`: documents end to end, cut into rows of `context` tokens; `documents`: one document a row, cut at
-    `context`, the padding masked out of the loss and of every count."""
+    """`packed`: documents end to end, cut into rows of `context` tokens; `documents`: one a row, padding masked out."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
     """`shuffled`: all samples, another order each epoch; `shards-shuffled`: shards in file order in epoch 0 and
     shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always in file order."""
@@ -181,8 +174,7 @@ class DataSettings(Section):
     prefetch: int = Field(2, ge=0)
     """Steps whose batches are read ahead in the background."""
     format: Literal["text", "squad", "chat"] = "text"
-    """`text`: documents; `squad`: question, context and answer, loss on the answer; `chat`: JSONL of `messages`, loss
-    on the assistant's turns."""
+    """`text`: documents; `squad`: question, context, answer (loss on the answer); `chat`: JSONL of `messages`."""
     train_size: int = Field(0, ge=0)
     """With `squad` and `chat`: number of training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)
@@ -214,11 +206,10 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Deterministic kernels (on CUDA needed for bit-exact repetition; slower)."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """What a non-finite loss or gradient does: stop before the update; skip the step's samples; or go back to the last
+    """What a non-finite loss or gradient does: stop before the update, skip the step's samples, or return to the last
     checkpoint and leave out the samples since then."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
-    """What a loss spike does (see `spike_sigmas`), before its update is made; anything but `ignore` looks at the loss
-    of each step, for which the host waits."""
+    """What a loss spike does (see `spike_sigmas`) before its update; but for `ignore` the host waits for each loss."""
     spike_sigmas: float = Field(6.0, gt=0)
     """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
@@ -283,11 +274,9 @@ class ParallelSettings(Section):
     state; `shard_grad_op` (ZeRO-2) keeps the parameters gathered between forward and backward; `hybrid_shard` shards
     inside a group of `shard_size` ranks and replicates between the groups."""
     shard_size: int = Field(0, ge=0)
-    """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks where there is one
-    host."""
+    """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks on one host."""
     reduce_each_micro_batch: bool = False
-    """FSDP2: reduce the gradients after each micro-batch and keep only this rank's shard of them, instead of whole
-    gradients until the step's last one: less memory, more traffic."""
+    """FSDP2: reduce the gradients after each micro-batch and hold only a shard of them: less memory, more traffic."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory between uses (FSDP2)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -318,8 +307,7 @@ class CheckpointSettings(Section):
     keep_every: Duration = 0
     """Those at multiples of this are kept for good."""
     best: BestMeasure = "loss"
-    """Which one is the best: the one with the lowest validation loss, or with the highest of another suite's
-    measures."""
+    """Which one is the best: that of the lowest validation loss, or of the highest of another suite's measures."""
     keep_best: bool = True
     """The best one is kept."""
     resume: str = "latest"
@@ -329,8 +317,8 @@ class CheckpointSettings(Section):
     max_failed_saves: int = Field(3, ge=1)
     """So many saves in a row that fail end the run: it would go on with nothing to resume from."""
     grace_seconds: float = Field(25.0, gt=0)
-    """Seconds after a signal within which the run saves and ends; a save that would take longer is not begun. 25, because
-    torchrun kills its ranks 30 s after it has passed a signal on; under a scheduler that waits longer, write what it waits."""
+    """Seconds after a signal within which the run saves and ends; a save that would take longer is not begun. torchrun
+    kills its ranks after 30 s; under a scheduler that waits longer, write what it waits."""
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -353,8 +341,7 @@ class EvalSettings(Section):
     hellaswag_items: int = Field(0, ge=0)
     """Number of HellaSwag's items to use; 0: all 10,042."""
     squad_file: str = ""
-    """SQuAD v1.1 JSON that the suite `squad` asks; empty: the recipe's own held-out questions, or through
-    `datasets`."""
+    """SQuAD v1.1 JSON for the suite `squad`; empty: the recipe's own held-out questions, or through `datasets`."""
     squad_items: int = Field(0, ge=0)
     """Number of its questions to use, chosen by `run.seed`; 0: `data.eval_size` of them."""
     sample_every: Duration = 0

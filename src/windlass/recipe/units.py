@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from windlass.errors import UserError
+
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
 """With `train.micro_batch = 0`: about so many tokens go through the model at once."""
 EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
@@ -107,12 +109,12 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     """Divide a global batch among `world` ranks.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens
-    (but at least one sample). Raises ValueError where the division leaves a rest; it names the nearest sizes that work.
+    (but at least one sample). Raises UserError where the division leaves a rest; it names the nearest sizes that work.
     """
     share, rest = divmod(global_batch, world)
     if rest:
         sizes = " or ".join(str(size) for size in (share * world, (share + 1) * world) if size)
-        raise ValueError(
+        raise UserError(
             f"train.global_batch = {global_batch} sequences is not divisible by world size {world}; "
             f"write {sizes}, or use a number of ranks that divides it"
         )
@@ -121,7 +123,7 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
         micro_batch = max(d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context))
     if share % micro_batch:
         near = min(divisors, key=lambda d: abs(d - micro_batch))
-        raise ValueError(
+        raise UserError(
             f"train.micro_batch = {micro_batch} does not divide the {share} sequences that each of {world} ranks has "
             f"in a step (train.global_batch = {global_batch}); the nearest that does is {near}"
         )
