@@ -27,8 +27,10 @@ def show(
     elif list_:
         names = presets()
         width = max(map(len, names))
-        for name, path in names.items():
-            typer.echo(f"{name:<{width}}  {_first_sentence(path.read_text(encoding='utf-8'))}")
+        for name, path in names.items():  # with the first sentence of the comment that the file opens with
+            comment = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+            sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+            typer.echo(f"{name:<{width}}  {sentence}.")
     elif recipe:
         loaded = Recipe.load(recipe, overrides or [])
         typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n")
@@ -37,9 +39,3 @@ def show(
         raise UserError(
             "name a recipe, for example `windlass recipe quickstart`, or use --list, --schema or --explain KEY"
         )
-
-
-def _first_sentence(text: str) -> str:
-    """The first sentence of the comment that a preset opens with."""
-    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,40 +31,31 @@ def verify(
     import dataclasses
     import json
 
+    import torch
+
     from windlass import verification
 
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
+    conditions = (
+        f"bits are compared for equal world, micro-batch, threads ({torch.get_num_threads()}) and versions (torch "
+        f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
+    )
     if not json_:
-        typer.echo(f"{_conditions()}\n")
+        typer.echo(f"{conditions}\n")
     proofs = verification.verify(
         recipe, overrides or [], world, kills, keep or None, show=lambda proof: None if json_ else _show(proof)
     )
     failed = [proof.name for proof in proofs if proof.passed is False]
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
-        typer.echo(json.dumps({"conditions": _conditions(), "proofs": fields}, indent=1))
+        typer.echo(json.dumps({"conditions": conditions, "proofs": fields}, indent=1))
     else:
         typer.echo(f"\n{len(failed)} failed: {', '.join(failed)}" if failed else "\nproved")
     return 1 if failed else 0
 
 
-def _conditions() -> str:
-    import platform
-
-    import torch
-
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
-    return (
-        f"bits are compared for equal world, micro-batch, threads ({torch.get_num_threads()}) and versions (torch "
-        f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
-    )
-
-
 def _show(proof: Proof) -> None:
-    word, color = {
-        True: ("proved", typer.colors.GREEN),
-        False: ("FAILED", typer.colors.RED),
-        None: ("not tried", typer.colors.YELLOW),
-    }[proof.passed]
+    word, color = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}[proof.passed]
     typer.echo(f"{typer.style(f'{word:<9}', fg=color)} {proof.claim} ({proof.seconds:.0f} s)")
     for line in proof.measured.splitlines():
         typer.echo(f"          {line}")

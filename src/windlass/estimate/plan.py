@@ -1,8 +1,8 @@
 """The plan of a recipe before it runs, or of a run that is under way.
 
-`plan` collects what is known (`Subject`: recipe, ranks, device, prepared data or ledger) and a speed; `assemble` computes
+`plan` collects the inputs (`Subject`: recipe, ranks, device, prepared data or ledger) and a speed; `assemble` computes
 everything else. All of it is arithmetic without torch, but for the parameters of a Hugging Face model, which are counted on
-the meta device. What cannot be known yet is None, and `Plan.unknown` has the reason.
+the meta device. What is not available yet is None, and `Plan.unknown` has the reason.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ SMALL_WIDTH = 768
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is; None where the vocabulary or a Hugging Face model's configuration is not known."""
+    """How large a model is; None without the vocabulary or a Hugging Face model's configuration."""
 
     vocab: int | None = None
     parameters: int | None = None
     trained: int | None = None  # fewer than all with low-rank adapters
-    non_embedding: int | None = (
-        None  # in blocks and norms; not known of a Hugging Face model, and neither are the parts
-    )
+    non_embedding: int | None = None  # in blocks and norms; None for a Hugging Face model, which has no parts here
     parts: dict[str, int] = field(default_factory=dict)
     flops_per_token: int | None = None  # with attention over the whole context; of a Hugging Face model by the rule 6 N
     checkpoint_bytes: int | None = None
@@ -44,7 +42,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is made for: who trains what on what, and what the prepared data or a run's ledger says."""
+    """What a plan is made for: who trains what on what, with facts of the prepared data or of a run's ledger."""
 
     recipe: Recipe
     world: int
@@ -61,7 +59,7 @@ class Subject:
 
     @property
     def size(self) -> Size:
-        """The model's size, as far as it is known."""
+        """The model's size: all of it, or without the vocabulary its blocks."""
         recipe, model, hf = self.recipe, self.recipe.model, self.hf
         if model.kind == "hf":
             if hf is None:
@@ -82,7 +80,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that can be said of a run before it begins, or while it runs; None: see `unknown`."""
+    """Numbers of a run before it begins, or of what is left of it while it runs; None: see `unknown`."""
 
     recipe: str
     config_hash: str
@@ -215,7 +213,7 @@ def subject_of(
 
 
 def with_prepared_data(subject: Subject) -> Subject:
-    """The subject with what the prepared data says, or the reason why it is not known."""
+    """The subject with vocabulary and samples of the prepared data, or with the reason why there are none."""
     from windlass.data.dataset import open_samples
     from windlass.data.prepare import find_prepared
 
@@ -253,7 +251,7 @@ def assumed_speed(subject: Subject, mfu: float) -> Speed | None:
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
-    """Every part of the plan that is known, and why the others are not."""
+    """Every part of the plan that these determine, and the reasons for the others."""
     recipe, size, done, unknown = subject.recipe, subject.size, subject.done, {}
     batch, context, samples = recipe.train.global_batch, recipe.model.context, subject.samples_per_epoch
     steps = subject.steps
