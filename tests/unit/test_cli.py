@@ -35,31 +35,14 @@ def test_help_and_version_import_no_torch() -> None:
     code = "import sys; from windlass.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False"
-    for verb in [
-        "recipe",
-        "prepare",
-        "plan",
-        "train",
-        "eval",
-        "sample",
-        "sweep",
-        "report",
-        "runs",
-        "checkpoints",
-        "export",
-        "track",
-        "verify",
-    ]:
+    verbs = "recipe prepare plan train eval sample sweep report runs checkpoints export track verify"
+    for verb in verbs.split():
         assert f" {verb} " in done.stdout
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    for arguments in (
-        ["train", "quikstart"],
-        ["train", "quickstart", "optim.lrr=1"],
-        ["report", tmp_path / "none"],
-        ["trian"],
-    ):
+    typo, key = ["train", "quikstart"], ["train", "quickstart", "optim.lrr=1"]
+    for arguments in (typo, key, ["report", tmp_path / "none"], ["trian"]):
         done = windlass(*arguments, code=2, cwd=tmp_path)
         assert "Traceback" not in done.stderr
         assert done.stderr.strip()

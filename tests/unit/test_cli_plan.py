@@ -79,8 +79,3 @@ def test_a_run(run, tmp_path):
     write_run(tmp_path / "done")
     code, out, _ = run("done")
     assert code == 0 and "Milestones" not in out
-
-
-def test_what_the_data_would_tell_is_shown_as_unknown(run):
-    code, out, _ = run("shakespeare-char-cpu", "train.steps=compute-optimal", "--device", "A100-80GB")
-    assert code == 0 and " ".join(out.split()).count("unknown until the data is prepared") >= 2
