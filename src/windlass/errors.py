@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 DONE = 0
-"""The verb did what was asked."""
-FAILED = 1
-"""A run, a check or a proof failed."""
-BAD_INPUT = 2
-"""The user's input was wrong; the message says what, where and what to write instead."""
-NOT_MEASURED = 44
-"""`windlass check`: the bandwidth could not be measured."""
-TOO_SLOW = 46
-"""`windlass check`: the measured bandwidth is under the threshold."""
-STOPPED = 75
-"""Stopped by a signal with everything saved: start the same command again to go on (EX_TEMPFAIL)."""
+FAILED = 1  # a run, a check or a proof failed
+BAD_INPUT = 2  # the message says what was wrong, where, and what to write instead
+NOT_MEASURED = 44  # `windlass check`: the bandwidth could not be measured
+TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
+STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX_TEMPFAIL)
 
 
 class UserError(ValueError):
@@ -25,7 +19,7 @@ class UserError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run that cannot go on for a reason that is not the user's input; the command line exits with 1."""
+    """A run that cannot continue for a reason that is not the user's input; the command line exits with 1."""
 
 
 class Stopped(Exception):
@@ -33,7 +27,7 @@ class Stopped(Exception):
 
 
 def before_training(name: str) -> str:
-    """What is said of a stop before the first step of a start: nothing was done that could be lost."""
+    """The message for a stop before the first step of a start: nothing was done that could be lost."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"
 
 

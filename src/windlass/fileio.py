@@ -1,9 +1,8 @@
 """File operations that decide what is durable when, and small readers and writers of JSON.
 
 Everything a save changes on the disk goes through one `Files` object, one operation at a time, so that a test can stop,
-fail or kill the process at each of them (docs/reliability.md counts these tests). The rules of durability are the usual
-ones of POSIX: a file's bytes are on the disk after its `fsync`, a name (a new file, a rename, a removal) after the
-`fsync` of its directory; anything else may be there or not after a power cut.
+fail or kill the process at each of them (docs/reliability.md). The rules of durability are those of POSIX: a file's
+bytes are on the disk after its `fsync`, a name (a new file, a rename, a removal) after the `fsync` of its directory.
 """
 
 from __future__ import annotations
@@ -14,54 +13,45 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
-PIECE_BYTES = 16 * 2**20
-"""Bytes in one write: large, so that a writer in the background rarely asks for the interpreter's lock."""
+PIECE_BYTES = 16 * 2**20  # in one write: large, so that a background writer rarely asks for the interpreter's lock
 
 
+@dataclass
 class Output:
-    """A new file that is being written; closed at the end of its `with` block."""
+    """A new file that is being written."""
 
-    def __init__(self, files: Files, path: Path, descriptor: int, direct: bool = False):
-        self.files, self.path, self.descriptor, self.direct = files, path, descriptor, direct
+    files: Files
+    path: Path
+    descriptor: int
+    direct: bool
 
     def write(self, data: memoryview | bytes) -> None:
         """Write all of `data`, also where the system takes it in parts."""
         view = memoryview(data)
         while view:
             self.files.about_to("write", self.path, self, view)
-            view = view[self._write_some(view) :]
-
-    def _write_some(self, view: memoryview) -> int:
-        if not self.direct:
-            return os.write(self.descriptor, view)
-        # O_DIRECT takes whole pages only. Where the file system refuses it anyway (EINVAL, ENOTSUP, EIO, by system),
-        # the page cache is used from here on; a disk that is full or broken fails again there.
-        if whole := len(view) // PAGE * PAGE:
-            with contextlib.suppress(OSError):
-                return os.write(self.descriptor, view[:whole])
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
-        self.direct = False
-        return os.write(self.descriptor, view)
+            count = 0
+            if self.direct:
+                # O_DIRECT takes whole pages only. Where the file system refuses it anyway (EINVAL, ENOTSUP, EIO, by
+                # system), the page cache is used from here on; a disk that is full or broken fails again there.
+                with contextlib.suppress(OSError):
+                    count = os.write(self.descriptor, view[: len(view) // PAGE * PAGE])
+                if not count:
+                    flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+                    fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
+                    self.direct = False
+            view = view[count or os.write(self.descriptor, view) :]
 
     def sync(self) -> None:
         """Return when the file's bytes are on the disk."""
         self.files.about_to("fsync", self.path)
         os.fsync(self.descriptor)
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self.descriptor)
 
 
 class Files:
@@ -85,19 +75,22 @@ class Files:
             self.make_dir(path)
             self.sync_dir(path.parent)
 
-    def create(self, path: Path, direct: bool = False) -> Output:
+    @contextlib.contextmanager
+    def create(self, path: Path, direct: bool = False) -> Iterator[Output]:
         """A new, empty file for writing, in place of any file of that name.
 
-        With `direct`, where the system offers it, the bytes go from memory to the disk without a copy in the page
-        cache, which saves about a third of the writer's processor time (benchmarks/direct_write.py). For data that
-        begin at a page.
+        With `direct`, where the system offers it, the bytes (from the start of a page on) are not copied to the page
+        cache, which saves about a third of the writer's processor time (benchmarks/direct_write.py).
         """
         self.about_to("create", path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        if direct and O_DIRECT:
-            with contextlib.suppress(OSError):  # no O_DIRECT here; a disk that is broken fails again below
-                return Output(self, path, os.open(path, flags | O_DIRECT, 0o666), direct=True)
-        return Output(self, path, os.open(path, flags, 0o666))
+        with open(path, "wb", buffering=0) as file:
+            descriptor = file.fileno()
+            if direct := direct and bool(O_DIRECT):
+                try:
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | O_DIRECT)
+                except OSError:  # not on this file system
+                    direct = False
+            yield Output(self, path, descriptor, direct)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or directory in one step, in place of a file or an empty directory of that name."""
@@ -121,17 +114,25 @@ class Files:
         if path.is_symlink() or path.is_file():
             self.unlink(path)
             return
-        for entry in _entries(path):
-            if entry.is_dir(follow_symlinks=False):
-                self.remove_tree(Path(entry.path))
-            else:
-                self.unlink(Path(entry.path))
+        with contextlib.suppress(FileNotFoundError):
+            for entry in list(path.iterdir()):
+                self.remove_tree(entry)
         self.remove_dir(path)
 
     def sync_dir(self, path: Path) -> None:
         """Return when the directory's entries (new files, new names) are on the disk."""
         self.about_to("fsync_dir", path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fsync(path)
+
+    def sync_tree(self, path: Path) -> None:
+        """Return when all files under a directory that others wrote, and their names, are on the disk."""
+        for entry in (*path.rglob("*"), path):
+            self.about_to("fsync_dir" if entry.is_dir() else "fsync", entry)
+            self._fsync(entry)
+
+    @staticmethod
+    def _fsync(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -140,20 +141,6 @@ class Files:
         finally:
             os.close(descriptor)
 
-    def sync_tree(self, path: Path) -> None:
-        """Return when all files under a directory that others wrote, and their names, are on the disk."""
-        for entry in _entries(path):
-            if entry.is_dir(follow_symlinks=False):
-                self.sync_tree(Path(entry.path))
-            elif entry.is_file(follow_symlinks=False):
-                self.about_to("fsync", Path(entry.path))
-                descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-        self.sync_dir(path)
-
     def write_bytes(self, path: Path, data: bytes) -> None:
         """Write a new file, durable when this returns but for its name. A kill may leave it torn."""
         with self.create(path) as output:
@@ -161,10 +148,9 @@ class Files:
             output.sync()
 
     def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
-        """Put a file in place of another one, or of none: a reader sees the old or the new one, whole. One process at a
-        time.
+        """Put a file in place of another one, or of none: a reader sees the old or the new one, whole.
 
-        With `durable` the new file is on the disk, under its name, when this returns.
+        One process at a time. With `durable` the new file is on the disk, under its name, when this returns.
         """
         fresh = path.with_name(f".{path.name}.new")
         try:
@@ -218,11 +204,3 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def to_json(value: Any) -> bytes:
     """Compact JSON; raises ValueError for a NaN or an infinity, which JSON does not have."""
     return (json.dumps(value, allow_nan=False) + "\n").encode()
-
-
-def _entries(path: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
