@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: names become local directories, and what cannot be had is told with what to do about it.
+"""The Hugging Face Hub: names become local directories, and what it does not give is one message with what to do.
 
 Imports nothing heavy: the Hub's own libraries read their environment when they are imported, so `prepare` comes first.
 """
@@ -17,15 +17,20 @@ from urllib.parse import urlsplit
 from windlass.errors import UserError, first_line
 from windlass.fileio import read_json
 
+# How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute.
 PROBE_SECONDS = (3.0, 6.0)
-"""How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute."""
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
-
+# Configuration, tokenizer and code; of weights the safetensors files that `transformers` would read, and no others.
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-"""Configuration, tokenizer and code; of weights the safetensors files that `transformers` would read, and no others."""
-SUBFOLDERS = ["*/*"]
-"""Other formats of the same weights lie there."""
+SUBFOLDERS = ["*/*"]  # other formats of the same weights lie there
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PACKAGES = ("transformers", "huggingface_hub", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
+REFUSALS = {
+    "GatedRepoError": "is gated: accept its licence on its page on the Hub, and set HF_TOKEN to a token of the account that did",
+    "RevisionNotFoundError": "has no such revision on the Hub: name a commit, a tag or a branch that it has",
+    "RepositoryNotFoundError": "is not on the Hub, or is private: check the spelling, or set HF_TOKEN to a token that may read it",
+}
+"""What to do where the Hub does not give a name, by its client's errors; a gated one is also a missing one."""
 
 
 def prepare() -> None:
@@ -50,11 +55,6 @@ def prepare() -> None:
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
-def offline() -> bool:
-    """Whether the Hub's libraries were told to stay offline."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
 @contextmanager
 def explained(what: str) -> Iterator[None]:
     """Turn what the Hub's libraries raise into a UserError: `what` names the thing wanted and where to change it."""
@@ -65,39 +65,26 @@ def explained(what: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} {missing_package(error)}") from None
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
-        if reason := _refusal(error):
-            raise UserError(f"{what} {reason}") from None
-        if offline():
+        cause: BaseException | None = error
+        while cause is not None:
+            kinds = {kind.__name__ for kind in type(cause).__mro__}
+            if reason := next((text for name, text in REFUSALS.items() if name in kinds), ""):
+                raise UserError(f"{what} {reason}") from None
+            cause = cause.__cause__ or cause.__context__
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             raise UserError(
                 f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
                 "download it where there is a network, or give a local directory"
             ) from None
-        raise UserError(f"{what} cannot be had: {first_line(error)}") from None
+        raise UserError(f"{what} cannot be loaded: {first_line(error)}") from None
 
 
 def missing_package(error: ImportError) -> str:
-    """What to say of an import that failed: which package is missing, and what installs it."""
+    """Which package an import that failed needs, and what installs it."""
     name = (error.name or "").partition(".")[0]
-    if name in ("transformers", "huggingface_hub", "peft", "accelerate", "datasets", "safetensors", "tokenizers"):
-        return f"needs the package {name}: install windlass[hf]"
-    return f"needs the package {name}: install it" if name else f"needs a package that is missing: {first_line(error)}"
-
-
-def _refusal(error: BaseException) -> str:
-    """What to do where the Hub has the name but does not give it, or does not have it; empty for any other error."""
-    cause: BaseException | None = error
-    while cause is not None:
-        kinds = {kind.__name__ for kind in type(cause).__mro__}
-        repo = getattr(cause, "repo_id", None)
-        page = f" (https://huggingface.co/{repo})" if repo else ""
-        if "GatedRepoError" in kinds:
-            return f"is gated: accept its licence on its page on the Hub{page}, and set HF_TOKEN to a token of the account that did"
-        if "RevisionNotFoundError" in kinds:
-            return "has no such revision on the Hub: name a commit, a tag or a branch that it has"
-        if "RepositoryNotFoundError" in kinds:
-            return "is not on the Hub, or is private: look at the spelling, or set HF_TOKEN to a token that may read it"
-        cause = cause.__cause__ or cause.__context__
-    return ""
+    if not name:
+        return f"needs a package that is missing: {first_line(error)}"
+    return f"needs the package {name}: install {'windlass[hf]' if name in PACKAGES else 'it'}"
 
 
 def directory(name: str, revision: str = "", key: str = "model.name", weights: bool = False) -> Path:
@@ -140,10 +127,8 @@ def tokenizer_directory(place: str) -> Path:
 
 def weight_map(folder: Path) -> dict[str, str]:
     """The safetensors file of each tensor, of a model that has an index of them; empty where there is none. Raises UserError."""
-    if not (folder / INDEX).is_file():
-        return {}
-    files = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict) or not files:
+    files = read_json(folder / INDEX).get("weight_map", {})
+    if not isinstance(files, dict) or (not files and (folder / INDEX).is_file()):
         raise UserError(f"{folder / INDEX} is no index of safetensors files")
     return files
 

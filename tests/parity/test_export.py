@@ -125,7 +125,7 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
         batch = torch.tensor([ids])
         assert (open_model(find_source(str(directory)), alone("cpu"))(batch) - ours(batch)).abs().max() < 1e-5
     for what, where, said in (
-        (run, directory, "not empty"), (run, directory / "README.md", "is a file"), (directory, tmp_path / "again", "already"),
+        (run, directory, "not empty"), (run, directory / "README.md", "new directory"), (directory, tmp_path / "again", "already"),
     ):  # fmt: skip
         with pytest.raises(UserError) as error:
             export(what, where)

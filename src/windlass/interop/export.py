@@ -1,9 +1,8 @@
 """A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is
 from.
 
-Our GPT becomes GPT-2 or Llama (model/convert.py), read from the checkpoint one tensor at a time. A model of
-`transformers` stays what it is: it is opened, its adapters are merged, and it saves itself. The directory appears whole
-or not at all.
+Our GPT becomes GPT-2 or Llama (model/convert.py). A model of `transformers` stays what it is: it is opened, its adapters
+are merged, and it saves itself. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.reshard import MODEL
@@ -27,10 +26,9 @@ from windlass.fileio import read_json
 from windlass.model import convert, hf_files
 from windlass.run import Run
 
-FILE_BYTES = 4 * 10**9
-"""Weights in one file, at most."""
+FILE_BYTES = 4 * 10**9  # weights in one file, at most
+# What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`.
 MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_per_token", "exact_match", "f1")
-"""What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`."""
 
 
 def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) -> Path:
@@ -49,14 +47,12 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
     model = source.recipe.model
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file: name a new directory")
-    if directory.is_dir() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty: name a new directory")
+    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
         raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave --adapter out")
     if model.kind == "gpt":
-        convert.architecture(model)
+        convert.architecture(model)  # refuses a model that is none of theirs
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -64,7 +60,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
         if adapter:
             _write_adapter(source, partial)
         elif model.kind == "gpt":
-            _write_gpt(source, partial)
+            _write_gpt(source, source.checkpoint, partial)
         else:
             _write_hf(source, partial)
         (partial / "README.md").write_text(card(source), encoding="utf-8")
@@ -76,36 +72,30 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
     return directory
 
 
-def _write_gpt(source: Source, directory: Path) -> None:
-    assert source.checkpoint is not None
-    settings, tokenizer = source.recipe.model, source.tokenizer
-    checkpoint = open_checkpoint(source.checkpoint, deep=False)  # find_source has verified it
-    vocab = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
-    _write_json(directory / "config.json", convert.config(settings, vocab, tokenizer.eot))
-    _write_json(directory / "generation_config.json", _generation_config(tokenizer, source.template, vocab))
+def _write_gpt(source: Source, path: Path, directory: Path) -> None:
+    settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
+    checkpoint = open_checkpoint(path, deep=False)  # find_source has verified it
+    rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
+    generation: dict[str, Any] = {}
+    if eot is not None:
+        ends = [eot, *sorted(stop_tokens(tokenizer, source.template) - {eot})]
+        bos, eos = [*tokenizer.bos, eot][0], ends if len(ends) > 1 else eot
+        generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
+    if rows > tokenizer.vocab:  # no training has touched them: they are never to be chosen
+        generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
+    _write_json(directory / "config.json", convert.config(settings, rows, eot))
+    _write_json(directory / "generation_config.json", generation)
     save_weights(convert.to_hf(settings, lambda name: checkpoint.tensor(MODEL + name).float()), directory)
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
-def _generation_config(tokenizer: Tokenizer, template: Template, rows: int) -> dict[str, Any]:
-    """Where a text begins and ends; and that the rows past the tokenizer's vocabulary (of `rows` in the embedding),
-    which nothing has trained, are never chosen.
-    """
-    config: dict[str, Any] = {}
-    if tokenizer.eot is not None:
-        ends = [tokenizer.eot, *sorted(stop_tokens(tokenizer, template) - {tokenizer.eot})]
-        config = {
-            "bos_token_id": [*tokenizer.bos, tokenizer.eot][0], "eos_token_id": ends if len(ends) > 1 else ends[0],
-            "pad_token_id": tokenizer.eot,
-        }  # fmt: skip
-    if rows > tokenizer.vocab:
-        config["suppress_tokens"] = list(range(tokenizer.vocab, rows))
-    return config
-
-
 def _write_hf(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
-    merge_adapters(model.model)
+    # Adapters are merged into the layers that they adapt, which then take their place.
+    for name, layer in [(name, m) for name, m in model.model.named_modules() if hasattr(m, "get_base_layer")]:
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.model.get_submodule(parent), child, layer.get_base_layer())
     model.model.save_pretrained(directory)
     origin = model.directory
     files = [name for name in hf_files.TOKENIZER_FILES if (origin / name).is_file()]
@@ -134,49 +124,18 @@ def _write_adapter(source: Source, directory: Path) -> None:
     save_tokenizer(source.tokenizer, source.template, model.context, directory)
 
 
-def merge_adapters(model: nn.Module) -> None:
-    """Put low-rank adapters into the layers that they adapt, in place; afterwards there are none."""
-    adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
-    for name, layer in adapted:
-        layer.merge()  # type: ignore[operator]
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer.get_base_layer())  # type: ignore[operator]
-
-
 def save_weights(
     tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int = FILE_BYTES, stem: str = "model"
 ) -> None:
     """Tensors as safetensors files of at most about `file_bytes`, with an index where there are several."""
-    from safetensors.torch import save_file
+    from huggingface_hub import save_torch_state_dict
 
-    part: dict[str, Tensor] = {}
-    files: list[list[str]] = []  # the names in each file
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal part
-        save_file(part, directory / f"part-{len(files)}", {"format": "pt"})
-        files.append(list(part))
-        part = {}
-
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > file_bytes:
-            flush()
-            size = 0
-        # A copy of its own, and never a view of another tensor's storage, which the format does not know.
-        part[name] = tensor.detach().to(torch.device("cpu")).clone().contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(files) == 1:
-        (directory / "part-0").rename(directory / f"{stem}.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files):
-        file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (directory / f"part-{number}").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(directory / f"{stem}.safetensors.index.json", index)
+    # Copies of their own: the format has no views of another tensor's storage.
+    copies = {name: tensor.detach().to(torch.device("cpu")).clone().contiguous() for name, tensor in tensors}
+    pattern = stem + "{suffix}.safetensors"
+    save_torch_state_dict(
+        copies, directory, filename_pattern=pattern, max_shard_size=file_bytes, metadata={"format": "pt"}
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
@@ -185,29 +144,38 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     inner.save(str(directory / "tokenizer.json"))
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        "bos_token": inner.id_to_token(tokenizer.bos[0]) if tokenizer.bos else end,
-        "eos_token": end,
-        "pad_token": end,
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
+        "bos_token": inner.id_to_token(tokenizer.bos[0]) if tokenizer.bos else end, "eos_token": end, "pad_token": end,
         **dict(template.special),
-    }
+    }  # fmt: skip
     if template.source:
         config["chat_template"] = template.source
     _write_json(directory / "tokenizer_config.json", config)
 
 
-# -- the card ---------------------------------------------------------------------------------------------------------
-
-
 def card(source: Source) -> str:
     """The model card: what it is, what it was measured at, and the recipe that made it."""
-    run, recipe, step = source.run, source.recipe, source.step or 0
+    run, recipe, step, m = source.run, source.recipe, source.step or 0, source.recipe.model
     assert run is not None
-    rows = "".join(f"| {suite} | {name} | {value:.4f} |\n" for suite, name, value in _results(run, step))
+    # What was measured at this step while training and by `windlass eval` (which counts where both did).
+    lines: dict[str, dict[str, Any]] = {str(line["suite"]): line for line in run.lines("eval", step=step)}
+    lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
+    rows = "".join(
+        f"| {suite} | {name} | {line[name]:.4f} |\n"
+        for suite, line in lines.items()
+        for name in [*MEASURES, *(key for key in line if "/" in key)]
+        if isinstance(line.get(name), float)
+    )
     results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n" if rows else ""
-    base, origin = _base(source)
+    base = origin = ""  # what the weights began as; nothing for a model from scratch
+    if name := m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name):
+        directory = None if m.init_from else hf_files.saved_origin(run.path, m)
+        commit = read_json(directory / hf_files.RECORD).get("commit", "") if directory else ""
+        origin = f"Trained further from `{Path(name).name}`.\n\n"
+        if name.startswith("hf:") or commit:
+            repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
+            base = f"base_model: {repo}\n"
+            origin = f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n"
     return (
         f"---\nlibrary_name: transformers\n{base}tags:\n- windlass\n- text-generation\n---\n\n# {recipe.preset}\n\n"
         f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.config_hash}), {step:,} steps.\n\n"
@@ -215,32 +183,6 @@ def card(source: Source) -> str:
         'model = AutoModelForCausalLM.from_pretrained("DIR")\ntokenizer = AutoTokenizer.from_pretrained("DIR")\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{recipe.toml()}```\n"
     )
-
-
-def _base(source: Source) -> tuple[str, str]:
-    """The card's `base_model` and a sentence: what the weights began as; both empty for a model from scratch."""
-    m = source.recipe.model
-    name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
-    if not name:
-        return "", ""
-    origin = hf_files.saved_origin(source.run.path, m) if source.run and not m.init_from else None
-    commit = read_json(origin / hf_files.RECORD).get("commit", "") if origin else ""
-    if not name.startswith("hf:") and not commit:
-        return "", f"Trained further from `{Path(name).name}`.\n\n"
-    repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
-    return f"base_model: {repo}\n", f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n"
-
-
-def _results(run: Run, step: int) -> list[tuple[str, str, float]]:
-    """What was measured at a step, while training and by `windlass eval` (which counts where both did)."""
-    lines: dict[str, dict[str, Any]] = {str(line["suite"]): line for line in run.lines("eval", step=step)}
-    lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
-    return [
-        (suite, key, line[key])
-        for suite, line in lines.items()
-        for key in [*MEASURES, *(key for key in line if "/" in key)]
-        if isinstance(line.get(key), float)
-    ]
 
 
 def _write_json(path: Path, value: Any) -> None:

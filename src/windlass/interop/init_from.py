@@ -13,16 +13,17 @@ from windlass.checkpoint.reshard import restore
 from windlass.errors import UserError
 from windlass.model import convert
 from windlass.model.gpt import GPT, assign, generator
+from windlass.model.hf_files import WeightFiles
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
+# Entries of a configuration that do not change what a network of the same shapes computes.
 IRRELEVANT = (
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "initializer_range",
     "pretraining_tp", "vocab_size", "return_dict", "output_attentions", "output_hidden_states", "router_aux_loss_coef",
     "output_router_logits",
 )  # fmt: skip
-"""Entries of a configuration that do not change what a network of the same shapes computes."""
 IRRELEVANT_PARTS = ("dropout", "_pdrop", "_token_id", "summary_", "chunk_size_feed_forward")
 
 
@@ -54,14 +55,8 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
 
 def check_same_network(model: nn.Module, directory: Path) -> None:
     """Raise UserError, with what differs, where `model` is not the network of the weights in `directory`."""
-    hub.prepare()
-    config: Any = model.config
-    with hub.explained(f"model.init_from: {directory}"):
-        from transformers import AutoConfig
-
-        settings: Any = model.settings
-        there = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code).to_dict()
-    here = config.to_dict()
+    ours: Any = model
+    here, there = ours.config.to_dict(), _config(directory, ours.settings.trust_remote_code).to_dict()
     differs = [
         f"{key} = {there.get(key)!r} (it is {here.get(key)!r})"
         for key in sorted({*here, *there})
@@ -69,10 +64,18 @@ def check_same_network(model: nn.Module, directory: Path) -> None:
     ]
     if differs:
         raise UserError(
-            f"model.init_from: the weights in {directory} belong to another network than {settings.name}: "
+            f"model.init_from: the weights in {directory} belong to another network than {ours.settings.name}: "
             f"{'; '.join(differs[:8])}{'; and more' if len(differs) > 8 else ''}. Take its own configuration (model.name), "
             "or, where the difference is meant, put its weights beside the config.json that you want and name that directory"
         )
+
+
+def _config(directory: Path, remote_code: bool = False) -> Any:
+    hub.prepare()
+    with hub.explained(f"model.init_from: {directory}"):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
 
 
 def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
@@ -80,13 +83,7 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
 
     Rows of an embedding for which there are none keep the values that the seed gives them.
     """
-    hub.prepare()
-    with hub.explained(f"model.init_from: {directory}"):
-        from transformers import AutoConfig
-
-        config: Any = AutoConfig.from_pretrained(directory)
-    from windlass.model.hf_files import WeightFiles
-
+    config = _config(directory)
     there = convert.settings_of(config)
     convert.check_fit(model.settings, model.vocab, there, str(directory))
     files = WeightFiles(directory)

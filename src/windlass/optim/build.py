@@ -18,10 +18,7 @@ Group = dict[str, Any]
 
 
 def build_optimizer(
-    model: nn.Module,
-    settings: OptimSettings,
-    device_type: str,
-    group: torch.distributed.ProcessGroup | None = None,
+    model: nn.Module, settings: OptimSettings, device_type: str, group: torch.distributed.ProcessGroup | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for a model that is already parallelized.
 
@@ -37,21 +34,13 @@ def build_optimizer(
     """
     devices = {p.device.type for p in model.parameters() if p.requires_grad}
     assert devices, "a model without trained parameters"
-    fused = devices <= FUSED_DEVICES
+    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": devices <= FUSED_DEVICES}
     if settings.kind == "muon":
         from windlass.optim.muon import Muon
 
-        return Muon(
-            muon_groups(model, settings),
-            momentum=settings.muon_momentum,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=fused,
-            device_type=device_type,
-            group=group,
-        )
-    groups = adamw_groups(model, settings)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+        groups, momentum = muon_groups(model, settings), settings.muon_momentum
+        return Muon(groups, momentum=momentum, **adam, device_type=device_type, group=group)
+    return torch.optim.AdamW(adamw_groups(model, settings), lr=settings.lr, **adam)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -31,29 +31,22 @@ Matrix = tuple[Tensor, tuple[int, ...]]
 """A parameter, and the rows of each of the matrices stacked in it."""
 
 
-def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of a matrix U S V^T, by Newton-Schulz steps in `dtype`.
-
-    The gram matrix is taken on the shorter side, and the matrix is first divided by its Frobenius norm, an upper bound
-    of its largest singular value.
+def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
+    """About U V^T of a matrix U S V^T, by Newton-Schulz steps in `dtype`; with `parts`, the rows of each of the matrices
+    stacked in one, of each by itself.
     """
+    if len(parts) > 1:
+        return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
     tall = x.size(0) > x.size(1)
     if tall:
-        x = x.T
-    x = x / x.norm().clamp(min=NORM_FLOOR)
+        x = x.T  # so that the gram matrix is taken on the shorter side
+    x = x / x.norm().clamp(min=NORM_FLOOR)  # the Frobenius norm, an upper bound of the largest singular value
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def orthogonalise_parts(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int]) -> Tensor:
-    """Each of the matrices stacked in one, given by their rows, orthogonalised by itself."""
-    if len(parts) == 1:
-        return orthogonalise(matrix, dtype)
-    return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
 
 
 def update_scale(shape: Sequence[int]) -> float:
@@ -65,42 +58,30 @@ class Muon(torch.optim.Optimizer):
     """Groups with `muon=True` hold matrices that are orthogonalised; the others are AdamW's.
 
     State by parameter: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`; each is shaped and sharded like its
-    parameter, so that a checkpoint treats it like any other.
-
-    Args:
-        groups: parameter groups, each with its own `lr`, `weight_decay` (decoupled, times the learning rate) and `muon`;
-            with `parts`, for each matrix the rows of those stacked in it.
-        momentum: of the matrices; the buffer is a running mean, and the update looks ahead (Nesterov).
-        betas: AdamW's.
-        eps: AdamW's.
-        fused: AdamW in one kernel.
-        device_type: where matrices are orthogonalised; on `"cuda"` in bfloat16.
-        group: ranks that hold equal plain tensors (DDP) and share the work; None: each does it all.
-        dtype: of the Newton-Schulz steps; None: bfloat16 on `"cuda"`, elsewhere the parameter's own.
+    parameter, so that a checkpoint treats it like any other. A group has its own `lr`, `weight_decay` (decoupled, times
+    the learning rate) and `muon`; with `parts`, for each matrix the rows of those stacked in it.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
         *,
-        momentum: float = 0.95,
+        momentum: float = 0.95,  # of the matrices: a running mean, and the update looks ahead (Nesterov)
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool = True,
-        device_type: str = "cpu",
-        group: dist.ProcessGroup | None = None,
-        dtype: torch.dtype | None = None,
+        device_type: str = "cpu",  # where matrices are orthogonalised; on "cuda" in bfloat16
+        group: dist.ProcessGroup | None = None,  # ranks that hold equal plain tensors (DDP) and share the work
     ):
         self.device_type, self.group = device_type, group
         # The name by which torch asks whether `found_inf` makes the update conditional, on the device.
         self._step_supports_amp_scaling = fused
         self.found_inf: Tensor | None = None
-        self.dtype = dtype or (torch.bfloat16 if device_type == "cuda" else None)
+        self.dtype = torch.bfloat16 if device_type == "cuda" else None  # of the Newton-Schulz steps; None: the matrix's
         super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
         for g in self.param_groups:
             g.update({"momentum": momentum} if g["muon"] else {"betas": betas, "eps": eps, "fused": fused})
             if g["muon"]:
-                assert all(p.ndim == 2 for p in g["params"]), "Muon takes matrices"
                 g.setdefault("parts", [(p.shape[0],) for p in g["params"]])
 
     @torch.no_grad()
@@ -130,18 +111,17 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
-        for p, _ in matrices:
-            if not self.state[p]:
-                self.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
-        lr, keep = g["lr"], 1 - g["lr"] * g["weight_decay"]
+        lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
         ahead = (self._momentum(p, g["momentum"]) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight = _local(p)
-            new = (weight * keep).add_(update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1])))
+            new = (weight * shrink).add_(update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1])))
             weight.copy_(self._if_finite(new, weight))
 
     def _momentum(self, p: Tensor, rate: float) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead of it."""
+        if not self.state[p]:
+            self.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
         gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
         gradient = self._if_finite(gradient, momentum)  # replaced by the momentum it leaves the momentum as it was
         momentum.lerp_(gradient, 1 - rate)
@@ -162,21 +142,29 @@ class Muon(torch.optim.Optimizer):
             yield from _replicated(matrices, ahead, dtype, self.group)
         else:
             for (_, parts), x in zip(matrices, ahead, strict=True):
-                yield orthogonalise_parts(x, dtype, parts)
+                yield orthogonalise(x, dtype, parts)
 
     def _sharded(self, matrices: list[Matrix], ahead: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-        mesh, dim = _shard_dim(matrices[0][0])
+        """Rows over ranks: each rank collects its own matrices, orthogonalises them and sends the rows back."""
+        like: Any = matrices[0][0]
+        # One mesh dimension shards rows; every other one holds replicas.
+        [dim] = [i for i, placement in enumerate(like.placements) if not placement.is_replicate()]
+        assert like.placements[dim] == Shard(0), like.placements
+        mesh = like.device_mesh
         group, world, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
         for start in range(0, len(matrices), world):
             batch = matrices[start : start + world]
             local = [x.to(self.device_type, dtype) for x in islice(ahead, world)]
-            out = [x.numel() for x in local] + [0] * (world - len(batch))
-            mine, parts = batch[rank] if rank < len(batch) else (None, ())
-            into = [rows * mine.size(1) for rows in _rows(mine.size(0), world)] if mine is not None else [0] * world
+            out, into = [x.numel() for x in local] + [0] * (world - len(batch)), [0] * world
+            if rank < len(batch):
+                mine, parts = batch[rank]
+                rows, columns = mine.shape
+                each = -(-rows // world)  # torch.chunk's division: the last ranks perhaps with fewer rows or none
+                into = [max(0, min(each, rows - r * each)) * columns for r in range(world)]
             flat = local[0].new_empty(sum(into))
             dist.all_to_all_single(flat, torch.cat([x.reshape(-1) for x in local]), into, out, group=group)
-            if mine is not None:
-                flat = orthogonalise_parts(flat.view(mine.shape), dtype, parts).reshape(-1)
+            if rank < len(batch):
+                flat = orthogonalise(flat.view(mine.shape), dtype, parts).reshape(-1)
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
             yield from (x.view(like.shape) for x, like in zip(back.split(out[: len(batch)]), local, strict=True))
@@ -188,11 +176,10 @@ def _replicated(
     """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     for start in range(0, len(matrices), world):
+        batch = zip(matrices[start : start + world], islice(ahead, world), strict=True)
         updates = [
-            orthogonalise_parts(x, dtype, parts).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
-            for owner, ((_, parts), x) in enumerate(
-                zip(matrices[start : start + world], islice(ahead, world), strict=True)
-            )
+            orthogonalise(x, dtype, parts).contiguous() if owner == rank else torch.empty_like(x, dtype=dtype)
+            for owner, ((_, parts), x) in enumerate(batch)
         ]
         waits = [dist.broadcast(x, group=group, group_src=owner, async_op=True) for owner, x in enumerate(updates)]
         for update, wait in zip(updates, waits, strict=True):
@@ -205,17 +192,3 @@ def _local(tensor: Tensor | None) -> Tensor:
     """The storage on this rank; writing to it writes to the tensor."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard_dim(tensor: Tensor) -> tuple[dist.DeviceMesh, int]:
-    """The mesh and its one dimension over which rows are sharded; every other dimension holds replicas."""
-    assert isinstance(tensor, DTensor)
-    dims = [i for i, placement in enumerate(tensor.placements) if placement == Shard(0)]
-    assert len(dims) == 1 and all(p.is_replicate() for i, p in enumerate(tensor.placements) if i != dims[0]), tensor
-    return tensor.device_mesh, dims[0]
-
-
-def _rows(rows: int, world: int) -> list[int]:
-    """How many of a matrix's rows each rank holds: `torch.chunk`'s division, the last ranks perhaps with fewer or none."""
-    each = -(-rows // world)
-    return [max(0, min(each, rows - rank * each)) for rank in range(world)]

@@ -18,14 +18,13 @@ The shape `wsd`: arXiv 2404.06395.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
 
 
-@dataclass(frozen=True)
-class Phases:
+class Phases(NamedTuple):
     """Where a schedule bends, in updates: the rise is [0, warmup), the peak [warmup, fall), the fall [fall, steps)."""
 
     warmup: int
@@ -36,25 +35,18 @@ class Phases:
 def phases(schedule: ScheduleSettings, horizon: Horizon) -> Phases:
     """The schedule's durations in whole updates of a run; a warm-up and a decay that overlap shorten the decay."""
     steps = horizon.steps
-    warmup = min(horizon.steps_in(schedule.warmup), steps)
+    warmup = fall = min(horizon.steps_in(schedule.warmup), steps)
     if schedule.kind == "constant":
-        return Phases(warmup, steps, steps)
-    if schedule.kind == "wsd":
-        return Phases(warmup, max(warmup, steps - horizon.steps_in(schedule.decay)), steps)
-    return Phases(warmup, warmup, steps)
+        fall = steps
+    elif schedule.kind == "wsd":
+        fall = max(warmup, steps - horizon.steps_in(schedule.decay))
+    return Phases(warmup, fall, steps)
 
 
 def factor(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
-    """What the peak learning rate is multiplied by for the update numbered `step`.
+    """What the peak learning rate is multiplied by for the update numbered `step` (0 is the first) of a run.
 
-    Args:
-        schedule: the recipe's `optim.schedule`.
-        horizon: the run's length, against which fractions and epochs are measured.
-        step: number of the update, which is the number of updates made before it; 0 is the first. From the run's end on
-            the value stays at its end (`final`, or 1 where nothing falls).
-
-    Returns:
-        The multiplier, 1.0 at the peak.
+    From the run's end on the value stays at its end (`final`, or 1 where nothing falls).
     """
     assert step >= 0, step
     at = phases(schedule, horizon)
