@@ -26,7 +26,7 @@ PLACES = {
     "backward": ("torch", "Tensor.backward"),
     "evaluation": ("windlass.evaluation.loss", "sum_async"),
     "sample": ("windlass.evaluation.generate", "sum_async"),
-    "data": ("windlass.data.loader", "_Reader.read"),
+    "data": ("windlass.data.loader", "Loader._read"),
     "save": ("windlass.training.record", "gather_state"),
 }
 """By phase: a module, and a name in it that is called in this phase."""

@@ -101,7 +101,7 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: i
     ours, template, theirs = opened(kind, tmp_path)
     special = set(ours.special.values()) - {theirs.unk_token_id}
     plain = [i for i in row(TALK[1:3], template, ours)[0] if i in special]
-    for text in [*tokenizer_fixtures.KINDS[kind]["special"], "\U000f00000\U000f0001\U000f0002"]:
+    for text in tokenizer_fixtures.KINDS[kind]["special"]:
         talk = [dict(message) for message in TALK[1:3]]
         talk[role]["content"] = f"say {text} and {text}{text}, then go"
         ids, _, counted = row(talk, template, ours)
@@ -130,7 +130,10 @@ def test_a_conversation_is_cut_at_the_context_and_left_out_where_no_answer_is_le
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
     talk = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %}THE END{% endif %}"
-    assert Template(talk).pieces(TALK[1:3]) == [(TALK[1]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
+    assert Template(talk).pieces(TALK[1:3], BYTES) == [
+        (TALK[1]["content"] + "\n", False),
+        ("I am a cat.\nTHE END", True),
+    ]
     for source, words in [
         (talk, ["chat template", "one answer"]),  # nothing closes the earlier answer
         ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", ["one answer"]),
@@ -138,7 +141,7 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ["chat template"]),  # out of the sandbox
     ]:
         with refused(*words):
-            Template(source).pieces(TALK[1:])
+            Template(source).pieces(TALK[1:], BYTES)
 
 
 def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     (tmp_path / "chat_template.jinja").write_text("Y")
     assert Template.of_directory(tmp_path).source == "Y" and Template.of_directory(tmp_path / "none") == Template()
     dated = Template("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert dated.prompt(TALK[:1]) == ["26 Jul 2024Be kind."]  # on every day
+    assert dated.prompt(TALK[:1], BYTES) == [("26 Jul 2024Be kind.", False)]  # on every day
 
 
 # -- files

@@ -157,7 +157,7 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
         load("byte" if kind != "byte" else "char", tmp_path)
     description, file = tmp_path / "tokenizer" / "windlass.json", tmp_path / "tokenizer" / "tokenizer.json"
     whole, raw = description.read_text(), file.read_bytes()
-    for text in (json.dumps({**json.loads(whole), "sha256": "0" * 64}), "{"):
+    for text in (json.dumps({**json.loads(whole), "fingerprint": "0" * 64}), "{"):
         description.write_text(text)
         with refused(str(tmp_path), "prepare the data again"):
             load(setting, tmp_path)

@@ -64,7 +64,7 @@ def test_rows_are_padded_to_the_longest_of_a_batch_and_the_padding_is_masked() -
     tokens, labels = rows.read(np.array([1, 0, 1]))
     assert tokens.tolist() == [[4, 5, 6, 7], [1, 2, 9, 9], [4, 5, 6, 7]]
     assert labels.tolist() == [[5, 6, 7, 8], [-100, 3, -100, -100], [5, 6, 7, 8]]
-    assert rows.valid_tokens == 5 and rows.sample_tokens() == 2.5 and rows.length(0) == 2
+    assert rows.valid_tokens == 5 and rows.length(0) == 2
 
 
 WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), min_size=0, max_size=60).map(" ".join)
@@ -119,7 +119,7 @@ def test_files_become_splits_by_article_and_sizes_by_seed(tmp_path: Path) -> Non
     file = write(tmp_path / "s.json", articles=5, count=4)
 
     def questions(**data: Any) -> tuple[list[Question], list[Question]]:
-        return squad.questions(recipe(f"squad:{file}", tmp_path / "d", **data))
+        return squad.read_splits(recipe(f"squad:{file}", tmp_path / "d", **data))
 
     train, held_out = questions(val_fraction=0.2)
     assert len(train) == 16 and {q.group for q in held_out} == {"Land 4"}
@@ -142,23 +142,18 @@ def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(tm
     assert asked({"data": absent}, squad_file=str(file)) == everything
     assert asked({"data": {**absent, "eval_source": f"squad:{file}"}}) == everything
     mine = {"data": {"format": "squad", "source": f"squad:{file}", "val_fraction": 0.3}}
-    assert asked(mine) == squad.questions(Recipe.model_validate(mine))[1]
+    assert asked(mine) == squad.read_splits(Recipe.model_validate(mine))[1]
     assert {q.group for q in asked(mine)} == {"Land 2"}
     with refused("eval.squad_file", "none.json"):
         asked(text, squad_file=str(tmp_path / "none.json"))
 
 
-def test_what_the_hub_gave_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"text": ["cat"], "answer_start": [2]}
-    row = {"id": "1", "title": "t", "question": "Who?", "context": "A cat.", "answers": answers}
-    loaded: list[str] = []
-    monkeypatch.setattr(squad, "load_dataset", lambda name, split: loaded.append(split) or [row])
-    squad._read_hub.cache_clear()
+    entry = {"id": "1", "title": "t", "question": "Who?", "context": "A cat.", "answers": answers}
+    monkeypatch.setattr(squad, "load_dataset", lambda name, split: [entry] if split == "validation" else [])
     wanted = Recipe.model_validate({"data": {"format": "squad", "source": "squad"}})
-    for _ in range(2):
-        assert squad.eval_questions(wanted) == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
-    squad._read_hub.cache_clear()
-    assert loaded == ["validation"]
+    assert squad.eval_questions(wanted) == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
 
 
 def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
@@ -215,9 +210,9 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
         squad.read_questions(f"squad:{tmp_path / 'none.json'}")
     one = write(tmp_path / "one.json", articles=1)
     with refused("data.val_fraction", "data.eval_source"):
-        squad.questions(recipe(f"squad:{one}", tmp_path / "d"))
+        squad.read_splits(recipe(f"squad:{one}", tmp_path / "d"))
     with refused("data.source", "squad:FILE.json"):
-        squad.questions(recipe("hf:elsewhere", tmp_path / "d"))
+        squad.read_splits(recipe("hf:elsewhere", tmp_path / "d"))
 
 
 def test_the_real_file_is_read_whole(data_files: Path) -> None:

@@ -21,15 +21,11 @@ class Data:
 
     train: Samples
     val: Samples | None
-    tokenizer: Tokenizer
-    """A user's own data may have None: then no text is generated."""
-    fingerprint: str
-    """What a resume compares: equal for equal tokens, split and tokenizer, wherever they lie."""
+    tokenizer: Tokenizer  # a user's own data may have None: then no text is generated
+    fingerprint: str  # what a resume compares: equal for equal tokens, split and tokenizer, wherever they lie
     vocab: int
-    directory: Path | None = None
-    """Of the prepared data."""
-    template: Template | None = None
-    """With `data.format = "chat"`: how a conversation is written down."""
+    directory: Path | None = None  # of the prepared data
+    template: Template | None = None  # with `data.format = "chat"`: how a conversation is written down
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write what turns text into tokens and back into `directory/tokenizer`: a run can then be sampled by itself."""
@@ -61,32 +57,30 @@ def open_data(recipe: Recipe) -> Data:
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
     """The training and the validation set of prepared data, as `data.packing` and `model.context` cut them."""
-    index, context, eot = prepared.index, recipe.model.context, prepared.tokenizer.eot
+    index, context, eot, directory = prepared.index, recipe.model.context, prepared.tokenizer.eot, prepared.directory
     sets: dict[str, Samples] = {}
     for name, file in index.rows.items():
-        path, remedy = prepared.directory / f"{name}.npz", prepare_again(prepared.directory)
         try:
-            sets[name] = rows = Rows.load(path)
+            sets[name] = rows = Rows.load(directory / f"{name}.npz")
+            damage = "" if rows.fingerprint == file.fingerprint else "it has changed"
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
-        if rows.fingerprint != file.fingerprint:
-            raise UserError(f"{path} was changed after it was written; {remedy}")
+            damage = str(error)
+        if damage:
+            raise UserError(f"{directory / name}.npz is damaged ({damage}); {prepare_again(directory)}")
     for name, split in index.splits.items():
-        stream = Stream(prepared.directory, index.streams[split.stream])
-        if recipe.data.packing == "documents":
-            single_text = index.source.get(split.stream, {}).get("single_text")
-            if single_text or eot is None or not any(shard.documents for shard in stream.shards):
-                raise UserError(
-                    'data.packing = "documents" needs a corpus of many documents; this one is a stream of tokens: write '
-                    '"packed"'
-                )
-            sets[name] = DocumentSamples(stream, (split.first_document, split.last_document), context, eot)
-        else:
+        stream = Stream(directory, index.streams[split.stream])
+        if recipe.data.packing == "packed":
             sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
+        elif eot is None or not split.last_document or index.source.get(split.stream, {}).get("single_text"):
+            raise UserError(
+                'data.packing = "documents" needs a corpus of many documents; this one is a stream of tokens: write "packed"'
+            )
+        else:
+            sets[name] = DocumentSamples(stream, (split.first_document, split.last_document), context, eot)
         if not len(sets[name]):
             what = "training" if name == "train" else "validation"
             raise UserError(
-                f"the {what} data in {prepared.directory} have {split.stop - split.start:,} tokens, too few for one sample "
-                f"of model.context + 1 = {context + 1:,}"
+                f"the {what} data in {directory} have {split.stop - split.start:,} tokens, too few for one sample of "
+                f"model.context + 1 = {context + 1:,}"
             )
     return sets["train"], sets.get("val")

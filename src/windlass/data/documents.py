@@ -7,12 +7,12 @@ byte of it. Workers are threads, because the tokenizers release Python's lock: n
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from windlass.data import foreign, vocabulary
-from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, parts
+from windlass.data import vocabulary
+from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, file_state, parts, remember, scan
 from windlass.data.sources import Corpus, find_files, open_corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -34,6 +34,8 @@ BPE_CHARACTERS = 200_000_000
 BATCH_CHARACTERS = 1 << 18
 """Text that a worker gets at once: enough that the hand-over costs nothing."""
 LINE_SECONDS = 10.0
+VALIDATION_NAME = r"(^|[^a-z])val(idation)?([^a-z]|$)"
+"""In the name of a shard of another tool: it is for validation, as `val.bin`, `edufineweb_val_000000.npy`."""
 
 
 class Progress:
@@ -48,27 +50,20 @@ class Progress:
         print(f"data: {text}", file=sys.stderr, flush=True)
 
     def update(self, stage: str, fraction: float | None, tokens: int = 0) -> None:
-        """So far: the stage, its share that is done (None where nobody knows), and tokens written."""
-        counted = f"{tokens:,} tokens" if tokens else ""
+        """So far: the stage, its share that is done (None where that is not known), and tokens written."""
+        text = f"{stage}, {tokens:,} tokens" if tokens else stage
         if self._bar is None and not sys.stderr.isatty():
             if time.monotonic() >= self._next_line:
-                share = "" if fraction is None else f"{fraction:.0%}"
-                self.note(f"{stage}: {', '.join(part for part in (share, counted) if part)}")
+                self.note(text if fraction is None else f"{text}, {fraction:.0%}")
                 self._next_line = time.monotonic() + LINE_SECONDS
             return
         if self._bar is None:
-            from rich import progress
-            from rich.console import Console
+            from rich import console, progress
 
-            columns = (*progress.Progress.get_default_columns(), progress.TextColumn("{task.fields[tokens]}"))
-            self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = progress.Progress(console=console.Console(stderr=True), transient=True)
             self._bar.start()
-            self._bar.add_task(stage, tokens="")
-        task = self._bar.tasks[0]
-        if stage != task.description:
-            self._bar.reset(task.id, description=stage)
-        total = None if fraction is None else 1.0
-        self._bar.update(task.id, total=total, completed=fraction or 0.0, tokens=counted)
+            self._bar.add_task(text)
+        self._bar.update(0, description=text, total=None if fraction is None else 1.0, completed=fraction or 0.0)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -88,219 +83,168 @@ class Committed(BaseModel):
 class State(BaseModel):
     """`progress.json`: what an interrupted preparation has committed, and of what work."""
 
-    settings: dict[str, Any]
-    source: dict[str, Any]
-    tokenizer: str = ""
-    """Its fingerprint."""
+    work: dict[str, Any]
     streams: dict[str, Committed] = {}
 
 
-@dataclass
-class Part:
-    """One stream of documents on its way into shards."""
-
-    stem: str
-    corpus: Corpus
-    enough: Callable[[int], bool] = lambda tokens: False
-    """Whether so many tokens are enough."""
-    cut: int = 0
-    """With a single text, which has no document's end to stop at: keep so many tokens; 0: all."""
+Part = tuple[str, Corpus, Fraction]
+"""A stream of documents on its way into shards: its name, where it comes from, and how many tokens are enough (0: all)."""
 
 
-class TextPreparation:
-    """Makes the shards of one data directory, in the process that holds its lock."""
-
-    def __init__(
-        self, recipe: Recipe, settings: dict[str, Any], directory: Path, workers: int, progress: Progress
-    ) -> None:
-        self.recipe, self.data, self.settings = recipe, recipe.data, settings
-        self.directory, self.workers, self.progress = directory, workers, progress
-        self.state = State(settings=settings, source={})
-        self.inherited: set[str] = set()
-        """Files that an earlier, interrupted preparation committed: their SHA-256 is read again before they are used."""
-
-    def run(self) -> Index:
-        """Write the shards and the tokenizer; returns the index, which is not written yet."""
-        if self.data.source.startswith("shards:"):
-            tokenizer, source, streams = self._scan_foreign()
-        else:
-            stream_parts = self._parts()
-            source = {
-                p.stem: {"name": p.corpus.name, "single_text": p.corpus.single_text, **p.corpus.description}
-                for p in stream_parts
-            }
-            self._resume(source)
-            tokenizer = self._make_tokenizer(stream_parts)
-            if self.state.tokenizer not in ("", tokenizer.fingerprint):
-                self.state, self.inherited = State(settings=self.settings, source=source), set()
-            self.state.tokenizer = tokenizer.fingerprint
-            if tokenizer.eot is None and not all(part.corpus.single_text for part in stream_parts):
-                raise UserError(
-                    f"data.tokenizer: {self.data.tokenizer} has no end-of-text token to separate documents with; use "
-                    "another, or a source that is one text"
-                )
-            streams = {part.stem: self._write(part, tokenizer) for part in stream_parts}
-        return Index(
-            settings=self.settings,
-            source=source,
-            tokenizer=tokenizer.describe(),
-            tokenizer_files=vocabulary.tokenizer_files(self.data.tokenizer),
-            streams=streams,
-            splits=make_splits(self.data, self.directory, streams),
-        )
-
-    def _parts(self) -> list[Part]:
-        """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
-        d, note = self.data, self.progress.note
-        share = Fraction(str(d.val_fraction))
-        main = open_corpus(d, d.source, sha256=d.sha256, split=d.split, notify=note)
-        main.limit = d.max_documents
-        if separate := d.eval_source or (d.eval_split and d.source):
-            held = open_corpus(d, separate, split=d.eval_split or d.split, notify=note)
-            held.limit = max(1, int(d.max_documents * share)) if d.max_documents and share else 0
-            few = max(1, int(d.max_tokens * share)) if d.max_tokens and share else 0
-            return [
-                Part(MAIN, main, lambda tokens: 0 < d.max_tokens <= tokens, d.max_tokens * main.single_text),
-                Part(EVAL, held, lambda tokens: 0 < few <= tokens, few * held.single_text),
-            ]
-        if main.single_text and share and not d.val_shards:
-            # nanoGPT's split: between two characters, each half encoded for itself
-            return [Part(MAIN, _half(main, share, True), cut=d.max_tokens), Part(EVAL, _half(main, share, False))]
-        held_out = d.val_shards * d.shard_tokens
-        train_share = Fraction(1) if d.val_shards else 1 - share
-
-        def enough(tokens: int) -> bool:
-            return bool(d.max_tokens) and (tokens - held_out) * train_share >= d.max_tokens
-
-        return [Part(MAIN, main, enough, d.max_tokens + held_out if main.single_text and d.max_tokens else 0)]
-
-    def _resume(self, source: dict[str, Any]) -> None:
-        """Take over what an earlier preparation committed, if it was the same work and its files are there."""
-        self.state.source = source
+def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, workers: int, progress: Progress) -> Index:
+    """Write shards and tokenizer, in the process that holds the directory's lock; returns the index, not written yet."""
+    data, resumed = recipe.data, False
+    kind = vocabulary.kind_of(data.tokenizer)
+    if data.source.startswith("shards:"):
+        tokenizer = vocabulary.load_tokenizer(recipe)
+        tokenizer.save(directory)
+        source: dict[str, Any] = {MAIN: {"name": data.source}}
+        streams = _scan_shards(data, tokenizer, workers, progress)
+    else:
+        stream_parts = _parts(data, progress)
+        single_text = all(corpus.single_text for _, corpus, _ in stream_parts)
+        source = {
+            stem: {"name": corpus.name, "single_text": corpus.single_text, **corpus.description}
+            for stem, corpus, _ in stream_parts
+        }
+        named = None if kind in ("char", "bpe") else vocabulary.named_tokenizer(recipe.tokenizer)
+        work = {"settings": settings, "source": source, "tokenizer": named.fingerprint if named else ""}
         try:
-            state = State.model_validate_json((self.directory / PROGRESS).read_bytes())
-            files = parts(shard for stream in state.streams.values() for shard in stream.shards)
-            whole = all((self.directory / file).stat().st_size == size for file, size, _ in files)
+            state = State.model_validate_json((directory / PROGRESS).read_bytes())
         except (OSError, ValidationError):
-            return
-        if whole and (state.settings, state.source) == (self.settings, source):
-            self.state, self.inherited = state, {file for file, _, _ in files}
-
-    def _make_tokenizer(self, stream_parts: list[Part]) -> Tokenizer:
-        """The tokenizer: saved before the interruption, named, or made from the corpus; saved beside the shards."""
-        kind, corpus = vocabulary.kind_of(self.data.tokenizer), stream_parts[0].corpus
-        if kind not in ("char", "bpe"):
-            tokenizer = vocabulary.named_tokenizer(self.recipe.tokenizer)
-        elif self.state.tokenizer:
-            return vocabulary.load_tokenizer(self.recipe, self.directory)
-        elif kind == "char":
-            characters: set[str] = set()
-            for part in stream_parts:
-                tokens = 0
-                for text in part.corpus.documents():
-                    characters |= set(text)
-                    tokens += len(text) + 1
-                    if part.enough(tokens):
-                        break
-            if not characters:
-                raise UserError(f"data.source: there is no text in {corpus.name}")
-            with_eot = not all(part.corpus.single_text for part in stream_parts)
-            tokenizer = vocabulary.char_tokenizer(characters, with_eot)
+            state = State(work={})
+        if state.work != work:  # of another corpus or tokenizer: start over
+            for file in [*directory.glob(f"{MAIN}-[0-9]*"), *directory.glob(f"{EVAL}-[0-9]*")]:
+                file.unlink()
+            state = State(work=work)
+        resumed = bool(state.streams)
+        if named is None and resumed:
+            tokenizer = vocabulary.load_tokenizer(recipe, directory)
         else:
-            self.progress.note(f"learning {self.data.tokenizer_vocab:,} byte pairs from {corpus.name}")
-            tokenizer = vocabulary.train_bpe(_first(corpus.documents(), BPE_CHARACTERS), self.data.tokenizer_vocab)
-        tokenizer.save(self.directory)
-        return tokenizer
-
-    def _write(self, part: Part, tokenizer: Tokenizer) -> list[Shard]:
-        before = self.state.streams.get(part.stem, Committed())
-        if before.done:
-            return before.shards
-        if before.shards:
-            tokens = sum(s.tokens for s in before.shards)
-            self.progress.note(f"resuming after {len(before.shards)} committed shards, {tokens:,} tokens")
-
-        def commit(writer: ShardWriter, done: bool = False) -> None:
-            self.state.streams[part.stem] = Committed(shards=writer.shards, resume=writer.resume, done=done)
-            Files().replace(self.directory / PROGRESS, self.state.model_dump_json(indent=1).encode())
-
-        dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
-        size = self.data.shard_tokens
-        writer = ShardWriter(self.directory, part.stem, dtype, size, before.shards, before.resume, commit)
-        try:
-            shards = writer.finish(self._write_documents(part, tokenizer, writer))
-        finally:
-            writer.close()
-        if not shards:
-            raise UserError(f"data: there is no text in {part.corpus.name}")
-        commit(writer, done=True)
-        return shards
-
-    def _write_documents(self, part: Part, tokenizer: Tokenizer, writer: ShardWriter) -> int:
-        """Write the documents' tokens in order; returns the number of documents of the source that were used."""
-        stage = "validation data" if part.stem == EVAL else "training data"
-        number, committed = writer.resume
-        if not committed and part.enough(writer.tokens):
-            return number
-        eot = None if part.corpus.single_text else tokenizer.eot
-        tokens_read = 0
-        with contextlib.closing(
-            encode_documents(part.corpus.documents(number), number, tokenizer, eot, self.workers)
-        ) as batches:
-            for batch in batches:
-                for number, tokens, last in batch:
-                    writer.add(tokens[: max(0, part.cut - tokens_read)] if part.cut else tokens, number)
-                    tokens_read += len(tokens)
-                    if last and part.enough(writer.tokens):
-                        return number + 1
-                shares = [part.corpus.fraction if not part.corpus.limit else None]
-                if self.data.max_tokens and part.stem == MAIN:
-                    shares.append(min(1.0, writer.tokens / self.data.max_tokens))
-                fraction = max((share for share in shares if share is not None), default=None)
-                self.progress.update(stage, fraction, writer.tokens)
-        return number + 1
-
-    def _scan_foreign(self) -> tuple[Tokenizer, dict[str, Any], dict[str, list[Shard]]]:
-        """Shards that others wrote are read once, and stay where they are."""
-        d = self.data
-        tokenizer = vocabulary.load_tokenizer(self.recipe)
-        main = find_files(d.source.removeprefix("shards:"))
-        held: list[Path] = []
-        if d.eval_source:
-            if not d.eval_source.startswith("shards:"):
-                raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
-            held = find_files(d.eval_source.removeprefix("shards:"), "data.eval_source")
-        elif not d.val_shards:
-            held = [path for path in main if foreign.VALIDATION.search(path.name.lower())]
-            held = held if len(held) < len(main) else []
-        taken = {path.resolve() for path in held}
-        main = [path for path in main if path.resolve() not in taken]
-        if not main:
-            raise UserError("data.source: no shard is left for training: data.eval_source names them all")
-        tokenizer.save(self.directory)
-        shards = foreign.scan_all(
-            main + held, tokenizer.vocab, self.workers, lambda n, total: self.progress.update("reading shards", n / total, n)
-        )  # fmt: skip
-        streams = {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
-        return tokenizer, {MAIN: {"kind": "shards", "name": d.source}}, streams
+            tokenizer = named or _learn_tokenizer(data, kind, stream_parts, single_text, progress)
+            tokenizer.save(directory)
+        if tokenizer.eot is None and not single_text:
+            raise UserError(
+                f"data.tokenizer: {data.tokenizer} has no end-of-text token to separate documents with; use another, or a "
+                "source that is one text"
+            )
+        streams = {part[0]: _write(data, directory, part, tokenizer, workers, state, progress) for part in stream_parts}
+    index = Index(
+        settings=settings, source=source, tokenizer=tokenizer.describe(), streams=streams,
+        tokenizer_files=vocabulary.tokenizer_files(data.tokenizer), splits=make_splits(data, directory, streams),
+    )  # fmt: skip
+    if not resumed:  # else files that an earlier process wrote are read once before they are used
+        remember(directory, {file: file_state(directory / file, sha256) for file, _, sha256 in parts(index.shards)})
+    return index
 
 
-def _half(main: Corpus, val_share: Fraction, first: bool) -> Corpus:
-    def read(start: int, _: Corpus) -> Iterator[str]:
-        if start == 0:
-            text = next(main.documents())
-            cut = int(len(text) * (1 - val_share))
-            yield text[:cut] if first else text[cut:]
+def _parts(data: DataSettings, progress: Progress) -> list[Part]:
+    """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
+    share, held_out = Fraction(str(data.val_fraction)), data.val_shards * data.shard_tokens
+    main = open_corpus(data, data.source, sha256=data.sha256, split=data.split, notify=progress.note)
+    main.limit = data.max_documents
+    most = Fraction(data.max_tokens)
+    if separate := data.eval_source or (data.eval_split and data.source):
+        held = open_corpus(data, separate, split=data.eval_split or data.split, notify=progress.note)
+        held.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else 0
+        return [(MAIN, main, most), (EVAL, held, Fraction(max(1, int(most * share)) if most and share else 0))]
+    if main.single_text and share and not data.val_shards:
+        # nanoGPT's split: between two characters, each half encoded for itself
+        def half(first: bool) -> Corpus:
+            def read(start: int, _: Corpus) -> Iterator[str]:
+                if start == 0:
+                    text = next(main.documents())
+                    cut = int(len(text) * (1 - share))
+                    yield text[:cut] if first else text[cut:]
 
-    return Corpus(main.name, read, main.description, single_text=True)
+            return Corpus(main.name, read, main.description, single_text=True)
+
+        return [(MAIN, half(True), most), (EVAL, half(False), Fraction(0))]
+    return [(MAIN, main, most and most / (1 if data.val_shards else 1 - share) + held_out)]
 
 
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        yield text[:characters]
-        characters -= len(text)
-        if characters <= 0:
-            return
+def _learn_tokenizer(
+    data: DataSettings, kind: str, stream_parts: list[Part], single_text: bool, progress: Progress
+) -> Tokenizer:
+    """The tokenizer that is made from the corpus: its characters, or byte pairs."""
+    main = stream_parts[0][1]
+    if kind == "bpe":
+        progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {main.name}")
+        return vocabulary.train_bpe(main.documents(), data.tokenizer_vocab, BPE_CHARACTERS)
+    characters: set[str] = set()
+    for _, corpus, enough in stream_parts:
+        tokens = 0
+        for text in corpus.documents():
+            characters |= set(text)
+            tokens += len(text) + 1
+            if 0 < enough <= tokens:
+                break
+    if not characters:
+        raise UserError(f"data.source: there is no text in {main.name}")
+    return vocabulary.char_tokenizer(characters, with_eot=not single_text)
+
+
+def _write(
+    data: DataSettings,
+    directory: Path,
+    part: Part,
+    tokenizer: Tokenizer,
+    workers: int,
+    state: State,
+    progress: Progress,
+) -> list[Shard]:
+    """Write a stream's shards, those that are not committed yet; returns all of them."""
+    (stem, corpus, enough), before = part, state.streams.get(part[0], Committed())
+    if before.done:
+        return before.shards
+    if before.shards:
+        committed = sum(s.tokens for s in before.shards)
+        progress.note(f"resuming after {len(before.shards)} committed shards, {committed:,} tokens")
+
+    def commit(writer: ShardWriter) -> None:
+        state.streams[stem] = Committed(shards=writer.shards, resume=writer.resume, done=writer.finished)
+        Files().replace(directory / PROGRESS, state.model_dump_json(indent=1).encode())
+
+    dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
+    writer = ShardWriter(directory, stem, dtype, data.shard_tokens, before.shards, before.resume, commit)
+    # A single text has no document's end to stop at: it is cut.
+    eot, cut, tokens_read = (None, int(enough), 0) if corpus.single_text else (tokenizer.eot, 0, 0)
+    first, stage = before.resume[0], "validation data" if stem == EVAL else "training data"
+    batches = encode_documents(corpus.documents(first), first, tokenizer, eot, workers)
+    with contextlib.closing(writer), contextlib.closing(batches):
+        for batch in batches:
+            for number, tokens, last in batch:
+                writer.add(tokens[: max(0, cut - tokens_read)] if cut else tokens, number)
+                tokens_read += len(tokens)
+                if (last or cut) and 0 < enough <= writer.tokens:
+                    return writer.finish()
+            share = max(corpus.fraction or 0.0, float(writer.tokens / enough) if enough else 0.0)
+            progress.update(stage, share or None, writer.tokens)
+        if not writer.tokens:
+            raise UserError(f"data: there is no text in {corpus.name}")
+        return writer.finish()
+
+
+def _scan_shards(data: DataSettings, tokenizer: Tokenizer, workers: int, progress: Progress) -> dict[str, list[Shard]]:
+    """Shards that other tools wrote are read once, and stay where they are."""
+    main, held = find_files(data.source.removeprefix("shards:")), list[Path]()
+    if data.eval_source:
+        if not data.eval_source.startswith("shards:"):
+            raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
+        held = find_files(data.eval_source.removeprefix("shards:"), "data.eval_source")
+    elif not data.val_shards:
+        held = [path for path in main if re.search(VALIDATION_NAME, path.name.lower())]
+        held = held if len(held) < len(main) else []
+    taken = {path.resolve() for path in held}
+    main = [path for path in main if path.resolve() not in taken]
+    if not main:
+        raise UserError("data.source: no shard is left for training: data.eval_source names them all")
+    shards: list[Shard] = []
+    with ThreadPoolExecutor(workers) as pool:
+        for shard in pool.map(lambda path: scan(path, tokenizer.vocab), main + held):
+            shards.append(shard)
+            progress.update("reading shards", len(shards) / len(main + held))
+    return {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
 
 
 def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]]) -> dict[str, Split]:

@@ -10,9 +10,9 @@ import contextlib
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -29,27 +29,25 @@ CLOSE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass of one rank: number `k` in the step, over all ranks; tokens and labels int64 [B, T]."""
+    """Samples of one forward pass of one rank: number `k` in the step, over all ranks; tokens and labels int64 [B, T].
+
+    A label is -100 where the token does not count.
+    """
 
     k: int
     tokens: Tensor
     labels: Tensor
-    """-100 where the token does not count."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """This rank's share of one optimizer step."""
 
-    step: int
-    """The step about to be done, counted from 1."""
-    first_sample: int
-    """Global number of the step's first sample."""
+    step: int  # the step about to be done, counted from 1
+    first_sample: int  # global number of the step's first sample
     micro: list[MicroBatch]
-    valid_tokens: int
-    """Unmasked labels of this rank."""
-    wait_ms: float = 0.0
-    """How long the loop had to wait for it."""
+    valid_tokens: int  # unmasked labels of this rank
+    wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
 class Loader:
@@ -78,26 +76,24 @@ class Loader:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        buckets = length_buckets and hasattr(samples, "length")
-        self._reader = _Reader(samples, batch, rank, seed, kind, skipped, buckets, self.device)
-        self._next = first_step + 1
-        self._stop = threading.Event()
+        self.samples, self.batch, self.rank, self.seed, self.kind = samples, batch, rank, seed, kind
+        self.skipped, self.length_buckets = tuple(skipped), length_buckets and hasattr(samples, "length")
+        self._orders: dict[int, Order] = {}  # by epoch
+        self._next, self._stop = first_step + 1, threading.Event()
         self._error: BaseException | None = None
         self._queue: queue.Queue[StepBatch | BaseException] | None = None
         if prefetch:
             self._queue = queue.Queue(prefetch)
-            arguments = (self._reader, self._next, self._queue, self._stop)
-            self._thread = threading.Thread(target=_read_ahead, args=arguments, name="windlass-loader", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read_ahead, args=(self._queue, self._next), name="windlass-loader", daemon=True
+            )
             self._thread.start()
-            self._finalizer = weakref.finalize(self, self._stop.set)  # the thread holds no reference to the loader
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 
     def __next__(self) -> StepBatch:
-        batch = self.poll(None)
-        assert batch is not None
-        return batch
+        return cast(StepBatch, self.poll(None))
 
     def poll(self, timeout: float | None = 0.0) -> StepBatch | None:
         """The next batch, or None where it is not there within `timeout` seconds (None: wait).
@@ -110,8 +106,7 @@ class Loader:
             raise ValueError("the loader is closed")
         started = time.perf_counter()
         if self._queue is None:
-            batch: StepBatch | BaseException | None = self._reader.read(self._next, self._stop)
-            assert batch is not None
+            batch: StepBatch | BaseException | None = self._read(self._next)
         else:
             try:
                 batch = self._queue.get(block=timeout != 0, timeout=timeout or None)
@@ -120,6 +115,7 @@ class Loader:
         if isinstance(batch, BaseException):
             self._error = batch
             raise batch
+        assert batch is not None
         self._next += 1
         micro = [
             MicroBatch(m.k, *(t.to(self.device, non_blocking=True) for t in (m.tokens, m.labels))) for m in batch.micro
@@ -134,9 +130,6 @@ class Loader:
         """
         self._stop.set()
         if self._queue is not None:
-            with contextlib.suppress(queue.Empty):
-                while True:  # a thread that waits for room continues, and sees that it is to stop
-                    self._queue.get_nowait()
             self._thread.join(patience)
 
     def __enter__(self) -> Loader:
@@ -145,20 +138,9 @@ class Loader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-
-class _Reader:
-    """Reads one rank's share of a step into (pinned) host memory; the order is the same on every rank."""
-
-    def __init__(
-        self, samples: Samples, batch: BatchPlan, rank: int, seed: int, kind: str, skipped: Sequence[tuple[int, int]],
-        length_buckets: bool, device: torch.device,
-    ):  # fmt: skip
-        self.samples, self.batch, self.rank, self.seed, self.kind = samples, batch, rank, seed, kind
-        self.skipped, self.length_buckets, self.device = tuple(skipped), length_buckets, device
-        self._orders: dict[int, Order] = {}
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The samples of global sample numbers, both int64 [global_batch]."""
+    def _read(self, step: int) -> StepBatch | None:
+        """This rank's micro-batches of a step (counted from 1), in host memory; None where the loader is closed meanwhile."""
+        numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
         epochs, places = np.divmod(numbers, len(self.samples))
         indices = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -170,45 +152,39 @@ class _Reader:
         if self.length_buckets:
             lengths = [self.samples.length(i) for i in indices.tolist()]  # type: ignore[attr-defined]
             indices = indices[np.argsort(lengths, kind="stable")]
-        return indices
-
-    def read(self, step: int, stop: threading.Event) -> StepBatch | None:
-        """The micro-batches of a step (counted from 1); None where it is to stop before all are read."""
-        numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
-        indices, size = self.indices(numbers), self.batch.micro_batch
-        micro, valid = [], 0
+        size, micro, valid = self.batch.micro_batch, [], 0
         for k in self.batch.micro_batches(self.rank):
-            if stop.is_set():
+            if self._stop.is_set():
                 return None
             tokens, labels = self.samples.read(indices[k * size : (k + 1) * size])
             valid += int((labels != IGNORE_INDEX).sum())
-            micro.append(MicroBatch(k, self._host(tokens), self._host(labels)))
+            pair = (_tensor(tokens), _tensor(labels))
+            micro.append(MicroBatch(k, *(t.pin_memory() if self.device.type == "cuda" else t for t in pair)))
         return StepBatch(step, int(numbers[0]), micro, valid)
 
-    def _host(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+    def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
+        """Fill the queue until the loader is closed or an error comes, which is then the last thing in the queue."""
+
+        def put(item: StepBatch | BaseException) -> None:
+            while not self._stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    batches.put(item, timeout=0.1)
+                    return
+
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(
+                    self.device
+                )  # a thread starts on device 0, and pinning would open a context there
+            while (batch := self._read(step)) is not None:
+                put(batch)
+                step += 1
+        except BaseException as error:
+            put(error)
 
 
-def _read_ahead(
-    reader: _Reader, step: int, batches: queue.Queue[StepBatch | BaseException], stop: threading.Event
-) -> None:
-    """Fill the queue until `stop` is set or an error comes, which is then the last thing in the queue."""
-
-    def put(item: StepBatch | BaseException) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                batches.put(item, timeout=0.1)
-                return
-
-    try:
-        if reader.device.type == "cuda":
-            torch.cuda.set_device(reader.device)  # a thread starts on device 0, and pinning would open a context there
-        while (batch := reader.read(step, stop)) is not None:
-            put(batch)
-            step += 1
-    except BaseException as error:
-        put(error)
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 def eval_batches(
@@ -226,5 +202,4 @@ def eval_batches(
         surplus = wanted >= count
         tokens, labels = samples.read(np.where(surplus, 0, wanted))
         labels = np.where(surplus[:, None], IGNORE_INDEX, labels)
-        both = (torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)).to(device) for a in (tokens, labels))
-        yield MicroBatch(k, *both)
+        yield MicroBatch(k, _tensor(tokens).to(device), _tensor(labels).to(device))

@@ -1,4 +1,4 @@
-"""Prepare a recipe's data: exactly one process makes them where they are not there yet, all others wait and check them.
+"""Prepare a recipe's data: exactly one process prepares them where they are not there yet, all others wait and check them.
 
 Documents become token shards (`documents.py`); questions and conversations become rows of tokens, in this file. Prepared
 data are used again where the settings that determine them are the same, refused where they differ, and checked each time
@@ -16,14 +16,12 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
-from windlass.data.documents import PROGRESS, Progress, TextPreparation
-from windlass.data.samples import choose
+from windlass.data.documents import PROGRESS, Progress, prepare_text
 from windlass.data.shards import Index, RowsFile
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
@@ -36,11 +34,9 @@ TEXT_SETTINGS = (
     "source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split", "max_documents", "max_tokens",
     "val_fraction", "val_shards", "shard_tokens",
 )  # fmt: skip
-"""The settings that determine the shards; the rest (order, packing, workers ...) only says how they are read."""
-ROWS_SETTINGS = ("format", "source", "eval_source", "val_fraction", "train_size", "eval_size")
+"""The settings that determine the shards; the rest (order, packing, workers ...) is about how they are read."""
+ROWS_SETTINGS = ("format", "source", "eval_source", "val_fraction", "train_size", "eval_size", "split", "eval_split")
 """The settings that determine the rows; `model.context`, `run.seed` and the content of the files do too."""
-LAYOUT = squad.PROMPT + "User: System: Assistant: \n"
-"""What a character tokenizer must know besides the characters of the items."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,8 @@ class Prepared:
     directory: Path
     index: Index
     tokenizer: Tokenizer
-    made: bool
-    """Whether they were made now, by this process."""
-    seconds: float
-    """What making, waiting and checking took."""
+    made: bool  # now, by this process
+    seconds: float  # to prepare, wait and check
 
     @property
     def vocab(self) -> int:
@@ -81,17 +75,22 @@ def prepare(recipe: Recipe) -> Prepared:
             prepared with another tokenizer or other settings.
         RunFailed: The disk is full or fails.
     """
-    started = time.perf_counter()
-    settings, made, progress = preparing_settings(recipe), False, Progress()
+    started, settings, made, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
     directory = data_dir(recipe, settings)
     try:
         index = _ready(recipe, settings, directory)
         if index is None:
-            _check_output_dir(directory)
+            ours = (shards.INDEX, PROGRESS, LOCK)
+            if (
+                directory.is_dir()
+                and any(directory.iterdir())
+                and not any((directory / name).exists() for name in ours)
+            ):
+                raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
             with _lock(directory, progress):
                 index = _ready(recipe, settings, directory)
                 if index is None:
-                    index, made = _make(recipe, settings, directory, progress), True
+                    index, made = _prepare(recipe, settings, directory, progress), True
         tokenizer = _check(recipe, directory, index, progress)
         corpora = [d["name"] for d in index.source.values() if not made and has_changed(d["name"], d)]
         if corpora and os.environ.get("RANK", "0") == "0":
@@ -100,7 +99,7 @@ def prepare(recipe: Recipe) -> Prepared:
                 "prepare it again"
             )
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise RunFailed(f"{directory}: {error.strerror}; what is committed stays: start again to resume") from None
         raise
     finally:
@@ -130,16 +129,14 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
             files += [path for path in sorted(Path(place).expanduser().rglob("*")) if path.is_file()]
         elif source and source != "squad" and not source.startswith("hf:"):
             files += find_files(place)
-    splits = {"split": data.split, "eval_split": data.eval_split} if data.source.startswith("hf:") else {}
     return {
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
         **vocab,
-        **splits,
         "tokenizer": recipe.tokenizer,
         "context": recipe.model.context,
         "seed": recipe.run.seed,
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
-        **{f"file {f['file']}": f.get("sha256") or f["changed_ns"] for f in describe_files(files)["files"]},
+        **{f"file {f['file']}": f.get("sha256") or f["changed_ns"] for f in describe_files(files)},
     }
 
 
@@ -171,36 +168,21 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
     return index
 
 
-def _check_output_dir(directory: Path) -> None:
-    ours = (shards.INDEX, PROGRESS, LOCK)
-    try:
-        if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in ours):
-            raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
-
-
 def _check(recipe: Recipe, directory: Path, index: Index, progress: Progress) -> Tokenizer:
     """Raise UserError where the tokenizer or a shard is another than the index says; returns the tokenizer."""
     tokenizer, before = vocabulary.load_tokenizer(recipe, directory), index.tokenizer_files
-    if tokenizer.fingerprint != index.tokenizer.fingerprint:
-        raise UserError(
-            f"wrong tokenizer: {directory} was prepared with another {recipe.data.tokenizer} than the one beside it; "
-            f"{shards.prepare_again(directory)}"
-        )
-    now = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=recipe.data.format != "text")
+    now = vocabulary.tokenizer_files(recipe.data.tokenizer)
     changed = [file for file in sorted({*now, *before}) if now.get(file) != before.get(file)]
-    if now and changed:  # where they are gone, what was saved beside the data is enough
+    if tokenizer.fingerprint != index.tokenizer.fingerprint:
+        changed = [str(directory / FOLDER)]
+    elif not now:  # where they are gone, what was saved beside the data is enough
+        changed = []
+    if changed:
         raise UserError(
             f"wrong tokenizer: {changed[0]} has changed since the data in {directory} were prepared with it; put the old "
             "file back, or give another data.dir"
         )
-    shards.check_sizes(directory, index)
-    if shards.unverified(directory, index):
-        # Of several processes one reads the files, and the others wait for it, where it can write down that it did.
-        with _lock(directory, progress) if os.access(directory, os.W_OK) else contextlib.nullcontext():
-            shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
+    shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
     return tokenizer
 
 
@@ -211,94 +193,66 @@ def _lock(directory: Path, progress: Progress) -> Iterator[None]:
 
     lock = FileLock(directory / LOCK)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=1, poll_interval=LOCK_POLL_SECONDS)
     except Timeout:
         progress.note(f"waiting for another process that prepares or checks {directory}")
         lock.acquire(poll_interval=LOCK_POLL_SECONDS)
-    except PermissionError:
-        raise UserError(f"{directory} cannot be written; give another data.dir") from None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
     try:
         yield
     finally:
         lock.release()
 
 
-def _make(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
-    """Make the data under the directory's lock; the index is written last."""
+def _prepare(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
+    """Write the data under the directory's lock; the index is written last."""
     for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
         leftover.unlink()  # half written by a process that was killed
-    if recipe.data.format != "text":
-        return _make_rows(recipe, settings, directory, progress).save(directory)
-    workers = recipe.data.workers or len(os.sched_getaffinity(0))
-    preparation = TextPreparation(recipe, settings, directory, workers, progress)
-    index = preparation.run().save(directory)
-    written = {file: shards.file_state(directory / file, sha256) for file, _, sha256 in shards.parts(index.shards)}
-    shards.remember(directory, {file: state for file, state in written.items() if file not in preparation.inherited})
-    (directory / PROGRESS).unlink(missing_ok=True)
-    for file in [*directory.glob(f"{shards.MAIN}-[0-9]*"), *directory.glob(f"{shards.EVAL}-[0-9]*")]:
-        if file.name not in written:
-            file.unlink(missing_ok=True)  # of an earlier preparation of another corpus
-    return index
+    if recipe.data.format == "text":
+        workers = recipe.data.workers or len(os.sched_getaffinity(0))
+        index = prepare_text(recipe, settings, directory, workers, progress).save(directory)
+        (directory / PROGRESS).unlink(missing_ok=True)
+        return index
+    return _prepare_rows(recipe, settings, directory, progress).save(directory)
 
 
-# -- questions and conversations
-
-
-def _make_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
+def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
+    data, kind, template = recipe.data, vocabulary.kind_of(recipe.data.tokenizer), chat.Template()
     train: Any
     held_out: Any
-    template = chat.Template()
-    if recipe.data.format == "squad":
-        train, held_out = squad.questions(recipe)
-        texts = [squad.PROMPT.format(question=q.question, context=q.context) for q in train]
-        texts = [text for q, prompt in zip(train, texts, strict=True) for text in (prompt, *q.answers)]
+    if data.format == "squad":
+        train, held_out = squad.read_splits(recipe)
+        prompts = [squad.PROMPT.format(question=q.question, context=q.context) for q in train]
+        texts = [text for q, prompt in zip(train, prompts, strict=True) for text in (prompt, *q.answers)]
     else:
-        train, held_out = _conversations(recipe)
+        train, held_out = chat.read_splits(recipe)
         texts = [message["content"] for conversation in train for message in conversation]
         if recipe.tokenizer.startswith("hf:"):
             template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:]))
-    kind = vocabulary.kind_of(recipe.data.tokenizer)
     if kind == "bpe":
-        progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from the training items")
-        tokenizer = vocabulary.train_bpe(dict.fromkeys(texts), recipe.data.tokenizer_vocab)
-    elif kind == "char":
-        tokenizer = vocabulary.char_tokenizer([*texts, LAYOUT], with_eot=True)
+        progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from the training items")
+        tokenizer = vocabulary.train_bpe(dict.fromkeys(texts), data.tokenizer_vocab)
+    elif kind == "char":  # also the characters of the layout
+        tokenizer = vocabulary.char_tokenizer([*texts, squad.PROMPT, "User: System: Assistant: \n"], with_eot=True)
     else:
         tokenizer = vocabulary.named_tokenizer(recipe.tokenizer)
     files: dict[str, RowsFile] = {}
     for name, wanted in (("train", train), ("val", held_out)):
         if not wanted:
             continue
-        if recipe.data.format == "squad":
+        if data.format == "squad":
             rows = squad.rows(wanted, tokenizer, recipe.model.context)
         else:
             rows = chat.rows(wanted, template, tokenizer, recipe.model.context)
-        if len(rows) < len(wanted):
-            left_out = len(wanted) - len(rows)
+        if left_out := len(wanted) - len(rows):
             progress.note(f"{left_out} of {len(wanted)} items do not fit into the context and are left out")
-        partial = directory / f".{name}.tmp"
-        rows.save(partial)
-        partial.replace(directory / f"{name}.npz")
+        rows.save(directory / f".{name}.tmp")
+        (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
         files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    named = vocabulary.tokenizer_files(recipe.data.tokenizer, layout=True)
+    named = vocabulary.tokenizer_files(data.tokenizer)
     return Index(settings=settings, source={}, tokenizer=tokenizer.describe(), tokenizer_files=named, rows=files)
-
-
-def _conversations(recipe: Recipe) -> tuple[list[Any], list[Any]]:
-    data, seed = recipe.data, recipe.run.seed
-    train: list[Any] = chat.read(data.source, data.split)
-    held_out: list[Any] = []
-    if data.eval_source or (data.eval_split and data.source.startswith("hf:")):
-        held_out = chat.read(data.eval_source or data.source, data.eval_split or data.split, "data.eval_source")
-    elif data.val_fraction and len(train) > 1:
-        count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
-        places = set(choose([str(i) for i in range(len(train))], count, seed, "split"))
-        held_out = [item for i, item in enumerate(train) if i in places]
-        train = [item for i, item in enumerate(train) if i not in places]
-    return (
-        [train[i] for i in choose([str(i) for i in range(len(train))], data.train_size, seed, "train")],
-        [held_out[i] for i in choose([str(i) for i in range(len(held_out))], data.eval_size, seed, "eval")],
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -22,8 +21,7 @@ class Samples(Protocol):
     """What a training or validation set is to the loader; a user's own class may be one.
 
     A set may also have `length(i) -> int` (tokens of sample `i`, for length buckets), `shard_samples` (samples in each
-    shard, for `data.order = "shards-shuffled"`), `valid_tokens` (unmasked labels in an epoch) and `sample_tokens()` (their
-    mean per sample).
+    shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels in an epoch).
     """
 
     def __len__(self) -> int: ...
@@ -43,34 +41,27 @@ class PackedSamples:
     def __init__(self, stream: Stream, start: int, stop: int, context: int, *, ragged: bool = False):
         self.stream, self.start, self.context = stream, start, context
         self.tokens = stop - start
-        """Tokens, including those that no row has room for."""
+        """Tokens, including those after the last row."""
         self.valid_tokens = max(0, stop - start - 1)
         if not ragged:
             self.valid_tokens -= self.valid_tokens % context
-        self._count = -(-self.valid_tokens // context)
         starts = -(-np.clip(stream.edges - start, 0, None) // context)
+        self._count: int = -(-self.valid_tokens // context)
         self.shard_samples: Sequence[int] = np.diff(np.minimum(starts, self._count)).tolist()
 
     def __len__(self) -> int:
         return self._count
 
-    def sample_tokens(self) -> float:
-        return self.valid_tokens / max(1, self._count)
-
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
-        counts = []
-        for row, i in zip(rows, indices.tolist(), strict=True):
-            if not 0 <= i < self._count:
-                raise IndexError(f"sample {i} of {self._count}")
-            count = min(self.context, self.valid_tokens - i * self.context)
+        counts = np.minimum(self.context, self.valid_tokens - indices * self.context)
+        if (counts < 1).any():
+            raise IndexError(f"sample {indices.max()} of {len(self)}")
+        for row, i, count in zip(rows, indices.tolist(), counts.tolist(), strict=True):
             self.stream.read_into(self.start + i * self.context, row[: count + 1])
-            counts.append(count)
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
-        for at, count in enumerate(counts):
-            if count < self.context:
-                tokens[at, count:] = 0
-                labels[at, count:] = IGNORE_INDEX
+        for at in np.flatnonzero(counts < self.context):  # the last row of a ragged set
+            tokens[at, counts[at] :], labels[at, counts[at] :] = 0, IGNORE_INDEX
         return tokens, labels
 
 
@@ -78,12 +69,12 @@ class DocumentSamples:
     """One document a row, from its end-of-text token on, cut at `context`; the padding masked."""
 
     def __init__(self, stream: Stream, documents: tuple[int, int], context: int, eot: int):
-        starts = stream.document_starts()
-        ends = np.append(starts[1:], len(stream))
-        first, last = documents
+        starts, (first, last) = stream.document_starts(), documents
+        sizes = np.append(starts[1:], len(stream)) - starts
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts, self._sizes = starts[first:last], (ends - starts)[first:last]
+        self._starts, self._sizes = starts[first:last], sizes[first:last]
         self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
+        self.valid_tokens = int(np.minimum(self._sizes, context).sum())
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -91,20 +82,15 @@ class DocumentSamples:
     def length(self, i: int) -> int:
         return min(int(self._sizes[i]), self.context)
 
-    @cached_property
-    def valid_tokens(self) -> int:
-        return int(np.minimum(self._sizes, self.context).sum())
-
-    def sample_tokens(self) -> float:
-        return self.valid_tokens / max(1, len(self))
-
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.zeros((len(indices), self.context), dtype=np.int64)
         labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
-            count, size = self.length(i), int(self._sizes[i])
-            document = np.full(count + 1, self._eot, dtype=np.int64)
-            self.stream.read_into(int(self._starts[i]), document[: min(count + 1, size)])
+            count = self.length(i)
+            document = np.full(
+                count + 1, self._eot, dtype=np.int64
+            )  # the label of a document's last token is the next's eot
+            self.stream.read_into(int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))])
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
         return tokens, labels
 
@@ -118,12 +104,11 @@ class Rows:
 
     def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[bool]]], pad: int):
         pairs = list(rows)
-        assert all(len(ids) == len(marks) > 1 for ids, marks in pairs)
         self._ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64)
         self._tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in pairs)])
         self._marks = np.concatenate([np.zeros(0, bool), *(np.asarray(marks, bool) for _, marks in pairs)])
         self._marks[self._ends[:-1]] = False  # nothing comes before a row's first token to predict it from
-        self.pad = pad
+        self.pad, self.valid_tokens = pad, int(self._marks.sum())
 
     def save(self, path: Path) -> None:
         with path.open("wb") as file:
@@ -132,10 +117,10 @@ class Rows:
     @staticmethod
     def load(path: Path) -> Rows:
         """What `save` wrote; raises OSError, ValueError, KeyError or BadZipFile where it is damaged."""
-        rows = Rows((), 0)
         with np.load(path, allow_pickle=False) as saved:
+            rows = Rows((), int(saved["pad"]))
             rows._tokens, rows._marks, rows._ends = saved["tokens"], saved["marks"], saved["ends"]
-            rows.pad = int(saved["pad"])
+        rows.valid_tokens = int(rows._marks.sum())
         return rows
 
     def __len__(self) -> int:
@@ -145,34 +130,24 @@ class Rows:
         return int(self._ends[index + 1] - self._ends[index]) - 1
 
     @property
-    def valid_tokens(self) -> int:
-        return int(self._marks.sum())
-
-    def sample_tokens(self) -> float:
-        return self.valid_tokens / max(1, len(self))
-
-    @property
     def fingerprint(self) -> str:
         """SHA-256 over tokens, marks and edges: equal for equal rows in equal order."""
-        digest = hashlib.sha256()
-        for part in (self._tokens.astype("<i4"), self._marks.astype("u1"), self._ends.astype("<i8")):
-            digest.update(part.tobytes())
-        return digest.hexdigest()
+        parts = (self._tokens.astype("<i4"), self._marks.astype("u1"), self._ends.astype("<i8"))
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         width = max((self.length(int(i)) for i in indices), default=1)
         tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
         labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
-        for place, index in enumerate(indices):
-            start, end = self._ends[index], self._ends[index + 1]
-            row, marks = self._tokens[start:end], self._marks[start:end]
-            tokens[place, : len(row) - 1] = row[:-1]
-            labels[place, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
+        for at, i in enumerate(indices.tolist()):
+            row, marks = (part[self._ends[i] : self._ends[i + 1]] for part in (self._tokens, self._marks))
+            tokens[at, : len(row) - 1] = row[:-1]
+            labels[at, : len(row) - 1] = np.where(marks[1:], row[1:], IGNORE_INDEX)
         return tokens, labels
 
 
-def choose(keys: Sequence[str], size: int, seed: int, purpose: str) -> list[int]:
+def choose(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:
     """The places of `size` of the keys (0: all), in their order: which ones is a pure function of seed, purpose and keys."""
     texts = [f"windlass/choose/{purpose}/{seed}/{key}" for key in keys]
     ranks = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
-    return sorted(sorted(range(len(keys)), key=ranks.__getitem__)[: size or len(keys)])
+    return sorted(sorted(range(len(ranks)), key=ranks.__getitem__)[: size or len(ranks)])

@@ -2,9 +2,8 @@
 
 A data directory holds `index.json` (written last: where it is, everything is), `shard-00000.bin` ... (token ids, little
 endian, 16 or 32 bits by the size of the vocabulary), `shard-00000.documents` ... (where each document starts, as 64-bit
-offsets into its shard), the same with `eval-` where the validation corpus is one of its own, and `tokenizer/`. With
-questions or conversations it holds `train.npz` and `val.npz` in place of shards. Everything is written under the
-directory's lock, by one process.
+offsets into its shard), the same with `eval-` where the validation corpus is one of its own, and `tokenizer/`; with
+questions or conversations `train.npz` and `val.npz` in place of shards. One process writes, under the directory's lock.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from windlass.data.remote import sha256_of
+from windlass.data.sources import sha256_of
 from windlass.data.tokenizer import Description
-from windlass.errors import UserError
+from windlass.errors import UserError, first_line
 from windlass.fileio import Files, read_json, write_atomic
 
 FORMAT = 2
@@ -31,6 +30,10 @@ INDEX, VERIFIED = "index.json", "verified.json"
 MAIN, EVAL = "shard", "eval-shard"
 """The two streams of tokens that a data directory can hold, by the first part of their files' names."""
 OPEN_FILES = 128
+LLMC_HEADER_BYTES = 1024
+LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+"""llm.c's magic numbers: GPT-2's tokens as version 1 in 16 bits, Llama 3's as version 7 in 32 bits."""
+BLOCK_TOKENS = 1 << 21
 
 
 class Shard(BaseModel):
@@ -38,17 +41,13 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    file: str
-    """Name in the data directory, or an absolute path of a file that others wrote."""
+    file: str  # name in the data directory, or the absolute path of a shard that another tool wrote
     tokens: int
-    documents: int
-    """Documents that start in it; 0: not known (shards that others wrote)."""
+    documents: int  # that start in it; 0: not known (shards of other tools)
     bytes: int
     sha256: str
-    dtype: str
-    """`uint16` or `uint32`."""
-    offset: int = 0
-    """Bytes of header before the first token."""
+    dtype: str  # `uint16` or `uint32`
+    offset: int = 0  # bytes of header before the first token
     starts_file: str = ""
     starts_sha256: str = ""
 
@@ -68,24 +67,19 @@ class RowsFile(BaseModel):
 
     items: int
     fingerprint: str
-    unmasked: int
-    """Labels in an epoch that count in the loss."""
+    unmasked: int  # labels in an epoch that count in the loss
 
 
 class Index(BaseModel):
     """Everything that a data directory holds, and the settings that determine it."""
 
     settings: dict[str, Any]
-    source: dict[str, Any]
-    """Where the text came from, by stream."""
+    source: dict[str, Any]  # where the text came from, by stream
     tokenizer: Description
-    tokenizer_files: dict[str, str] = {}
-    """The SHA-256 of each local file that `data.tokenizer` names, by path."""
+    tokenizer_files: dict[str, str] = {}  # SHA-256 of each local file that `data.tokenizer` names, by path
     streams: dict[str, list[Shard]] = {}
-    splits: dict[str, Split] = {}
-    """`train`, and `val` where there is one."""
-    rows: dict[str, RowsFile] = {}
-    """The same for questions and conversations."""
+    splits: dict[str, Split] = {}  # `train`, and `val` where there is one
+    rows: dict[str, RowsFile] = {}  # the same for questions and conversations
     format: int = FORMAT
     fingerprint: str = ""
 
@@ -122,9 +116,9 @@ class Index(BaseModel):
         except NotADirectoryError:
             raise UserError(f"{directory} is a file, not a data directory; give another data.dir") from None
         except ValidationError:
-            raise UserError(f"{path} is damaged, or of another version; {prepare_again(directory)}") from None
-        if index.format != FORMAT or index.fingerprint != index.compute_fingerprint():
-            raise UserError(f"{path} was changed after it was written; {prepare_again(directory)}")
+            index = None
+        if index is None or index.format != FORMAT or index.fingerprint != index.compute_fingerprint():
+            raise UserError(f"{path} is damaged, changed or of another version; {prepare_again(directory)}")
         return index
 
 
@@ -150,16 +144,13 @@ class ShardWriter:
     ):  # fmt: skip
         self.directory, self.stem, self.dtype, self.shard_tokens = directory, stem, dtype, shard_tokens
         self.shards, self.resume, self._on_commit = list(shards), resume, on_commit
+        self.finished = False
         self.tokens = sum(s.tokens for s in self.shards)
         """Tokens written so far, in committed shards and in the one being written."""
         self._number, self._done, self._skip = resume[0], 0, resume[1]
         self._partial = directory / f".{stem}.tmp"
         self._file: BinaryIO | None = None
-        self._begin_shard()
-
-    def _begin_shard(self) -> None:
-        self._count, self._starts = 0, list[int]()
-        self._hash = hashlib.sha256()
+        self._count, self._starts, self._hash = 0, list[int](), hashlib.sha256()  # of the shard being written
 
     def add(self, tokens: np.ndarray, number: int) -> None:
         """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts.
@@ -175,8 +166,8 @@ class ShardWriter:
         if len(tokens) and self._done == 0:
             self._starts.append(self._count)
         while len(tokens):
-            part = tokens[: self.shard_tokens - self._count]
-            tokens = tokens[len(part) :]
+            room = self.shard_tokens - self._count
+            part, tokens = tokens[:room], tokens[room:]
             if self._file is None:
                 self._file = self._partial.open("wb")
             raw = part.astype(on_disk(self.dtype)).tobytes()
@@ -194,52 +185,46 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        name = f"{self.stem}-{len(self.shards):05d}"
+        name, files = f"{self.stem}-{len(self.shards):05d}", Files()
         starts = np.array(self._starts, dtype="<u8").tobytes()
-        files = Files()
         files.replace(self.directory / f"{name}.documents", starts)
         files.rename(self._partial, self.directory / f"{name}.bin")
         files.sync_dir(self.directory)
         self.shards.append(
             Shard(
-                file=f"{name}.bin",
-                tokens=self._count,
-                documents=len(self._starts),
-                bytes=self._count * np.dtype(self.dtype).itemsize,
-                sha256=self._hash.hexdigest(),
-                dtype=self.dtype,
-                starts_file=f"{name}.documents",
-                starts_sha256=hashlib.sha256(starts).hexdigest(),
+                file=f"{name}.bin", tokens=self._count, documents=len(self._starts), sha256=self._hash.hexdigest(),
+                bytes=self._count * np.dtype(self.dtype).itemsize, dtype=self.dtype,
+                starts_file=f"{name}.documents", starts_sha256=hashlib.sha256(starts).hexdigest(),
             )
-        )
-        self.resume = resume
-        self._begin_shard()
+        )  # fmt: skip
+        self._count, self._starts, self._hash, self.resume = 0, [], hashlib.sha256(), resume
         self._on_commit(self)
 
-    def finish(self, documents: int) -> list[Shard]:
-        """Commit what is left, after `documents` documents of the source; returns all shards."""
+    def finish(self) -> list[Shard]:
+        """Commit what is left; returns all shards."""
+        self.finished = True
         if self._count:
-            self._commit((documents, 0))
+            self._commit((0, 0))
+        else:
+            self._on_commit(self)
         return self.shards
 
     def close(self) -> None:
+        """Drop the shard being written."""
         if self._file is not None:
             self._file.close()
             self._partial.unlink(missing_ok=True)
-            self._file = None
 
 
 class Stream:
     """The tokens of shards as one long row, read with `pread`: no mapped page that faults while Python's lock is held."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]):
-        self.shards = list(shards)
-        self._paths = [directory / s.file for s in self.shards]
-        self._starts = [directory / s.starts_file if s.starts_file else None for s in self.shards]
-        self.edges = np.concatenate([[0], np.cumsum([s.tokens for s in self.shards])]).astype(np.int64)
+        self.shards, self._directory = list(shards), directory
+        self.edges = np.cumsum([0, *(s.tokens for s in self.shards)], dtype=np.int64)
         """Where each shard starts in the row, and the row's end, int64 [shards + 1]."""
-        self._layout = [(s.tokens, s.offset, on_disk(s.dtype)) for s in self.shards]
-        self._open: dict[int, int] = {}
+        self._dtypes = [on_disk(s.dtype) for s in self.shards]
+        self._open: dict[int, int] = {}  # file descriptors by the number of the shard
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -250,14 +235,13 @@ class Stream:
         place = int(np.searchsorted(self.edges, start, side="right")) - 1
         done = 0
         while done < len(out):
-            tokens, offset, dtype = self._layout[place]
-            begin = start + done - int(self.edges[place])
-            count = min(len(out) - done, tokens - begin)
+            shard, dtype, begin = self.shards[place], self._dtypes[place], start + done - int(self.edges[place])
+            count = min(len(out) - done, shard.tokens - begin)
             size = count * dtype.itemsize
             with self._lock:
-                raw = os.pread(self._descriptor(place), size, offset + begin * dtype.itemsize)
+                raw = os.pread(self._descriptor(place), size, shard.offset + begin * dtype.itemsize)
             if len(raw) != size:
-                raise UserError(f"{self._paths[place]} ends too early: it was truncated after it was checked")
+                raise UserError(f"{self._directory / shard.file} ends too early: it was truncated after it was checked")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
             place += 1
@@ -272,18 +256,19 @@ class Stream:
         if place not in self._open:
             if len(self._open) >= OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
+            path = self._directory / self.shards[place].file
             try:
-                self._open[place] = os.open(self._paths[place], os.O_RDONLY)
+                self._open[place] = os.open(path, os.O_RDONLY)
             except OSError as error:
-                raise UserError(f"the shard {self._paths[place]} cannot be read: {error}") from None
+                raise UserError(f"the shard {path} cannot be read: {error}") from None
         return self._open[place]
 
     def document_starts(self) -> np.ndarray:
         """Where each document starts in the row, int64 [documents]."""
         parts = [np.zeros(0, dtype=np.int64)]
-        for path, edge in zip(self._starts, self.edges, strict=False):
-            if path:
-                parts.append(np.fromfile(path, dtype="<u8").astype(np.int64) + edge)
+        for shard, edge in zip(self.shards, self.edges, strict=False):
+            if shard.starts_file:
+                parts.append(np.fromfile(self._directory / shard.starts_file, dtype="<u8").astype(np.int64) + edge)
         return np.concatenate(parts)
 
     def __del__(self) -> None:
@@ -302,45 +287,30 @@ def parts(shards: Iterable[Shard]) -> list[tuple[str, int, str]]:
     return [*((s.file, s.bytes, s.sha256) for s in shards), *starts]
 
 
-def check_sizes(directory: Path, index: Index) -> None:
-    """Raise UserError, naming the file, where a shard is missing or is not as long as the index says."""
-    for file, size, _ in parts(index.shards):
-        path = directory / file
-        try:
-            actual = path.stat().st_size
-        except OSError:
-            raise UserError(f"the shard {path} is missing; {prepare_again(directory)}") from None
-        if actual != size:
-            what = "truncated" if actual < size else "too long"
-            raise UserError(f"the shard {path} is {what}: {actual:,} bytes, not {size:,}; {prepare_again(directory)}")
-
-
-def unverified(directory: Path, index: Index) -> list[tuple[str, int, str]]:
-    """The files whose SHA-256 was not read since they were changed last."""
-    verified = read_json(directory / VERIFIED)
-    return [part for part in parts(index.shards) if verified.get(part[0]) != file_state(directory / part[0], part[2])]
-
-
 def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None:
-    """Read the SHA-256 of every unverified file; `tick` gets the share done. Raises UserError, naming the file."""
-    left, verified = unverified(directory, index), read_json(directory / VERIFIED)
+    """Check the size of every file, and its SHA-256 where it has changed since it was checked last.
 
-    def check(part: tuple[str, int, str]) -> tuple[str, list[int | str]]:
-        path, sha256 = directory / part[0], part[2]
-        before = file_state(path, sha256)  # a change while we read must not pass as checked
-        actual = sha256_of(path)
-        if actual != sha256:
-            raise UserError(
-                f"the shard {path} is damaged: its SHA-256 is {actual[:16]}..., not {sha256[:16]}...; "
-                f"{prepare_again(directory)}"
-            )
-        return part[0], before
-
+    `tick` gets the share that is read. Raises UserError, naming the file, where one is missing, too short or too long, or
+    damaged.
+    """
+    verified, changed = read_json(directory / VERIFIED), {}
+    for file, size, sha256 in parts(index.shards):
+        try:
+            state = file_state(directory / file, sha256)
+        except OSError:
+            raise UserError(f"the shard {directory / file} is missing; {prepare_again(directory)}") from None
+        if state[0] != size:
+            raise UserError(f"{directory / file} has {state[0]:,} bytes, not {size:,}; {prepare_again(directory)}")
+        if verified.get(file) != state:
+            changed[file] = state
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for done, (file, state) in enumerate(pool.map(check, left), 1):
-            verified[file] = state
-            tick(done / len(left))
-    remember(directory, verified)
+        actual = pool.map(lambda file: sha256_of(directory / file), changed)
+        for done, (file, sha256) in enumerate(zip(changed, actual, strict=True), 1):
+            if sha256 != changed[file][2]:
+                raise UserError(f"the shard {directory / file} is damaged (SHA-256); {prepare_again(directory)}")
+            tick(done / len(changed))
+    if changed:
+        remember(directory, {**verified, **changed})
 
 
 def file_state(path: Path, sha256: str) -> list[int | str]:
@@ -350,6 +320,60 @@ def file_state(path: Path, sha256: str) -> list[int | str]:
 
 
 def remember(directory: Path, verified: dict[str, Any]) -> None:
-    """Keep what was verified; where the directory cannot be written, the next start verifies again."""
+    """Store what was verified; where the directory cannot be written, the next start verifies again."""
     if os.access(directory, os.W_OK):
         write_atomic(directory / VERIFIED, json.dumps(verified, indent=1) + "\n")
+
+
+# -- shards that other tools wrote, read in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin with its header
+
+
+def read_layout(path: Path) -> tuple[str, int, int]:
+    """(type, bytes of header, tokens) of a shard; raises UserError where it is no shard, or truncated."""
+    size, truncated = path.stat().st_size, f"the shard {path} is truncated, or no token shard: it has"
+    if path.suffix == ".npy":
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # an array of objects would run code when loaded
+        except (ValueError, EOFError) as error:
+            raise UserError(f"the shard {path} is no whole .npy file of tokens: {first_line(error)}") from None
+        if array.dtype not in (on_disk("uint16"), on_disk("uint32")) or array.ndim != 1 or not len(array):
+            raise UserError(
+                f"the shard {path} holds {array.dtype} of shape {array.shape}; tokens are a row of uint16 or uint32"
+            )
+        return array.dtype.name, array.offset, len(array)
+    if path.suffix != ".bin":
+        raise UserError(f"the shard {path} is neither .npy nor .bin")
+    head = np.fromfile(path, "<i4", 3).tolist()
+    if len(head) == 3 and head[0] in LLMC_KINDS:
+        _, version, tokens = head
+        expected, dtype = LLMC_KINDS[head[0]]
+        if version != expected:
+            raise UserError(f"the shard {path} has llm.c's header of version {version}; version {expected} can be read")
+        if size != LLMC_HEADER_BYTES + tokens * on_disk(dtype).itemsize:
+            raise UserError(f"{truncated} {size:,} bytes, and its header says {tokens:,} tokens")
+        return dtype, LLMC_HEADER_BYTES, tokens
+    if size == 0 or size % 2:
+        raise UserError(f"{truncated} {size:,} bytes, which is no whole number of 16-bit tokens")
+    return "uint16", 0, size // 2
+
+
+def scan(path: Path, vocab: int) -> Shard:
+    """Read a shard of another tool once, for its SHA-256; raises UserError naming the first id that is no token."""
+    name, offset, tokens = read_layout(path)
+    dtype, digest, done = on_disk(name), hashlib.sha256(), 0
+    with path.open("rb") as file:
+        digest.update(file.read(offset))
+        while raw := file.read(BLOCK_TOKENS * dtype.itemsize):
+            digest.update(raw)
+            block = np.frombuffer(raw, dtype)
+            if int(block.max()) >= vocab:
+                place = int(np.argmax(block >= vocab))
+                raise UserError(
+                    f"the shard {path} holds the token id {int(block[place]):,} at place {done + place:,}, and the "
+                    f"vocabulary has {vocab:,}: it was made with another tokenizer, or is no token shard"
+                )
+            done += len(block)
+    return Shard(
+        file=str(path.resolve()), tokens=tokens, documents=0, bytes=path.stat().st_size, sha256=digest.hexdigest(),
+        dtype=name, offset=offset,
+    )  # fmt: skip

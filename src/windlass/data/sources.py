@@ -1,32 +1,36 @@
 """What `data.source` may be, as documents: files (text, JSON lines, Parquet, also .gz and .zst), `https://`, `hf:`, `stdlib`.
 
 A corpus is a sequence of documents that can be read again from any of them on, because a preparation that was killed
-resumes in the middle. Each reader of files is a generator that leaves out the first `skip` documents as cheaply as the
-format allows, and returns (through StopIteration) the number of documents in the whole file.
+resumes in the middle.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import http.client
 import io
 import json
 import os
 import platform
 import re
+import shutil
 import sysconfig
-from collections.abc import Callable, Generator, Iterator
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
-from windlass.data.remote import download, explained, load_dataset, sha256_of
+from windlass import __version__, hub
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.recipe.settings import DataSettings
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-KNOWN = (".txt", ".jsonl", ".ndjson", ".parquet")
+ENDINGS = (".txt", ".jsonl", ".ndjson", ".parquet")
 NOT_PROSE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",  # not the library itself
     "encodings", "pydoc_data",  # tables, not code
@@ -34,11 +38,7 @@ NOT_PROSE = {
 HASHED_BYTES = 64_000_000
 """Corpora up to this size are told apart by content, larger ones by size and time."""
 DOWNLOADS = Path("data") / "downloads"
-BATCH_ROWS = 1000
-
-Documents = Generator[str, None, int]
-Tick = Callable[[int], None]
-"""Called now and then with the number of bytes of the file that were read."""
+TIMEOUT_SECONDS = 60.0
 
 
 @dataclass
@@ -47,16 +47,13 @@ class Corpus:
 
     name: str
     read: Callable[[int, Corpus], Iterator[str]]
-    """`read(start, corpus)`: the documents from number `start` on; it keeps `bytes_read` up to date."""
-    description: dict[str, Any] = field(default_factory=dict)
-    """For the index: by what a changed source is noticed."""
+    """`read(start, corpus)`: the documents from number `start` on; it updates `bytes_read`."""
+    description: dict[str, Any] = field(default_factory=dict)  # for the index: by what a changed source is noticed
     single_text: bool = False
     """One document that is the whole corpus: it is split by characters and needs no end-of-text token."""
-    bytes_total: int = 0
-    """0: not known."""
+    bytes_total: int = 0  # 0: not known
     bytes_read: int = 0
-    limit: int = 0
-    """Documents at most; 0: all."""
+    limit: int = 0  # documents at most; 0: all
 
     def documents(self, start: int = 0) -> Iterator[str]:
         """The documents from number `start` on, empty ones included."""
@@ -66,7 +63,7 @@ class Corpus:
     @property
     def fraction(self) -> float | None:
         """Share of the corpus read so far; None where that is not known."""
-        return min(1.0, self.bytes_read / self.bytes_total) if self.bytes_total else None
+        return min(1.0, self.bytes_read / self.bytes_total) if self.bytes_total and not self.limit else None
 
 
 def open_corpus(
@@ -94,6 +91,12 @@ def slug(source: str) -> str:
     return name.strip("-").lower()[:40] or "corpus"
 
 
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file (Python's lock is not held while hashing)."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 # -- files
 
 
@@ -103,8 +106,8 @@ def find_files(pattern: str, setting: str = "data.source") -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0] in KNOWN]
-        missing = f"there is no {'/'.join(k[1:] for k in KNOWN)} file in the directory {pattern}"
+        files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0] in ENDINGS]
+        missing = f"there is no {'/'.join(k[1:] for k in ENDINGS)} file in the directory {pattern}"
     else:
         files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
         missing = f"there is no file {pattern}; a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
@@ -114,28 +117,30 @@ def find_files(pattern: str, setting: str = "data.source") -> list[Path]:
 
 
 def _suffix(path: Path) -> tuple[str, str]:
-    """The ending that says the format, and the one of a compressed file or ''."""
+    """The ending that names the format, and the one of a compressed file or ''."""
     codec = path.suffix.lower() if path.suffix.lower() in CODECS else ""
     return (Path(path.stem) if codec else path).suffix.lower(), codec
 
 
-def describe_files(files: list[Path]) -> dict[str, Any]:
-    """Files as the index keeps them: size, and SHA-256 where all of them are small, else the time of the last change."""
+def describe_files(files: list[Path]) -> list[dict[str, Any]]:
+    """Files as the index has them: size, and SHA-256 where all of them are small, else the time of the last change."""
     stats = [path.stat() for path in files]
     small = sum(stat.st_size for stat in stats) <= HASHED_BYTES
-    described = []
-    for path, stat in zip(files, stats, strict=True):
-        state = {"sha256": sha256_of(path)} if small else {"changed_ns": stat.st_mtime_ns}
-        described.append({"file": str(path), "bytes": stat.st_size, **state})
-    return {"kind": "files", "files": described}
+    states = [
+        {"sha256": sha256_of(p)} if small else {"changed_ns": s.st_mtime_ns} for p, s in zip(files, stats, strict=True)
+    ]
+    return [
+        {"file": str(path), "bytes": stat.st_size, **state}
+        for path, stat, state in zip(files, stats, states, strict=True)
+    ]
 
 
 def has_changed(source: str, description: dict[str, Any]) -> bool:
     """Whether local files differ from those that were prepared; False where they are not there any more."""
-    if description.get("kind") != "files" or source.startswith(("http://", "https://")):
+    if "files" not in description or source.startswith(("http://", "https://")):
         return False
     try:
-        return describe_files(find_files(source))["files"] != description.get("files")
+        return describe_files(find_files(source)) != description["files"]
     except (UserError, OSError):
         return False
 
@@ -150,114 +155,82 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     sizes = [path.stat().st_size for path in files]
 
     def read(start: int, corpus: Corpus) -> Iterator[str]:
-        before = 0
+        number = before = 0
         for path, size in zip(files, sizes, strict=True):
-
-            def tick(count: int, before: int = before) -> None:
-                corpus.bytes_read = before + count
-
-            reader = {".parquet": _read_parquet, ".jsonl": _read_lines, ".ndjson": _read_lines}
+            is_json = _suffix(path)[0] in (".jsonl", ".ndjson")
             try:
-                count = yield from reader.get(_suffix(path)[0], _read_text)(path, text_key, max(0, start), tick)
+                with path.open("rb") as raw:
+                    for place, record in _records(path, raw, text_key):
+                        number += 1
+                        if number > start:  # what was read before is left out without being decoded
+                            corpus.bytes_read = before + raw.tell()
+                            yield _document(record, is_json, place, text_key)
             except UserError:
                 raise
             except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
                 raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
-            tick(size)
-            start -= count
             before += size
+            corpus.bytes_read = before
 
-    single_text = len(files) == 1 and _suffix(files[0])[0] not in KNOWN[1:]
-    return Corpus(source, read, describe_files(files), single_text, bytes_total=sum(sizes))
-
-
-def _open(path: Path) -> tuple[IO[bytes], IO[bytes]]:
-    """The file, decompressed, and the file as it lies."""
-    raw = path.open("rb")
-    codec = _suffix(path)[1]
-    if not codec:
-        return raw, raw
-    import pyarrow as pa  # unlike Python's and zstandard's own streams, it refuses a cut last frame in both formats
-
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec]), 1 << 20), raw
+    single_text = len(files) == 1 and _suffix(files[0])[0] not in ENDINGS[1:]
+    return Corpus(source, read, {"files": describe_files(files)}, single_text, bytes_total=sum(sizes))
 
 
-def _utf8(raw: bytes, path: Path, place: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at {place}byte {error.start:,}; convert it first, for "
-            f"example with iconv -t utf-8"
-        ) from None
+def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
+    """The documents of a file, each with its place for messages: values of Parquet, else bytes that are not decoded yet."""
+    ending, codec = _suffix(path)
+    stream: Any = raw
+    if ending == ".parquet":
+        import pyarrow.parquet as pq
+
+        table = pq.ParquetFile(raw)
+        names = table.schema_arrow.names
+        if text_key not in names:
+            raise UserError(f"{path} has no column {text_key!r}; it has {', '.join(names)}: set data.text_key")
+        for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+            for value in batch.column(0).to_pylist():
+                yield f"{path}", value
+        return
+    if codec:
+        import pyarrow as pa  # unlike Python's and zstandard's own streams, it refuses a cut last frame in both formats
+
+        stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec]), 1 << 20)
+    if ending not in (".jsonl", ".ndjson"):
+        yield f"{path}", stream.read()
+        return
+    for number, line in enumerate(stream, 1):
+        if line.strip():
+            yield f"{path}, line {number:,}", line
 
 
-def _read_text(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
-    if skip < 1:
-        stream, raw = _open(path)
-        with raw:
-            yield _utf8(stream.read(), path, "").removeprefix("\ufeff")
-    return 1
-
-
-def _read_lines(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
-    count = 0
-    stream, raw = _open(path)
-    with raw:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            count += 1
-            if count <= skip:
-                continue
-            if count % 16 == 0:
-                tick(raw.tell())
-            where = f"{path}, line {number:,}"
-            try:
-                record = json.loads(_utf8(line, path, f"line {number:,}, "))
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise UserError(f"{where} is no JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{where}: each line is one object with the text under {text_key!r} (data.text_key)")
-            if text_key not in record:
-                keys = ", ".join(map(repr, list(record)[:12])) or "nothing"
-                raise UserError(f"{where} has no {text_key!r}; it has {keys}: set data.text_key")
-            yield _as_text(record[text_key], text_key, where)
-    return count
+def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
+    """The text of a record of a file."""
+    if isinstance(record, bytes):
+        try:
+            record = record.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{place} is not UTF-8: byte 0x{record[error.start]:02x} at byte {error.start:,}; convert it first, for "
+                "example with iconv -t utf-8"
+            ) from None
+        if not is_json:
+            return str(record.removeprefix("\ufeff"))
+        try:
+            value = json.loads(record)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{place} is no JSON: {error}") from None
+        if not isinstance(value, dict) or text_key not in value:
+            there = ", ".join(map(repr, list(value)[:12])) if isinstance(value, dict) else f"a {type(value).__name__}"
+            raise UserError(f"{place} is no object with the text under {text_key!r}; it has {there}: set data.text_key")
+        record = value[text_key]
+    return _as_text(record, text_key, place)
 
 
 def _as_text(value: Any, text_key: str, where: str) -> str:
     """A null is the empty text."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise UserError(f"{where}: {text_key!r} holds {type(value).__name__}, not text: set data.text_key")
-    return value
-
-
-def _read_parquet(path: Path, text_key: str, skip: int, tick: Tick) -> Documents:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as table:
-        names = table.schema_arrow.names
-        if text_key not in names:
-            raise UserError(f"{path} has no column {text_key!r}; it has {', '.join(names)}: set data.text_key")
-        count = 0
-        for group in range(table.num_row_groups):
-            rows = table.metadata.row_group(group).num_rows
-            left_out = max(0, skip - count)
-            count += rows
-            if left_out >= rows:
-                continue
-            for batch in table.iter_batches(batch_size=1024, row_groups=[group], columns=[text_key]):
-                for value in batch.column(0).to_pylist()[left_out:]:
-                    yield _as_text(value, text_key, f"{path}, row group {group}")
-                left_out = max(0, left_out - batch.num_rows)
-            tick(int(path.stat().st_size * (group + 1) / table.num_row_groups))
-        return count
-
-
-# -- elsewhere
+    return value or ""
 
 
 def _open_stdlib() -> Corpus:
@@ -269,7 +242,7 @@ def _open_stdlib() -> Corpus:
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
         raise UserError(
-            f"data.source: this Python has no source of its standard library at {root}; give a text file instead"
+            f"data.source: there is no source of Python's standard library at {root}; give a text file instead"
         )
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     sizes = [(root / name).stat().st_size for name in names]
@@ -280,29 +253,96 @@ def _open_stdlib() -> Corpus:
             corpus.bytes_read += size
             yield (root / name).read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
 
-    description = {"kind": "stdlib", "python": platform.python_version(), "files": len(names), "bytes": sum(sizes)}
+    description = {"python": platform.python_version(), "modules": len(names), "bytes": sum(sizes)}
     return Corpus("stdlib", read, description, bytes_total=sum(sizes))
+
+
+# -- elsewhere: a file of the web, accepted by its checksum alone, and data sets of Hugging Face's `datasets`
+
+
+def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] = print) -> Path:
+    """The file behind `url`, from `folder` where it is there already; UserError where it has another SHA-256."""
+    if not sha256:
+        raise UserError("data.sha256: a source that is downloaded needs the SHA-256 it must have")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1]) or "file"
+    target = folder / f"{sha256[:16]}-{name}"
+    if target.is_file() and sha256_of(target) == sha256:
+        return target
+    notify(f"downloading {url}")
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": f"windlass/{__version__}"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer, partial.open("wb") as out:
+            shutil.copyfileobj(answer, out, 1 << 22)
+        if (actual := sha256_of(partial)) != sha256:
+            raise UserError(f"{url} broke off, or is another file: its SHA-256 is {actual}, data.sha256 = {sha256}")
+        partial.replace(target)
+    except UserError:
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        getattr(error, "close", lambda: None)()  # an HTTPError holds the connection
+        raise UserError(
+            f"{url} could not be downloaded ({first_line(error)}); download it by other means and give the file's path"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
+    """A split (also a slice of one, `train[:1%]`) of `NAME`, `NAME:CONFIG` or a directory of Hugging Face's `datasets`.
+
+    A directory was written by `save_to_disk`, or holds files that `datasets` reads. With `streaming` the rows are read as
+    they come. Raises UserError where there is no such data set or split, or it cannot be reached.
+    """
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        hub.prepare()
+    what = f"data.source: hf:{place}, split {split!r}"
+    with _explained(f"{what} cannot be loaded", UserError), hub.explained(what):
+        import datasets
+
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(str(folder))
+            if isinstance(rows, dict) and split not in rows:
+                raise UserError(f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split")
+            rows = rows[split] if isinstance(rows, dict) else rows
+            return rows.to_iterable_dataset() if streaming else rows
+        name, _, config = (str(folder), "", "") if folder.is_dir() else place.partition(":")
+        return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+
+
+@contextmanager
+def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
+    """Turn any error of the libraries behind `datasets` into one sentence."""
+    try:
+        yield
+    except (UserError, RunFailed):
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise kind(f"{what} ({type(error).__name__}: {first_line(cause)})") from error
 
 
 def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
     table = load_dataset(place, split, streaming)
-    where, columns = f"hf:{place}, {split}", table.column_names
-    if columns is not None and text_key not in columns:
-        raise UserError(f"hf:{place} has no column {text_key!r}; it has {', '.join(columns)}: set data.text_key")
+    where = f"hf:{place}, {split}"
     rows = None if streaming or not hasattr(table, "__len__") else len(table)
 
     def read(start: int, corpus: Corpus) -> Iterator[str]:
         chosen = table.skip(start) if start else table
-        if rows is not None:  # no other column is decoded
+        if rows is not None and text_key in table.column_names:  # no other column is decoded
             chosen = chosen.select_columns([text_key]).with_format(None)
-        corpus.bytes_read = start
-        with explained(f"reading {where} broke off; start again to resume", RunFailed):
-            for batch in chosen.iter(batch_size=BATCH_ROWS):
+        corpus.bytes_read = start  # rows stand for bytes in the progress
+        with _explained(f"reading {where} broke off; start again to resume", RunFailed):
+            for batch in chosen.iter(batch_size=1000):
                 if text_key not in batch:
-                    raise UserError(f"{where} has no {text_key!r}; it has {', '.join(batch)}: set data.text_key")
+                    raise UserError(f"{where} has no column {text_key!r}; it has {', '.join(batch)}: set data.text_key")
                 for value in batch[text_key]:
                     corpus.bytes_read += 1
                     yield _as_text(value, text_key, where)
 
-    # Rows stand for bytes in the progress.
-    return Corpus(where, read, {"kind": "hf", "split": split, "rows": rows}, bytes_total=rows or 0)
+    return Corpus(where, read, {"split": split, "rows": rows}, bytes_total=rows or 0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.remote import load_dataset
 from windlass.data.samples import Rows, choose
+from windlass.data.sources import load_dataset
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,12 +28,9 @@ class Question:
     id: str
     question: str
     context: str
-    answers: tuple[str, ...]
-    """The reference answers; the first is the one to learn."""
-    start: int
-    """Where the first answer begins in the context, in characters."""
-    group: str = ""
-    """The article: questions of one article are never on both sides of a split."""
+    answers: tuple[str, ...]  # the reference answers; the first is the one to learn
+    start: int  # where the first answer begins in the context, in characters
+    group: str = ""  # the article: questions of one article are never on both sides of a split
 
     @property
     def end(self) -> int:
@@ -54,57 +50,42 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
         raise UserError(
             f'{key}: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
         )
-    if not path:
-        return list(_read_hub(split))
     try:
-        return list(_read_file(path, Path(path).stat().st_mtime_ns, key))
+        if path:
+            tree = json.loads(Path(path).read_text(encoding="utf-8"))
+            questions = [
+                _question(qa, part["context"], str(article.get("title", "")), qa["answers"])
+                for article in tree["data"]
+                for part in article["paragraphs"]
+                for qa in part["qas"]
+            ]
+        else:
+            questions = []
+            for row in load_dataset(HUB_NAME, split):
+                pairs = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+                answers = [{"text": text, "answer_start": start} for text, start in pairs]
+                questions.append(_question(row, row["context"], row["title"], answers))
+    except UserError as error:
+        raise error if path else UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
-
-
-@lru_cache(maxsize=4)  # an evaluation reads the same file again and again
-def _read_file(path: str, _changed: int, key: str) -> tuple[Question, ...]:
-    try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-        questions = [
-            _question(str(qa["id"]), qa["question"], part["context"], qa["answers"], str(article.get("title", "")))
-            for article in tree["data"]
-            for part in article["paragraphs"]
-            for qa in part["qas"]
-        ]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
-    if not questions:
-        raise UserError(f"{key}: {path} has no questions")
-    if len({q.id for q in questions}) < len(questions):
-        raise UserError(f"{key}: {path} has two questions with one id")
-    return tuple(questions)
+    if not questions or len({q.id for q in questions}) < len(questions):
+        raise UserError(f"{key}: {path} has {'two questions with one id' if questions else 'no questions'}")
+    return questions
 
 
-@lru_cache(maxsize=1)  # the validation questions are asked again and again; the 87,599 for training are read once
-def _read_hub(split: str) -> tuple[Question, ...]:
-    try:
-        table = load_dataset(HUB_NAME, split)
-    except UserError as error:
-        raise UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
-    questions = []
-    for row in table:
-        texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
-        answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-        questions.append(_question(row["id"], row["question"], row["context"], answers, row["title"]))
-    return tuple(questions)
-
-
-def _question(key: str, question: str, context: str, answers: list[dict[str, Any]], group: str) -> Question:
+def _question(entry: dict[str, Any], context: str, group: str, answers: list[dict[str, Any]]) -> Question:
     texts, start = tuple(str(a["text"]) for a in answers), int(answers[0]["answer_start"])
     if not texts[0] or context[start : start + len(texts[0])] != texts[0]:
-        raise UserError(f"question {key}: its answer {texts[0]!r} does not stand at character {start} of its context")
-    return Question(key, question.strip(), context, texts, start, group)
+        raise UserError(
+            f"question {entry['id']}: its answer {texts[0]!r} does not stand at character {start} of its context"
+        )
+    return Question(str(entry["id"]), entry["question"].strip(), context, texts, start, group)
 
 
-def questions(recipe: Recipe) -> tuple[list[Question], list[Question]]:
+def read_splits(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     """The training and evaluation questions of a recipe, `train_size` and `eval_size` of them as `run.seed` chooses.
 
     Without `data.eval_source`: the Hub's validation split for `squad`; of a file the last `data.val_fraction` of the
@@ -137,8 +118,9 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses."""
     data, asked = recipe.data, []
     if source := asked_source(recipe):
-        key = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
-        asked = read_questions(source, "validation", key)
+        asked = read_questions(
+            source, "validation", "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
+        )
     elif data.val_fraction:
         asked = split(read_questions(data.source), data.val_fraction)[1]
     if not asked:
@@ -150,9 +132,9 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 def asked_source(recipe: Recipe) -> str:
     """Where the questions of the suite `squad` come from: `eval.squad_file`, `data.eval_source`, or SQuAD's own validation
     questions; empty: held out from the training questions."""
+    data = recipe.data
     if recipe.eval.squad_file:
         return f"squad:{recipe.eval.squad_file}"
-    data = recipe.data
     if data.format == "squad":
         return data.eval_source or ("squad" if data.source == "squad" else "")
     return data.eval_source if data.eval_source.partition(":")[0] == "squad" else "squad"
@@ -186,15 +168,15 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[list[int], list[bool]] | None:
     """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit.
 
-    Of a long context the longest part around the answer that fits is kept, in whole words. What is cut is taken from both
-    sides in proportion, so that the answer keeps its relative place.
+    Of a long context the longest part around the answer that fits is used, in whole words. What is cut is taken from both
+    sides in proportion, so that the answer's relative place stays.
     """
 
     def encode(text: str) -> tuple[list[int], int]:
         return tokenizer.encode_pair(PROMPT.format(question=item.question, context=text), " " + item.answers[0])
 
-    def fits(keep: int) -> bool:  # n tokens make n - 1 positions, and the end-of-text is one more token
-        return len(encode(around(item, keep))[0]) <= context
+    def fits(characters: int) -> bool:  # n tokens make n - 1 positions, and the end-of-text is one more token
+        return len(encode(around(item, characters))[0]) <= context
 
     ids, prompt_length = encode(item.context)
     if len(ids) > context:
@@ -213,11 +195,11 @@ def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def around(item: Question, keep: int) -> str:
-    """The answer with about `keep` characters of the context around it, cut between words."""
+def around(item: Question, characters: int) -> str:
+    """The answer with about so many characters of the context around it, cut between words."""
     left, right = item.context[: item.start], item.context[item.end :]
-    before = round(keep * len(left) / max(1, len(left) + len(right)))
-    after = keep - before
+    before = round(characters * len(left) / max(1, len(left) + len(right)))
+    after = characters - before
     if before < len(left) and not left[len(left) - before - 1 : len(left) - before].isspace():
         space = next((i for i in range(len(left) - before, len(left)) if left[i].isspace()), len(left))
         before = len(left) - space

@@ -1,10 +1,8 @@
 """Text to token ids and back: one class for bytes, characters, GPT-2, `tokenizer.json` files and byte pairs trained here.
 
-What is unusual:
-- Every kind is held as an object of the `tokenizers` library, so that each is saved the same way: as a `tokenizer.json`
-  that `transformers` reads too, beside the shards and in the run. Bytes, characters and GPT-2 are encoded by numpy and
-  `tiktoken`, which give the same ids and are faster.
-- What looks like a special token in a text is text: `encode` never gives the end-of-text token.
+Every kind is an object of the `tokenizers` library, so that each is saved the same way: as a `tokenizer.json` that
+`transformers` reads too. Bytes, characters and GPT-2 are encoded by numpy and `tiktoken`, which give the same ids and are
+faster. What looks like a special token in a text is text: `encode` never gives the end-of-text token.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
+MARK = "\ufdd0"
+"""After a character of a text that is no special token, whatever it looks like (`windlass.data.chat`)."""
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """How GPT-2 cuts a text into words before pairs are merged (Radford et al. 2019, released code)."""
 STRETCH = 1 << 20
@@ -40,14 +41,12 @@ PROBE = (
 
 
 class Description(BaseModel):
-    """What stands beside a saved `tokenizer.json`, and in the index of what it made."""
+    """What stands beside a saved `tokenizer.json`, and in the index of the data."""
 
     kind: str
     fingerprint: str
     vocab: int
     eot: int | None
-    sha256: str = ""
-    """Of the `tokenizer.json` beside it, which is faster to compute than the fingerprint."""
 
 
 class Tokenizer:
@@ -57,21 +56,19 @@ class Tokenizer:
         kind: The kind.
         inner: The `tokenizers.Tokenizer` that gives the same ids.
         eot: The id that separates documents; None where a corpus is one text and needs none.
-        saved: Its description, where it was saved.
     """
 
-    def __init__(self, kind: str, inner: Any, eot: int | None, saved: Description | None = None):
+    def __init__(self, kind: str, inner: Any, eot: int | None):
         self.kind, self.inner, self.eot = kind, inner, eot
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True  # what looks like a special token in a text is text
-        if saved is None:
-            pieces = inner.get_vocab(with_added_tokens=True)
-            content = [sorted(pieces.items()), eot, inner.encode(PROBE, add_special_tokens=False).ids]
-            fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-            saved = Description(kind=kind, fingerprint=fingerprint, vocab=max(pieces.values()) + 1, eot=eot)
-        self.vocab, self.fingerprint = saved.vocab, saved.fingerprint
-        """The number of token ids, the special ones included; equal for tokenizers that give the same ids for every text."""
+        pieces = inner.get_vocab(with_added_tokens=True)
+        self.vocab = max(pieces.values()) + 1
+        """The number of token ids, the special ones included."""
+        content = [sorted(pieces.items()), eot, inner.encode(PROBE, add_special_tokens=False).ids]
+        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        """Equal for tokenizers that give the same ids for every text."""
         self.special: dict[str, int] = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
         """Texts and ids of the special tokens: what a chat template writes, and a user does not."""
         if eot is not None:
@@ -81,11 +78,17 @@ class Tokenizer:
         """What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not."""
 
     @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches the texts of special tokens that have no mark."""
+        texts = sorted(self.special, key=len, reverse=True)  # the longest that matches, as in `tokenizers`
+        return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
+
+    @cached_property
     def _fast(self) -> Any:
         """For characters the id of each code point, -1 where the corpus has none; for GPT-2 `tiktoken`'s encoding."""
         if self.kind == "char":
             points = np.array(sorted(ord(c) for c in self.inner.get_vocab(with_added_tokens=False)), dtype=np.int64)
-            ids = np.full(int(points[-1]) + 1, -1, dtype=np.int64)
+            ids = np.full(int(points[-1]) + 2, -1, dtype=np.int64)
             ids[points] = np.arange(len(points))
             return ids
         import tiktoken
@@ -96,7 +99,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """The UTF-8 bytes of each id for bytes, characters and GPT-2; None where only the library knows."""
+        """The UTF-8 bytes of each id for bytes, characters and GPT-2; None where only the library has them."""
         if self.kind not in ("byte", "char", "gpt2"):
             return None
         letters = byte_letters()
@@ -117,13 +120,11 @@ class Tokenizer:
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
             points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4").astype(np.int64)
-            table = self._fast
-            ids = table[np.minimum(points, len(table) - 1)]
-            unknown = points[(ids < 0) | (points >= len(table))]
-            if unknown.size:
-                named = ", ".join(repr(chr(int(c))) for c in np.unique(unknown)[:8])
-                raise UserError(f"the character tokenizer does not know {named}: its corpus has none of them")
-            return np.asarray(ids)
+            ids: np.ndarray = self._fast[np.minimum(points, len(self._fast) - 1)]
+            if (ids < 0).any():
+                named = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
+                raise UserError(f"the character tokenizer has no {named}: its corpus has none of them")
+            return ids
         text = text.encode("utf-8", "replace").decode()
         if self.kind == "gpt2":
             parts = [self._fast.encode_to_numpy(part, disallowed_special=()) for part in cut_at_lines(text)]
@@ -140,35 +141,31 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
-        table = self._bytes
-        if table is not None:
-            pieces = (table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
-            return b"".join(pieces).decode("utf-8", "replace")
-        parts: list[str] = []
-        run: list[int] = []
-        for i in [*map(int, ids), self.vocab]:
-            if i < self.vocab:
-                run.append(i)
-            else:  # the library would leave out an id that it does not have
-                parts += [self.inner.decode(run, skip_special_tokens=False), UNKNOWN]
-                run = []
-        return "".join(parts[:-1])
+        if (table := self._bytes) is not None:
+            return b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids)).decode(
+                "utf-8", "replace"
+            )
+        # The library would leave out an id that it does not have.
+        runs = groupby(map(int, ids), lambda i: i < self.vocab)
+        return "".join(
+            self.inner.decode(list(run), skip_special_tokens=False) if valid else UNKNOWN * len(list(run))
+            for valid, run in runs
+        )
 
     def byte_lengths(self) -> np.ndarray:
         """Bytes of UTF-8 text that each id stands for when decoded after another token, int64 [V]; 0 for special tokens.
 
         Where a tokenizer puts a space before a text, as sentencepiece does, that space is counted in the first token.
         """
+        sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
-            sizes = np.array([len(piece) for piece in self._bytes], dtype=np.int64)
+            sizes[:] = [len(piece) for piece in self._bytes]
         else:
-            sizes = np.zeros(self.vocab, dtype=np.int64)
-            # The decoder says what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
-            parts = [part for part in (self.inner.decoder, self.inner.pre_tokenizer) if part is not None]
-            states = [json.dumps(json.loads(part.__getstate__()), ensure_ascii=False) for part in parts]
-            decoder, both = states[0] if self.inner.decoder is not None else "", "".join(states)
-            letters = byte_letters() if '"ByteLevel"' in both else {}
-            space = " " if "\u2581" in decoder else "\u2581"
+            # The decoder tells what pieces are made of: stand-ins for bytes, or text with "\u2581" for spaces.
+            parts = (self.inner.decoder, self.inner.pre_tokenizer)
+            states = ["" if p is None else json.dumps(json.loads(p.__getstate__()), ensure_ascii=False) for p in parts]
+            letters = byte_letters() if '"ByteLevel"' in "".join(states) else {}
+            space = " " if "\u2581" in states[0] else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 if letters and all(c in letters for c in piece):
                     sizes[i] = len(piece)
@@ -196,7 +193,7 @@ class Tokenizer:
     def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
         """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
 
-        They are encoded as one text where the prompt keeps the tokens that it has alone (`prompt_ids`); else one by one.
+        They are encoded as one text where the prompt's tokens (`prompt_ids`) stay as they are alone; else one by one.
         """
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
         both = self.encode_with_bos(prompt + answer)
@@ -222,11 +219,11 @@ class Tokenizer:
                 marks += [mark] * len(tokens)
             return ids, marks
         inner, sentinels = self._sentinels
-        texts = [sentinels[part][0] if isinstance(part, int) else part for part, _ in parts]
+        texts = [sentinels[part] if isinstance(part, int) else part for part, _ in parts]
         marked = [mark for text, (_, mark) in zip(texts, parts, strict=True) for _ in text]
         whole = "".join(texts).encode("utf-8", "replace").decode()
         special = iter([(part, mark) for part, mark in parts if isinstance(part, int)])
-        sentinel_ids = {i for _, i in sentinels.values()}
+        sentinel_ids = {inner.token_to_id(text) for text in sentinels.values()}
         encoded = inner.encode(whole, add_special_tokens=False)
         for i, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if i not in sentinel_ids and self.special.get(whole[start:stop]) == i:
@@ -237,9 +234,9 @@ class Tokenizer:
         return ids, marks
 
     @cached_property
-    def _sentinels(self) -> tuple[Any, dict[int, tuple[str, int]]]:
+    def _sentinels(self) -> tuple[Any, dict[int, str]]:
         """A copy of the tokenizer in which a text that nobody can guess stands for each special token, and cuts a text as
-        that does: (copy, id -> text and id of its sentinel). The special tokens' own texts are plain text to the copy."""
+        that does; and that text by id. The special tokens' own texts are plain text to the copy."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
@@ -247,22 +244,18 @@ class Tokenizer:
         copy.post_processor = None  # it would leave the white space out of the tokens' offsets
         copy.encode_special_tokens = True
         added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)
-        sentinels: dict[int, tuple[str, int]] = {}
-        for i in self.special.values():
+        texts = {i: f"\U000f0010{nonce}-{i}\U000f0011" for i in self.special.values()}
+        for i, text in texts.items():
             flags = {name: getattr(added[i], name) for name in ("lstrip", "rstrip", "normalized") if i in added}
-            text = f"\U000f0010{nonce}-{i}\U000f0011"
             copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
-            sentinels[i] = (text, int(copy.token_to_id(text) or 0))
-        return copy, sentinels
+        return copy, texts
 
     def save(self, directory: Path) -> None:
         """Write `directory/tokenizer`, which `load_tokenizer` reads."""
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        raw = self.inner.to_str(pretty=True).encode()
-        write_atomic(folder / JSON_FILE, raw)
-        saved = self.describe().model_copy(update={"sha256": hashlib.sha256(raw).hexdigest()})
-        write_atomic(folder / DESCRIPTION, saved.model_dump_json(indent=1) + "\n")
+        write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))
+        write_atomic(folder / DESCRIPTION, self.describe().model_dump_json(indent=1) + "\n")
 
     def describe(self) -> Description:
         return Description(kind=self.kind, fingerprint=self.fingerprint, vocab=self.vocab, eot=self.eot)
@@ -289,7 +282,5 @@ def cut_at_lines(text: str) -> Iterator[str]:
 def byte_letters() -> dict[str, int]:
     """GPT-2's printable letter for each byte: printable Latin-1 is itself, the rest are counted up from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(b): b for b in printable}
-    for place, b in enumerate(b for b in range(256) if b not in set(printable)):
-        letters[chr(0x100 + place)] = b
-    return letters
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(rest)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,15 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from windlass import hub
-from windlass.data.tokenizer import (
-    DESCRIPTION,
-    END_OF_TEXT,
-    FOLDER,
-    JSON_FILE,
-    Description,
-    Tokenizer,
-    byte_letters,
-)
+from windlass.data.sources import sha256_of
+from windlass.data.tokenizer import DESCRIPTION, END_OF_TEXT, FOLDER, JSON_FILE, Description, Tokenizer, byte_letters
 from windlass.errors import UserError, first_line
 from windlass.fileio import read_json
 
@@ -33,12 +25,14 @@ GPT2_FILES = {
 }
 """GPT-2's ids and merges, with the SHA-256 of those that are downloaded."""
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
-"""In a directory of `transformers` without a `tokenizer.json`."""
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
+HF_FILES = (
+    JSON_FILE, *CONFIG_FILES, "chat_template.jinja",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
+)  # fmt: skip
+"""What makes a tokenizer in a directory of `transformers`."""
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
-"""How well-known tokenizers write the end of a text, where no configuration says it."""
+"""How well-known tokenizers write the end of a text, where no configuration has it."""
 
 
 def kind_of(setting: str) -> str:
@@ -67,26 +61,19 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     if folder is not None and (folder / DESCRIPTION).is_file():
         try:
             saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
-            sha256 = hashlib.sha256((folder / JSON_FILE).read_bytes()).hexdigest()
         except (OSError, ValidationError) as error:
             raise UserError(
-                f"the tokenizer saved in {folder} cannot be read ({first_line(error)}); prepare the data again"
+                f"{folder / DESCRIPTION} cannot be read ({first_line(error)}); prepare the data again"
             ) from None
         if saved.kind != wanted:
-            raise UserError(
-                f"{folder} holds a tokenizer of kind {saved.kind}, and data.tokenizer is {wanted}: wrong tokenizer"
-            )
-        if sha256 != saved.sha256:
+            raise UserError(f"wrong tokenizer: {folder} holds one of kind {saved.kind}, and data.tokenizer is {wanted}")
+        tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot)
+        if tokenizer.fingerprint != saved.fingerprint:
             raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
-        tokenizer = Tokenizer(saved.kind, _read_json(folder / JSON_FILE), saved.eot, saved)
     elif wanted in ("char", "bpe"):
         raise UserError(
-            f'data.tokenizer = "{wanted}" is made from the corpus, and '
-            + (
-                f"there is none saved in {directory}: run `windlass prepare` first"
-                if directory
-                else "shards that others wrote come with none: name theirs (byte, gpt2, gpt2:DIR, hf:NAME_OR_DIR)"
-            )
+            f"data.tokenizer: {wanted} is made from the corpus, and none is saved in {directory}: run `windlass prepare` first; "
+            "for the shards of another tool name theirs (byte, gpt2, gpt2:DIR, hf:NAME_OR_DIR)"
         )
     else:
         tokenizer = named_tokenizer(recipe.tokenizer)
@@ -104,36 +91,43 @@ def named_tokenizer(setting: str) -> Tokenizer:
     return gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place)
 
 
-def tokenizer_files(setting: str, layout: bool = False) -> dict[str, str]:
-    """The SHA-256 of each local file that a setting names, by path; empty where it names none.
-
-    With `layout` also of the files beside an `hf:` tokenizer that say how texts begin and end, and its chat template.
-    """
-    kind, place = kind_of(setting), setting.partition(":")[2]
-    if not place:
+def tokenizer_files(setting: str) -> dict[str, str]:
+    """The SHA-256 of each local file that a setting names, by path; empty where it names none."""
+    kind, path = kind_of(setting), Path(setting.partition(":")[2]).expanduser()
+    if ":" not in setting:
         return {}
-    path = Path(place).expanduser()
-    folder = path.parent if path.is_file() else path
-    files = [path] if path.is_file() else [path / name for name in GPT2_FILES]
-    if kind == "hf" and not path.is_file():
-        files = [path / name for name in ((JSON_FILE,) if (path / JSON_FILE).is_file() else OLDER_FILES)]
-    if kind == "hf" and layout:
-        files += [folder / name for name in LAYOUT_FILES]
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+    files = [path / name for name in (GPT2_FILES if kind == "gpt2" else HF_FILES)]
+    if path.is_file():
+        files = [path, *(path.parent / name for name in HF_FILES[1:4])]
+    return {str(file): sha256_of(file) for file in files if file.is_file()}
 
 
 # -- the kinds
 
 
+def _byte_level(kind: str, model: Any, use_regex: bool = True) -> Tokenizer:
+    """A tokenizer over bytes, whose last id ends a text."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, pre_tokenizers
+
+    inner = Inner(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    inner.decoder = decoders.ByteLevel()
+    return Tokenizer(kind, inner, _add_end(inner))
+
+
+def _add_end(inner: Any) -> int:
+    from tokenizers import AddedToken
+
+    inner.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return int(inner.token_to_id(END_OF_TEXT))
+
+
 def byte_tokenizer() -> Tokenizer:
     """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a text."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import models
 
-    inner = Inner(models.BPE(vocab=byte_letters(), merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    return Tokenizer("byte", inner, _add_end(inner))
+    return _byte_level("byte", models.BPE(vocab=byte_letters(), merges=[]), use_regex=False)
 
 
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
@@ -152,65 +146,57 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
 
 def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else through `tiktoken`'s download."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import models
 
     if not directory:
         from tiktoken import load  # downloads each file once and checks its SHA-256
 
         with TemporaryDirectory() as folder:
-            for name, sha256 in GPT2_FILES.items():
-                try:
+            try:
+                for name, sha256 in GPT2_FILES.items():
                     (Path(folder) / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
-                except Exception as error:  # of any kind, from the library behind the download
-                    raise UserError(
-                        f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
-                        f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
-                    ) from None
+            except Exception as error:  # of any kind, from the library behind the download
+                raise UserError(
+                    f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
+                    f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
+                ) from None
             return gpt2_tokenizer(folder)
-    files = [Path(directory).expanduser() / name for name in GPT2_FILES]
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"data.tokenizer: there is no {file}; GPT-2's tokenizer is vocab.bpe and encoder.json")
     try:
-        ids, merges = models.BPE.read_file(*map(str, files))
-        ids.pop(END_OF_TEXT, None)
-        in_order = sorted(ids, key=ids.__getitem__)
-        whole = {*in_order[:256]} == {*byte_letters()} and in_order[256:] == [a + b for a, b in merges]
+        ids, merges = models.BPE.read_file(*(str(Path(directory).expanduser() / name) for name in GPT2_FILES))
     except Exception as error:  # the library raises a bare Exception
         raise UserError(
             f"data.tokenizer: {directory} does not hold GPT-2's vocab.bpe and encoder.json: {first_line(error)}"
         ) from None
+    ids.pop(END_OF_TEXT, None)
+    in_order = sorted(ids, key=ids.__getitem__)
+    whole = {*in_order[:256]} == {*byte_letters()} and in_order[256:] == [a + b for a, b in merges]
     if not whole or sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"data.tokenizer: vocab.bpe and encoder.json in {directory} do not match")
-    inner = Inner(models.BPE(vocab=ids, merges=merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return Tokenizer("gpt2", inner, _add_end(inner))
+    return _byte_level("gpt2", models.BPE(vocab=ids, merges=merges))
 
 
-def _add_end(inner: Any) -> int:
-    from tokenizers import AddedToken
-
-    inner.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return int(inner.token_to_id(END_OF_TEXT))
-
-
-def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, of which 0 ends a text."""
+def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> Tokenizer:
+    """Byte pairs learned from the first `characters` of texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, of which 0
+    ends a text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    def first() -> Iterator[str]:
+        left = characters
+        for text in texts:
+            yield text[:left].encode("utf-8", "replace").decode()
+            left -= len(text)
+            if left <= 0:
+                return
 
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    inner.train_from_iterator((t.encode("utf-8", "replace").decode() for t in texts), trainer)
+    inner.train_from_iterator(first(), trainer)
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
 
 
@@ -223,30 +209,23 @@ def hf_tokenizer(place: str) -> Tokenizer:
     # The threads are ours; the library would warn that they were forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(place).expanduser()
-    folder = hub.tokenizer_directory(place)
-    file = path if path.is_file() else folder / JSON_FILE
-    if file.is_file():
-        inner, names = _read_json(file), list(END_TOKENS)
-        for config in reversed(CONFIG_FILES):
-            eos = read_json(file.parent / config).get("eos_token")
-            names[:0] = [eos["content"] if isinstance(eos, dict) else eos] if eos else []
-        ids = (inner.token_to_id(name) for name in names)
-        return Tokenizer("hf", inner, next((int(i) for i in ids if i is not None), None))
-    hub.prepare()
-    with hub.explained(f"data.tokenizer: {place}"):
-        from transformers import AutoTokenizer
-
+    file = path if path.is_file() else hub.tokenizer_directory(place) / JSON_FILE
+    if not file.is_file():
+        hub.prepare()
         try:
-            whole = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (ImportError, UserError):
-            raise
-        except Exception as error:  # a library behind it, at files that it does not know
+            from transformers import AutoTokenizer
+
+            whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
+            return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
+        except Exception as error:  # of any kind, from the libraries behind it
             raise UserError(
                 f"data.tokenizer: {place} has no {JSON_FILE}, and transformers reads no tokenizer there: {first_line(error)}"
             ) from None
-    if not hasattr(whole, "backend_tokenizer"):
-        raise UserError(f"data.tokenizer: {place} has no fast tokenizer (a {JSON_FILE}); use another")
-    return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
+    inner, names = _read_json(file), list(END_TOKENS)
+    for config in reversed(CONFIG_FILES):
+        eos = read_json(file.parent / config).get("eos_token")
+        names[:0] = [eos["content"] if isinstance(eos, dict) else eos] if eos else []
+    return Tokenizer("hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None))
 
 
 def _read_json(file: Path) -> Any:

@@ -223,7 +223,7 @@ def with_prepared_data(subject: Subject) -> Subject:
         samples: Any = open_samples(subject.recipe, prepared)[0]
     except UserError as error:
         return replace(subject, reason=str(error))
-    tokens = samples.sample_tokens()
+    tokens = samples.valid_tokens / len(samples)
     return replace(subject, vocab=prepared.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens)
 
 

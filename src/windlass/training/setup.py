@@ -168,8 +168,9 @@ def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) ->
             raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
         if recipe.model.kind == "hf":
             parameters = read_sizes(recipe).total
-    sample_tokens = getattr(data.train, "sample_tokens", None)  # a user's own source may not have it
-    steps = resolve_steps(recipe, data.vocab, sample_tokens() if sample_tokens else None, samples, parameters)
+    valid_tokens = getattr(data.train, "valid_tokens", None)  # a user's own source may not have it
+    sample_tokens = None if valid_tokens is None else valid_tokens / samples
+    steps = resolve_steps(recipe, data.vocab, sample_tokens, samples, parameters)
     return batch, Horizon(steps, samples, recipe.train.global_batch)
 
 
