@@ -163,7 +163,7 @@ def test_a_diverged_cell_is_stopped_only_when_asked(play):
 def test_a_cell_through_all_its_steps_is_left_to_save(play):
     code, study, _ = play([{"losses": [4.0, 9.0], "steps": 2, "saving": 0.5}], stop_diverged=True)
     assert (code, states(study)) == (DONE, ["finished"])
-    assert study._statuses() == {}
+    assert study.statuses() == {}
 
 
 def test_halving_leaves_the_worse_half_behind(play):

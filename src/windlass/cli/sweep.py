@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from windlass.study.grid import AXIS_HELP
+if TYPE_CHECKING:
+    from rich.table import Table
 
-EPILOG = f"\b\nAxes, which are crossed:\n{AXIS_HELP}"
+    from windlass.study.study import Study
+
+EPILOG = """\b
+Axes, which are crossed:
+    optim.lr=1e-2,1e-3,1e-4              three values
+    optim.lr=1e-4:1e-2:log:5             five values from 1e-4 to 1e-2, evenly on a logarithmic axis
+    model.width=128:512:lin:4            four values evenly on a linear axis (whole numbers stay whole)
+    optim.lr+train.global_batch=1e-3+64,5e-4+128
+                                         a zip: both change together, two values
+    run.seed=1,2,3                       seeds: the table adds medians and spread
+    parallel.strategy=ddp,full_shard     any setting of a recipe, also those that change no result
+    parallel.world=1,2,4                 the ranks of a cell: no setting, but an axis; overrides --world
+"""
 
 
 def sweep(
@@ -44,7 +58,6 @@ def sweep(
     """
     from windlass.errors import DONE, FAILED, UserError
     from windlass.recipe import Recipe
-    from windlass.study.screen import Screen
     from windlass.study.submit import submit_sweep
     from windlass.study.sweep import DONE_STATES
     from windlass.study.sweep import sweep as run_sweep
@@ -62,7 +75,7 @@ def sweep(
     with Screen(errors=json_) as screen:
         study = run_sweep(
             base, axes, path=path, world=world, workers=workers, stop_diverged=stop_diverged, halving=halving,
-            retry_failed=retry_failed, only=only if only >= 0 else None, show=screen.show, notify=screen.say,
+            retry_failed=retry_failed, only=only if only >= 0 else None, show=screen.show, notify=screen.print,
         )  # fmt: skip
     results = study.results()
     if json_:
@@ -70,3 +83,77 @@ def sweep(
     screen.end(study, world)
     worked_on = [results[only]] if only >= 0 else results
     return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED
+
+
+class Screen:
+    """The study's table, redrawn in a terminal once a second; elsewhere a line whenever a cell's state changes."""
+
+    def __init__(self, *, errors: bool = False) -> None:
+        """With `errors` everything goes to stderr: stdout is for JSON alone."""
+        from rich.console import Console
+
+        self.console = Console(stderr=errors)
+        if not self.console.is_terminal:  # a file has no width
+            self.console = Console(stderr=errors, width=140)
+        self.live: Any = None
+        self.study: Study | None = None
+        self.states: dict[str, str] = {}
+
+    def __enter__(self) -> Screen:
+        if self.console.is_terminal:
+            from rich.live import Live
+
+            draw = lambda: table(self.study) if self.study else ""  # noqa: E731
+            self.live = Live(console=self.console, get_renderable=draw, refresh_per_second=1)
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.stop()  # draws once more
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, study: Study) -> None:
+        self.study = study
+        for number, result in enumerate(study.results() if not self.live else (), 1):
+            key, state = result.cell.key, result.state
+            if state != self.states.get(key, "waiting"):
+                self.states[key] = state
+                reason = f" ({result.reason})" if result.reason else ""
+                self.print(f"[{number}/{len(study.cells)}] {result.cell.label}: {state}{reason}")
+
+    def end(self, study: Study, world: int) -> None:
+        """The final table, medians over seeds, and the command that trains the winner."""
+        if not self.live:
+            self.console.print(table(study))
+        for group in study.groups():
+            if group.seeds and group.median is not None:
+                low, high = min(group.scores), max(group.scores)
+                self.print(f"{group.label}: median {group.median:.4f}, {low:.4f} to {high:.4f} over {group.seeds}")
+        if best := study.winner():
+            name = "validation loss" if study.measure == "loss" else study.measure
+            of = f", median of {best.seeds}" if best.seeds else ""
+            self.print(f"best: {best.label} ({name} {best.median:.4f}{of})")
+            self.print("\n".join(f"  {line}" for line in study.winner_command(best.assignment, world) if line))
+        self.print(f"report: windlass report {study.path}")
+
+
+def table(study: Study) -> Table:
+    """The study as a table for a terminal; in a narrow one numbers continue on the next line."""
+    from rich.table import Table
+
+    best = "best" if study.measure == "loss" else f"best {study.measure}"
+    names = ["state", "step", "loss", "val loss", best, "tokens/s", "device-h", "reason"]
+    drawn = Table(title=str(study.path), title_justify="left")
+    for name in [*(key.rsplit(".", 1)[-1] for key in study.keys), *names]:
+        drawn.add_column(name, justify="left" if name in ("state", "reason") else "right", overflow="fold")
+    for r in study.results():
+        settings = [f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()]
+        step = f"{r.step}/{r.steps or '?'}" if r.step or r.steps else ""
+        numbers = ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]
+        speed = f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else ""
+        hours = "" if r.device_hours is None else f"{r.device_hours:.3g}"
+        drawn.add_row(*settings, r.state, step, *numbers, speed, hours, r.reason)
+    return drawn

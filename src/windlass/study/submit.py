@@ -15,38 +15,23 @@ from windlass.recipe import Recipe
 from windlass.study.study import Axes, Study
 
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
-SLURM_NAMES = {
+SLURM_NAMES = {  # other names of what the script asks for, so that a user's argument replaces it
     "-J": "--job-name", "-a": "--array", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-o": "--output",
     "-G": "--gpus-per-task", "--gpus": "--gpus-per-task", "--gres": "--gpus-per-task",
     "--gpus-per-node": "--gpus-per-task",
 }  # fmt: skip
-"""Other names of what the script asks for, so that a user's argument replaces it."""
 
 
 def submit_sweep(
-    recipe: Recipe,
-    axes: Axes,
-    scheduler: str,
-    *,
-    path: Path | None = None,
-    world: int = 1,
-    stop_diverged: bool = False,
-    halving: bool = False,
-    retry_failed: bool = False,
-    arguments: Sequence[str] = (),
-    dry_run: bool = False,
+    recipe: Recipe, axes: Axes, scheduler: str, *, path: Path | None = None, world: int = 1, stop_diverged: bool = False,
+    halving: bool = False, retry_failed: bool = False, arguments: Sequence[str] = (), dry_run: bool = False,
     notify: Callable[[str], None] = lambda text: None,
-) -> str:
+) -> str:  # fmt: skip
     """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` write nothing.
 
-    The arguments are those of `sweep`, and `arguments` for the scheduler itself.
-
-    Returns:
-        The script; empty where no cell is open.
-
-    Raises:
-        UserError: the scheduler is unknown or not on this machine, or cells are to be halved.
-        RunFailed: the scheduler did not take the job.
+    The arguments are those of `sweep`, and `arguments` for the scheduler itself. Returns the script; empty where no cell
+    is open. Raises UserError where the scheduler is unknown or not on this machine, or cells are to be halved, RunFailed
+    where the scheduler did not take the job.
     """
     if scheduler not in SUBMIT:
         raise UserError(f"--submit {scheduler}: there are slurm and pbs")
@@ -56,22 +41,18 @@ def submit_sweep(
     states = [result.state for result in study.results()]
     wanted = ("waiting", "interrupted", *(("failed", "diverged") if retry_failed else ()))
     cells = [number for number, state in enumerate(states) if state in wanted]
-    running = [str(number) for number, state in enumerate(states) if state == "running"]
-    if running:
+    if running := [str(number) for number, state in enumerate(states) if state == "running"]:
         notify(f"running already, so not submitted: cell {', '.join(running)}")
     if not cells:
         notify("nothing to submit: no cell is open")
         return ""
-    flags = (["--stop-diverged"] if stop_diverged else []) + (["--retry-failed"] if retry_failed else [])
+    flags = ["--stop-diverged"] * stop_diverged + ["--retry-failed"] * retry_failed
     script = array_script(study, scheduler, cells, world, Path.cwd(), sys.executable, flags, arguments)
     if dry_run:
         return script
-    command = SUBMIT[scheduler]
+    command, path = SUBMIT[scheduler], study.path / f"submit.{scheduler}.sh"
     if shutil.which(command) is None:
-        raise UserError(
-            f"there is no {command} on this machine: submit from a login node, or look at it with --dry-run"
-        )
-    path = study.path / f"submit.{scheduler}.sh"
+        raise UserError(f"there is no {command} on this machine: submit from a login node, or look with --dry-run")
     path.write_text(script, encoding="utf-8")
     if subprocess.run([command, str(path)], check=False).returncode:
         raise RunFailed(f"{command} did not take {path}; its message is above")
@@ -79,50 +60,43 @@ def submit_sweep(
 
 
 def array_script(
-    study: Study,
-    scheduler: str,
-    cells: Sequence[int],
-    world: int,
-    directory: Path,
-    python: str,
-    flags: Sequence[str] = (),
-    arguments: Sequence[str] = (),
-) -> str:
+    study: Study, scheduler: str, cells: Sequence[int], world: int, directory: Path, python: str,
+    flags: Sequence[str] = (), arguments: Sequence[str] = (),
+) -> str:  # fmt: skip
     """The batch script for the cells with these numbers; a pure function of its arguments.
 
-    An array job, but for a single cell of PBS, which has no array of one. A rank gets a core and, unless the recipe
-    says `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own (`--time=04:00:00`) and replace what
-    would be asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time runs out gets a signal,
-    saves and exits with 75; submitting again resumes it.
+    A rank gets a core and, unless the recipe says `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
+    (`--time=04:00:00`) and replace what would be asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A
+    task whose time runs out gets a signal, saves and exits with 75; submitting again resumes it.
     """
-    chosen = [study.cells[number] for number in cells]
+    chosen, name = [study.cells[number] for number in cells], f"windlass-{study.path.name}"
     ranks = max(cell.world or world for cell in chosen)
-    gpus = ranks if any(cell.recipe.parallel.device != "cpu" for cell in chosen) else 0
+    gpus = any(cell.recipe.parallel.device != "cpu" for cell in chosen)
     if scheduler == "slurm":
         mark, index = "#SBATCH", "$SLURM_ARRAY_TASK_ID"
         asked = [
-            f"--job-name=windlass-{study.path.name}", f"--array={','.join(map(str, cells))}", "--nodes=1", "--ntasks=1",
-            f"--cpus-per-task={ranks}", *([f"--gpus-per-task={gpus}"] if gpus else []),
+            f"--job-name={name}", f"--array={','.join(map(str, cells))}", "--nodes=1", "--ntasks=1",
+            f"--cpus-per-task={ranks}", *([f"--gpus-per-task={ranks}"] if gpus else []),
             f"--output={study.path}/slurm-%A_%a.out", "--signal=B:TERM@120", "--requeue",
         ]  # fmt: skip
-    else:
+    else:  # PBS has no array of one job
         mark, index = "#PBS", "$PBS_ARRAY_INDEX" if len(cells) > 1 else str(cells[0])
         asked = [
-            f"-N windlass-{study.path.name}"[:18], *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
-            f"-l select=1:ncpus={ranks}" + (f":ngpus={gpus}" if gpus else ""), "-r y", "-j oe",
+            f"-N {name}"[:18], *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
+            f"-l select=1:ncpus={ranks}" + (f":ngpus={ranks}" if gpus else ""), "-r y", "-j oe",
         ]  # fmt: skip
     given = {_option(text, scheduler) for text in arguments}
     header = [*(text for text in asked if _option(text, scheduler) not in given), *arguments]
     words = [python, "-m", "windlass", "sweep", str(study.path / "recipe.toml"), *study.axes]
     words += ["--dir", str(study.path), "--world", str(world), *flags]
-    body = [
+    return "\n".join([
+        "#!/bin/bash", *(f"{mark} {text}" for text in header), "",
         f"cd {shlex.quote(str(directory))}",
         f"{shlex.join(words)} --only {index} &",
         "job=$!",
         "trap 'kill -TERM $job; wait $job; exit $?' TERM",  # the scheduler signals the shell alone
-        "wait $job",
-    ]
-    return "\n".join(["#!/bin/bash", *(f"{mark} {text}" for text in header), "", *body, ""])
+        "wait $job", "",
+    ])  # fmt: skip
 
 
 def _option(text: str, scheduler: str) -> str:
@@ -131,4 +105,4 @@ def _option(text: str, scheduler: str) -> str:
     if scheduler == "slurm":
         word = words[0] if words[0].startswith("--") else words[0][:2]  # also -c4
         return SLURM_NAMES.get(word, word)
-    return f"-l {words[1]}" if words[0] == "-l" and len(words) > 1 else words[0]
+    return " ".join(words[:2]) if words[0] == "-l" else words[0]

@@ -71,8 +71,8 @@ def sweep(
         Stopped: a signal ended the sweep, with everything saved.
     """
     if seeds:
-        values = ",".join(map(str, seeds))
-        axes = {**axes, SEED: list(seeds)} if isinstance(axes, Mapping) else [*axes, f"{SEED}={values}"]
+        seed_axis = f"{SEED}={','.join(map(str, seeds))}"
+        axes = {**axes, SEED: list(seeds)} if isinstance(axes, Mapping) else [*axes, seed_axis]
     study = Study.create(recipe, axes, path)
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
@@ -103,21 +103,20 @@ class Sweep:
     command: Callable[[Study, Cell], list[str]] = train_command
     poll_seconds: float = 0.5
     running: list[CellProcess] = field(default_factory=list)
-    queue: list[Cell] = field(default_factory=list)
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
 
     def __post_init__(self) -> None:
         needs_devices = any(cell.recipe.parallel.device != "cpu" for cell in self.cells)
         self.devices = visible_devices() if needs_devices else []
-        self.largest_world = max((cell.world or self.world for cell in self.cells), default=1)
-        asked = min(self.workers, max(1, len(self.cells)))
-        self.workers = max(1, min(asked, len(self.devices) // self.largest_world)) if self.devices else asked
+        self.largest_world = max(cell.world or self.world for cell in self.cells)
+        asked = self.workers = min(self.workers, len(self.cells))
+        if self.devices:
+            self.workers = max(1, min(asked, len(self.devices) // self.largest_world))
         if self.workers < asked:
-            self.notify(
-                f"{len(self.devices)} devices, {self.largest_world} for each cell: {self.workers} cells side by side, "
-                f"not {asked}"
-            )
+            devices = f"{len(self.devices)} devices, {self.largest_world} for each cell"
+            self.notify(f"{devices}: {self.workers} cells side by side, not {asked}")
+        self.open_states = (*OPEN_STATES, "failed") if self.retry_failed else OPEN_STATES
         self.pruner = Halving(self.study) if self.halving else None
 
     def run(self) -> None:
@@ -128,7 +127,6 @@ class Sweep:
         finally:
             for process in self.running:
                 process.kill()
-                process.log.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         self.show(self.study)
@@ -142,15 +140,18 @@ class Sweep:
         self.stopping = True
 
     def _work(self) -> None:
-        if self.retry_failed:
-            for cell in self.cells:
-                if self.study.status(cell) in ("failed", "diverged"):
-                    self.study.set_status(cell, "")
-        self.queue = [cell for cell in self.cells if self._is_open(self.study.result(cell).state)]
-        while self.queue or self.running:
-            self._start_cells()
+        for cell in self.cells if self.retry_failed else ():
+            if self.study.status(cell) in ("failed", "diverged"):
+                self.study.set_status(cell, "")
+        queue = [cell for cell in self.cells if self.study.result(cell).state in self.open_states]
+        while queue or self.running:
+            self._start_cells(queue)
             if self.stopping:
-                self._wait_for_saves()
+                for process in self.running:
+                    process.terminate()
+                deadline = time.monotonic() + STOP_SECONDS
+                while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
+                    time.sleep(0.1)
                 return
             for process in list(self.running):
                 code = process.poll()
@@ -158,27 +159,24 @@ class Sweep:
                     self._watch(process)
                 else:
                     self.running.remove(process)
-                    self._ended(process, code)
+                    if self._ended(process, code):
+                        queue.append(process.cell)
             self.show(self.study)
             time.sleep(self.poll_seconds)
 
-    def _is_open(self, state: str) -> bool:
-        return state in OPEN_STATES or (self.retry_failed and state == "failed")
-
-    def _start_cells(self) -> None:
+    def _start_cells(self, queue: list[Cell]) -> None:
         """Start the next cells while workers are free; those that another process trains stay in the queue."""
-        for cell in list(self.queue):
+        for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
                 return
             result = self.study.result(cell)
             if result.state == "running":
                 continue
-            self.queue.remove(cell)
-            if not self._is_open(result.state):
+            queue.remove(cell)
+            if result.state not in self.open_states:
                 continue
-            reason = self.pruner.prune(result) if self.pruner else ""
-            if reason:  # a sweep that was killed before it could write this down
-                self.study.set_status(cell, "pruned", reason)
+            if reason := self.pruner.prune(result) if self.pruner else "":
+                self.study.set_status(cell, "pruned", reason)  # by a sweep that was killed before it wrote this down
                 continue
             world = cell.world or self.world
             used = {name for process in self.running for name in process.devices}
@@ -191,74 +189,59 @@ class Sweep:
     def _watch(self, process: CellProcess) -> None:
         """Stop a running cell that diverged or that halving prunes; not one that has done all steps and only saves."""
         cell, result = process.cell, self.study.result(process.cell)
-        if result.at_end or self.study.status(cell) not in ("", "interrupted"):
+        at_end = result.steps is not None and result.last_step >= result.steps
+        if at_end or self.study.status(cell) not in ("", "interrupted"):
             return
+        reason = self.pruner.prune(result) if self.pruner else ""
+        state = "pruned" if reason else ""
         if self.stop_diverged and result.divergence:
-            self.study.set_status(cell, "diverged", result.divergence)
-            process.terminate()
-        elif self.pruner and (reason := self.pruner.prune(result)):
-            self.study.set_status(cell, "pruned", reason)
+            state, reason = "diverged", result.divergence
+        if state:
+            self.study.set_status(cell, state, reason)
             process.terminate()
 
-    def _ended(self, process: CellProcess, code: int) -> None:
-        """Write down why a cell ended, where its ledger does not say; queue it again where it was interrupted."""
-        process.log.close()
+    def _ended(self, process: CellProcess, code: int) -> bool:
+        """Write down why a cell ended, where its ledger does not say; returns whether it is to be started again."""
         cell, result = process.cell, self.study.result(process.cell)
         if self.pruner:  # it may have ended between two looks, and later cells are compared with it
             self.pruner.prune(result)
         if self.study.status(cell) not in ("", "interrupted"):
-            return
+            return False
         reason = process.failure(code)
         if code == STOPPED or code < 0 or OCCUPIED in reason:
             times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
             reason = reason or "stopped by a signal"
             self.study.set_status(cell, "interrupted", f"{reason} ({times} times)" if times > 1 else reason)
-            if times <= RETRIES:
-                self.queue.append(cell)
-        elif code != DONE:
+            return times <= RETRIES
+        if code != DONE:
             self.study.set_status(cell, "diverged" if result.divergence and code != BAD_INPUT else "failed", reason)
         elif result.divergence and result.state != "finished":
             self.study.set_status(cell, "diverged", result.divergence)
-
-    def _wait_for_saves(self) -> None:
-        for process in self.running:
-            process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
-            time.sleep(0.1)
+        return False
 
 
-class CellProcess:
+class CellProcess(subprocess.Popen[bytes]):
     """A running cell: `windlass train` in a session of its own; what it prints goes to `runs/<cell>.out`."""
 
     def __init__(self, cell: Cell, command: list[str], directory: Path, threads: int, devices: list[str]):
         self.cell, self.devices = cell, devices
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
-        self.log = self.log_path.open("ab")
         environment = dict(os.environ, WINDLASS_QUIET_END="1", WINDLASS_PARENT=str(os.getpid()))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-
-    def poll(self) -> int | None:
-        """The exit code; None while it runs."""
-        return self.process.poll()
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-        if self.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        with self.log_path.open("ab") as log:
+            super().__init__(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
 
     def kill(self) -> None:
         """End it and its ranks at once."""
         if self.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
 
     def failure(self, code: int) -> str:
         """One line on why a cell that exited with `code` did not finish; empty where it finished or stopped."""
@@ -273,8 +256,8 @@ class CellProcess:
 class Halving:
     """Asynchronous successive halving over a study's ledgers (arXiv 1810.05934), by Optuna's pruner.
 
-    At each rung (the 1st, 2nd, 4th, ... evaluation) a cell goes on only if it is in the better half of those that came
-    to the rung before it; the first to come goes on. Evaluations of earlier sweeps are read from the ledgers and
+    At each rung (the 1st, 2nd, 4th, ... evaluation) a cell continues only if it is in the better half of those that came
+    to the rung before it; the first to come continues. Evaluations of earlier sweeps are read from the ledgers and
     reported in the order in which they happened, so that a sweep that was killed decides as before.
     """
 
@@ -290,12 +273,12 @@ class Halving:
         self._trials: dict[str, Any] = {}
         self._reported: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
-        past = [(result, each) for result in study.results() for each in result.evaluations]
-        for result, each in sorted(past, key=lambda pair: pair[1].time):
+        past = [(each.time, result, each) for result in study.results() for each in result.evaluations]
+        for _, result, each in sorted(past, key=lambda x: x[0]):
             self._report(result, each)
 
     def prune(self, result: CellResult) -> str:
-        """Report a cell's new evaluations; why it is pruned, or empty while it goes on."""
+        """Report a cell's new evaluations; why it is pruned, or empty while it continues."""
         for each in result.evaluations[self._reported.get(result.cell.key, 0) :]:
             self._report(result, each)
         return self._reasons.get(result.cell.key, "")
