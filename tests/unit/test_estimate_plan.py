@@ -175,18 +175,14 @@ SQUAD = {"data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it in 184
 @pytest.mark.parametrize("kind", ["text", "chat", "squad"])
 def test_after_preparing_everything_is_known(tmp_path, kind):
     """A plan of chat and SQuAD data used to ask for `windlass prepare` for ever."""
-    if kind == "text":
-        path = write_corpus(tmp_path / "text.txt", 4000)
-        own = [f"data.source={path}", "train.steps=2 epochs"]
-    elif kind == "chat":
-        path = tmp_path / "chat.jsonl"
-        path.write_text("".join(json.dumps(CHAT) + "\n" for _ in range(12)), encoding="utf-8")
-        own = [f"data.source={path}", "data.format=chat", "train.steps=2 epochs", "data.tokenizer=char"]
-    else:
-        path = tmp_path / "squad.json"
-        path.write_text(json.dumps(SQUAD), encoding="utf-8")
-        own = [f"data.source=squad:{path}", "data.format=squad", "train.steps=2 epochs", "data.tokenizer=char"]
-        own += [f"data.eval_source=squad:{path}"]
+    write_corpus(tmp_path / "text", 4000)
+    (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 12, encoding="utf-8")
+    (tmp_path / "squad").write_text(json.dumps(SQUAD), encoding="utf-8")
+    own = ["train.steps=2 epochs", f"data.format={kind}"] + {
+        "text": ["data.source=text"],
+        "chat": ["data.source=chat.jsonl", "data.tokenizer=char"],
+        "squad": ["data.source=squad:squad", "data.eval_source=squad:squad", "data.tokenizer=char"],
+    }[kind]
     own += ["model.context=64", "train.global_batch=4", "train.micro_batch=4"]
     assert plan("quickstart", own, device="A100-80GB").steps is None
     prepare(Recipe.load("quickstart", own))
