@@ -176,10 +176,8 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
     }  # fmt: skip
     settings |= {"parallel.shard_size": layout.shard} if layout.strategy == "hybrid_shard" else {}
     settings |= {"parallel.offload": True} if layout.offload else {}
-    return (
-        settings,
-        "the cheapest that fits" + f"; {row.memory.host / 1e9:.3g} GB of the host's memory" * layout.offload,
-    )
+    host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
+    return settings, f"the cheapest that fits{host}"
 
 
 class Step:
@@ -368,13 +366,8 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
             buffers=buffers, at=at,
         )  # fmt: skip
     gradients = root + (shards or on_device * layers * step.block // shard)
-    yield Memory(
-        gradients=gradients + step.embedding(whole),
-        activations=step.stream,
-        buffers=root,
-        at="backward of the embedding",
-    )
-    yield Memory(
-        gradients=root + on_device * step.weights // shard, buffers=2 * root, at="reduction of embedding and head"
-    )
+    gradients += step.embedding(whole)
+    yield Memory(gradients=gradients, activations=step.stream, buffers=root, at="backward of the embedding")
+    reduced = on_device * step.weights // shard
+    yield Memory(gradients=root + reduced, buffers=2 * root, at="reduction of embedding and head")
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update(), at="update")
