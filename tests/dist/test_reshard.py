@@ -100,7 +100,6 @@ def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> No
     saver.save(STEPS, gather_state(model, optimizer, rank, world), {"step": STEPS})
     [outcome] = saver.wait()
     assert not outcome.error, outcome
-    saver.close()
     gathered = whole(model, optimizer)
     if rank == 0:
         save_file(gathered, Path(folder) / "whole.safetensors")

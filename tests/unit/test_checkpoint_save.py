@@ -64,7 +64,6 @@ def save(run: Path, model: nn.Module, optimizer: Any = None, step: int = 3) -> P
     saver = Saver(run / "checkpoints", attempt=f"a{step}")
     saver.save(step, gather_state(model, optimizer), {"step": step, "list": [1, 2]})
     [outcome] = saver.wait()
-    saver.close()
     assert not outcome.error, outcome.error
     return outcome.path
 
@@ -216,8 +215,6 @@ def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state(tmp_path: 
     [outcome] = saver.wait()
     assert not saver.busy and not outcome.error and saver.last_seconds is not None
     assert torch.equal(open_checkpoint(outcome.path).tensor("model/embedding.weight"), before)
-    saver.close()
-    assert not any(t.name == "checkpoint-writer" for t in threading.enumerate())
 
 
 def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path) -> None:
@@ -229,9 +226,6 @@ def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path) ->
     outcomes = saver.wait()
     assert waited and [o.step for o in outcomes] == [1, 2] and outcomes[1].waited_s > 0
     assert not any(o.error for o in outcomes)
-    saver.close()
-    with pytest.raises(AssertionError):
-        saver.save(3, state, {})
 
 
 def test_one_buffer_serves_all_saves() -> None:
@@ -267,7 +261,6 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: py
     saver = Saver(tmp_path / "checkpoints", device=torch.device("cuda", 3))
     saver.save(1, gather_state(trained()[0]), {})
     assert not saver.wait()[0].error
-    saver.close()
     assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
 
 
@@ -280,7 +273,6 @@ def test_a_programming_error_in_the_writer_is_an_outcome(tmp_path: Path, monkeyp
     assert outcome.error == "KeyError: 'oops'" and names_in(tmp_path / "checkpoints") == []
     saver.save(2, gather_state(trained()[0]), {})
     assert not saver.wait(timeout=30)[0].error
-    saver.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
@@ -326,7 +318,6 @@ def test_retention_follows_each_commit_and_the_scores_of_the_ledger(tmp_path: Pa
         saver.save(step, gather_state(trained()[0]), {}, meta, scores={2: 60.0, 4: 10.0})
         assert not saver.wait()[0].error
     assert names_in(tmp_path / "checkpoints") == [f"step-0000000{s}" for s in (1, 2, 5, 6)]
-    saver.close()
 
 
 def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +331,6 @@ def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: p
         for step in (1, 2, 3):
             saver.save(step, gather_state(trained()[0]), {})
             assert not saver.wait()[0].error
-        saver.close()
         assert read == ([] if attempt == "a" else [f"step-0000000{s}" for s in (1, 2, 3)])
 
 

@@ -155,13 +155,13 @@ def candidates(
     """
     run = Run(run_dir)
     entries = format_.list_entries(run.checkpoints_dir)
-    if resume == "never" and entries:
+    if resume == "never":
+        if not entries:
+            return []
         raise UserError(
             f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to "
             "set the run aside, or resume from it"
         )
-    if resume == "never":
-        return []
     if resume == "latest":
         return _latest(run, entries, up_to)
     if resume == "best":
@@ -306,19 +306,16 @@ def discard(path: Path, files: Files) -> None:
     files.remove_tree(path)
 
 
-def set_aside(choice: Choice, run: Path, files: Files | None = None) -> list[Path]:
+def set_aside(choice: Choice, run: Path) -> None:
     """Rename the damaged checkpoints of a run that a choice passed over to `bad-...`, which nothing reads."""
-    files, aside = files or Files(), []
     for path in choice.damaged:
         if not path.resolve().is_relative_to(run.resolve()):
             continue  # another run's, which is not ours to change
-        number = 0
+        files, number = Files(), 0
         while (target := path.with_name(f"bad-{path.name}" + (f".{number}" if number else ""))).exists():
             number += 1
         files.rename(path, target)
         files.sync_dir(path.parent)
-        aside.append(target)
-    return aside
 
 
 # -- listing ----------------------------------------------------------------------------------------------------------

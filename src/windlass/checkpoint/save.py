@@ -14,6 +14,7 @@ import mmap
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,16 +120,6 @@ class HostBuffer:
         return image, tensors, event
 
 
-@dataclass(frozen=True)
-class _Job:
-    number: int
-    commit: Commit
-    copied: Any  # the event of HostBuffer.fill
-    staged_s: float
-    waited_s: float
-    scores: Mapping[int, float]
-
-
 @dataclass
 class Saver:
     """Saves the state of one rank. Every rank has one, with the same `attempt`, and makes the same saves in order."""
@@ -146,18 +137,18 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.last_seconds: float | None = None  # of the last committed save, copy included: for a grace budget
-        self._number, self._began, self._closed = 0, 0.0, False
+        self._began = 0.0
+        self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
         self._committed: dict[str, Saved] = {}  # by directory; rank 0's writer reads each manifest once
-        self._changed = threading.Condition()
-        self._job: _Job | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: deque[Outcome] = deque()
+        # A thread for each save, a daemon: a process whose disk hangs can end. At most one at a time.
         self._thread: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a save is being written."""
-        return self._job is not None
+        return self._started > self._reported + len(self._outcomes)
 
     def remaining_seconds(self) -> float:
         """How long the save in progress still takes, going by the last committed one; 0 where there is none."""
@@ -181,8 +172,6 @@ class Saver:
         (see retention), digests, anything else to list; a float that is not finite becomes null. `scores` are values of
         `policy.measure` by step, from the run's ledger.
         """
-        assert not self._closed, "a save after close()"
-        self._number += 1
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
         begin = time.perf_counter()
@@ -195,23 +184,21 @@ class Saver:
         finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in (meta or {}).items()}
         commit = Commit(
             self.directory, self.rank, self.world, self.files, self.deadline, self.piece_bytes, step,
-            f"{step:08d}-{self.attempt}-{self._number}", image, tensors, state.aliases, counters_json,
+            f"{step:08d}-{self.attempt}-{self._started + 1}", image, tensors, state.aliases, counters_json,
             {"reason": PERIODIC, **finite}, state.total_bytes, failed,
         )  # fmt: skip
-        job = _Job(self._number, commit, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
-        with self._changed:
-            self._job, self._began = job, time.monotonic()
-            self._changed.notify_all()
+        job = (commit, copied, time.perf_counter() - begin, begin - called, dict(scores or {}))
+        self._started, self._began = self._started + 1, time.monotonic()
         if not self.background:
-            self._write(job)
-        elif self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="checkpoint-writer", daemon=True)
-            self._thread.start()
+            self._write(*job)
+            return
+        self._thread = threading.Thread(target=self._write, args=job, name="checkpoint-writer", daemon=True)
+        self._thread.start()
 
     def poll(self) -> list[Outcome]:
         """The outcomes since the last call; never waits."""
-        with self._changed:
-            outcomes, self._outcomes = self._outcomes, []
+        outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        self._reported += len(outcomes)
         return outcomes
 
     def wait(self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None) -> list[Outcome]:
@@ -219,46 +206,27 @@ class Saver:
         self._until_idle(timeout, while_waiting)
         return self.poll()
 
-    def close(self) -> None:
-        """End the thread: at once where it is idle, else when its save has ended, which is not awaited (`wait` first)."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            idle = not self.busy
-        if self._thread is not None and idle:
-            self._thread.join()
-
     def _until_idle(self, timeout: float | None, while_waiting: Callable[[], None] | None) -> None:
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._changed:
-                if not self.busy or time.monotonic() >= end:
-                    return
-                assert self._thread is not None and self._thread.is_alive(), "the checkpoint's writer is gone"
-                self._changed.wait(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
+        while self.busy and (left := end - time.monotonic()) > 0:
+            assert self._thread is not None
+            self._thread.join(min(POLL_SECONDS, left))
+            assert self._thread.is_alive() or not self.busy, "the checkpoint's writer is gone"
             if while_waiting is not None:
                 while_waiting()
 
-    def _work(self) -> None:
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread starts on device 0, and would make a context there
-        while True:
-            with self._changed:
-                while self._job is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                job = self._job
-            self._write(job)
-
-    def _write(self, job: _Job) -> None:
-        """Write and commit; any error becomes the outcome, and training continues."""
-        began, commit = time.perf_counter(), job.commit
+    def _write(
+        self, commit: Commit, copied: Any, staged_s: float, waited_s: float, scores: Mapping[int, float]
+    ) -> None:
+        """Write and commit; any error becomes the outcome, and training continues. `copied` is the event of `fill`."""
+        began = time.perf_counter()
         error = ""
         warning, self._buffer.warning = self._buffer.warning, ""
         try:
-            if job.copied is not None:
-                job.copied.synchronize()
+            if self.device is not None and self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread starts on device 0, and would make a context there
+            if copied is not None:
+                copied.synchronize()
             serial = self._next_serial() if self.rank == 0 else 0
             commit.run(serial)
         except Exception as problem:
@@ -268,18 +236,14 @@ class Saver:
             if self.rank == 0:
                 self._committed[commit.target.name] = Saved(serial, commit.step, str(commit.meta["reason"]))
                 try:
-                    self._clean_up(job)
+                    self._clean_up(scores)
                 except Exception as problem:  # the checkpoint is committed all the same
                     warning = f"the checkpoint is committed, but old ones could not be removed: {explain(problem)}"
-            self.last_seconds = time.perf_counter() - began + job.staged_s
-        outcome = Outcome(
-            commit.step, commit.target, error, commit.total_bytes, job.staged_s, job.waited_s,
+            self.last_seconds = time.perf_counter() - began + staged_s
+        self._outcomes.append(Outcome(
+            commit.step, commit.target, error, commit.total_bytes, staged_s, waited_s,
             time.perf_counter() - began, warning,
-        )  # fmt: skip
-        with self._changed:
-            self._outcomes.append(outcome)
-            self._job = None
-            self._changed.notify_all()
+        ))  # fmt: skip
 
     def _next_serial(self) -> int:
         """One more than any commit of the run has had; those that were deleted by hand count by the lineage."""
@@ -294,13 +258,13 @@ class Saver:
                 serials.append(lineage.serial)
         return 1 + max(serials, default=0)
 
-    def _clean_up(self, job: _Job) -> None:
+    def _clean_up(self, scores: Mapping[int, float]) -> None:
         """After a commit: remove leftovers of earlier saves, and what retention does not keep."""
         for name in format_.names_in(self.directory):
             # Not those of a later save of this attempt: another rank may have begun it.
-            if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= job.number):
+            if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= self._started):
                 self.files.remove_tree(self.directory / name)
-        why = retain(self._committed.values(), self.policy, job.scores)
+        why = retain(self._committed.values(), self.policy, scores)
         for name in [name for name, saved in self._committed.items() if not why[saved.serial]]:
             discard(self.directory / name, self.files)
             del self._committed[name]

@@ -132,7 +132,6 @@ def set_up(
         policy_of(recipe.checkpoint, horizons, read_lineage(plan.run.path)),
         device=ranks.device, background=recipe.checkpoint.background,
     )  # fmt: skip
-    stack.callback(saver.close)
     recorder = open_recorder(plan, ranks, horizon, facts, state, model, goodput, attempt, stack)
     if ranks.main:
         notes += warn_if_disk_is_short(recipe, model, optimizer, recorder)
