@@ -26,7 +26,8 @@ def test_every_verb_is_a_documented_function() -> None:
 
 def test_importing_it_imports_no_torch_and_no_submodule_shadows_a_function() -> None:
     code = (
-        "import sys, windlass; assert 'torch' not in sys.modules; windlass.plan, windlass.report, windlass.sweep;"
+        "import sys, windlass; assert 'torch' not in sys.modules; windlass.report, windlass.sweep;"
+        "windlass.plan('gpt2-124m', world=8, device='A100-40GB');"
         "assert 'torch' not in sys.modules; import windlass.training.trainer, windlass.reports.page, windlass.evaluation.loss;"
         "assert all(callable(getattr(windlass, n)) for n in windlass.__all__ if n != '__version__')"
     )

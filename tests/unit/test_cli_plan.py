@@ -56,8 +56,6 @@ def test_an_unknown_device_is_unknown(run):
         (("c4-30m", "--world", "3"), "train.global_batch"),
         (("quickstart", "parallel.strategy=single", "--world", "2"), "parallel.strategy"),
         (("quickstart", "--from", "nowhere"), "nowhere"),
-        (("nosuch",), "there is no preset"),
-        (("missing.toml",), "there is no recipe file"),
         (("--device", "cpu"), "RECIPE"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from dataclasses import replace
 from itertools import accumulate
@@ -22,9 +21,9 @@ MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "activation": 
 VOCAB, BATCH = 1000, 2
 
 
-def saved_bytes(settings: ModelSettings, low_precision: bool, dtype=torch.float32) -> int:
+def saved_bytes(settings: ModelSettings, precision: str) -> int:
     """Bytes of the storages that autograd saves in a forward pass; parameters, tokens and labels not among them."""
-    model = GPT(settings, VOCAB).to(dtype)
+    model = GPT(settings, VOCAB).to(torch.float64 if precision == "fp64" else torch.float32)
     initialise(model, 0)
     tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
     outside = {t.untyped_storage().data_ptr() for t in (*model.parameters(), tokens)}
@@ -37,7 +36,7 @@ def saved_bytes(settings: ModelSettings, low_precision: bool, dtype=torch.float3
             alive.append(tensor)
         return tensor
 
-    context = torch.autocast("cpu", torch.bfloat16) if low_precision else contextlib.nullcontext()
+    context = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
     with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t), context:
         model(tokens, tokens)
     return sum(sizes.values())
@@ -58,7 +57,7 @@ def allocations(call) -> list[int]:
     return list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
-@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize(
     "over",
     [
@@ -75,15 +74,9 @@ def allocations(call) -> list[int]:
     ],
     ids=lambda over: "-".join(over) or "gpt2",
 )
-def test_what_autograd_saves(over, low_precision):
+def test_what_autograd_saves(over, precision):
     settings = ModelSettings(**{**BASE, **over})
-    predicted = predicted_bytes(settings, "bf16" if low_precision else "fp32")
-    assert predicted == pytest.approx(saved_bytes(settings, low_precision), rel=1e-4)
-
-
-def test_float64():
-    settings = ModelSettings(**BASE)
-    assert predicted_bytes(settings, "fp64") == pytest.approx(saved_bytes(settings, False, torch.float64), rel=1e-4)
+    assert predicted_bytes(settings, precision) == pytest.approx(saved_bytes(settings, precision), rel=1e-4)
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
