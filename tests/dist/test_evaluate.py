@@ -14,7 +14,7 @@ from windlass.data.samples import Rows
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag
+from windlass.evaluation.likelihood import Item, continuations, evaluate_hellaswag
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.loss import evaluate_loss

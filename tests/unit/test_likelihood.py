@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
-from windlass.evaluation.likelihood import Continuation, log_likelihoods, plan_passes
+from windlass.evaluation.likelihood import (
+    Continuation,
+    Item,
+    continuations,
+    evaluate_hellaswag,
+    log_likelihoods,
+    plan_passes,
+    read_items,
+)
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise

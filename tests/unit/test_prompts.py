@@ -15,7 +15,7 @@ from windlass.data.squad import Question
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import gpt2_tokenizer, hf_tokenizer, load_tokenizer
 from windlass.evaluation.generate import in_order, text_after
-from windlass.evaluation.hellaswag import Item, continuations
+from windlass.evaluation.likelihood import Item, continuations
 from windlass.evaluation.source import alone, find_source, open_model, stop_tokens
 from windlass.recipe import Recipe
 
@@ -96,7 +96,7 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
 
 
 def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
-    from windlass.evaluation.hellaswag import read_items
+    from windlass.evaluation.likelihood import read_items
 
     ours = gpt2_tokenizer(str(data_files / "gpt2"))
     items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500)

@@ -11,12 +11,7 @@ from typing import Any
 
 import typer
 
-UNITS = {
-    "loss": "nats/token", "perplexity": "", "bits_per_byte": "", "acc": "", "acc_norm": "", "acc_per_token": "",
-    "exact_match": "%", "f1": "%", "items": "", "samples": "", "tokens": "", "runtime_s": "s", "samples_per_s": "",
-    "tokens_per_s": "",
-}  # fmt: skip
-"""The units of the numbers, in the order in which they are shown."""
+UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
 
 
 def evaluate(
@@ -59,7 +54,10 @@ def evaluate(
 
     def show(name: str, numbers: dict[str, Any]) -> None:
         if not as_json:
-            typer.echo("\n".join(table(name, numbers)))
+            typer.echo(name)
+            for key, value in numbers.items():
+                text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+                typer.echo(f"  {key:<15} {text:>16} {UNITS.get(key, '')}".rstrip())
 
     suites = [s.strip() for s in suite.split(",") if s.strip()]
     result = evaluate_model(source, suites, overrides or [], out, show)
@@ -69,13 +67,3 @@ def evaluate(
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0
-
-
-def table(suite: str, numbers: dict[str, Any]) -> list[str]:
-    """The numbers of a suite, a line each."""
-    lines = [suite]
-    for key in sorted(numbers, key=lambda k: (list(UNITS).index(k) if k in UNITS else len(UNITS), k)):
-        value, unit = numbers[key], UNITS.get(key, "")
-        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" if isinstance(value, float) else str(value)
-        lines.append(f"  {key:<15} {text:>16} {unit}".rstrip())
-    return lines

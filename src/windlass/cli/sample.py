@@ -6,9 +6,6 @@ import sys
 
 import typer
 
-STDIN_SECONDS = 1.0
-"""How long to wait for a prompt in a pipe before assuming that there is none."""
-
 
 def sample(
     run: str = typer.Argument(
@@ -29,24 +26,29 @@ def sample(
     The texts are a function of the seed: the same command gives the same texts. They are generated together, with a KV
     cache, and shown one after the other as they come.
     """
+    import windlass
     from windlass.evaluation.generate import TextSampler
+    from windlass.evaluation.source import find_source
 
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    sampler = TextSampler(run, device, **settings, **({} if seed is None else {"seed": seed}))
-    typer.echo(f"# {sampler.source.title}", err=True)
+    settings |= {} if seed is None else {"seed": seed}
+    source = find_source(run)
+    typer.echo(f"# {source.title}", err=True)
     if chat:
+        sampler, terminal = TextSampler(source, device, **settings), sys.stdin.isatty()
         while True:
             try:
-                message = input("> " if sys.stdin.isatty() else "").strip()
+                message = input("> " if terminal else "").strip()
             except EOFError:
                 return
             if message:
+                _write("" if terminal else f"> {message}\n")  # so that what is written shows both sides
                 for piece in sampler.reply(message):
                     _write(piece)
                 _write("\n")
     text = _piped(wait=prompt == "-") if prompt in ("", "-") else prompt
     shown = -1
-    for number, piece in sampler.texts(text, n):
+    for number, piece in windlass.sample(source, text, n, device, **settings):
         if number > shown:
             _write("\n" * (number > 0) + (f"=== {number + 1} of {n} ===\n" if n > 1 else "") + text)
             shown = number
@@ -60,11 +62,11 @@ def _write(text: str) -> None:
 
 
 def _piped(wait: bool) -> str:
-    """What standard input holds, without its last line's end; empty where it is a terminal or an idle pipe."""
+    """What standard input holds, without its last line's end; empty where it is a terminal, or a pipe idle for a second."""
     import select
 
     try:
-        if not wait and (sys.stdin.isatty() or not select.select([sys.stdin], [], [], STDIN_SECONDS)[0]):
+        if not wait and (sys.stdin.isatty() or not select.select([sys.stdin], [], [], 1.0)[0]):
             return ""
         return sys.stdin.read().removesuffix("\n")
     except (OSError, ValueError):  # closed, or not a file

@@ -181,8 +181,7 @@ def generate_events(
 
     Args:
         model: Our GPT or a model of `transformers`: has `context`, perhaps a longer `limit`, `new_cache(batch, length)`, and
-            `model(tokens [B, T], cache=cache)` gives logits [B, T or 1, V]. Under full_shard the module whose forward
-            gathers the parameters.
+            `model(tokens [B, T], cache=cache)` gives logits [B, T or 1, V].
         prompts: This rank's prompts, as token ids; none of them empty. Ranks may have different numbers of them.
         sampling: How to choose, how many, where to stop.
         ranks, autocast, poll: See `windlass.evaluation`; without ranks this process is alone.
@@ -255,14 +254,12 @@ class _Batch:
 def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
     """Which prompts are continued together: neighbours in length, so that few columns are spent on waiting.
 
-    Where a window may have to slide, only prompts of one length share a batch: then the place at which it slides depends
-    on the text alone.
+    Where a window may have to slide only prompts of one length: then the place at which it slides depends on the text alone.
     """
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        first = groups[-1][0] if groups else place
         slides = lengths[place] + max_tokens > context
-        if not groups or len(groups[-1]) == batch or (slides and lengths[place] != lengths[first]):
+        if not groups or len(groups[-1]) == batch or (slides and lengths[place] != lengths[groups[-1][0]]):
             groups.append([])
         groups[-1].append(place)
     return groups
@@ -306,44 +303,37 @@ class TextSampler:
         self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
-    def texts(self, prompt: str = "", n: int = 1) -> Iterator[tuple[int, str]]:
-        """`n` continuations of a prompt, as (number of the text, next piece of it), text after text."""
-        ids = prompt_ids(self.model, self.source.tokenizer, prompt)
-        return self._pieces([ids] * n, after=ids if prompt else ())
+    def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
+        """The continuations of prompts, as (number of the text, next piece of it), text after text."""
+        vocab, context = self.source.tokenizer.vocab, partial(recipe_autocast, self.source.recipe, self.ranks.device)
+        events = generate_events(self.model, prompts, self.sampling, self.ranks, vocab=vocab, autocast=context)
+        return in_order(events, self.source.tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:
         """The pieces of the model's answer to the next message of a conversation, in the layout of its chat template."""
         self.messages.append({"role": "user", "content": message})
         ids = prompt_tokens(self.messages, self.source.template, self.source.tokenizer)
         answer = ""
-        for _, piece in self._pieces([ids], after=ids):
+        for _, piece in self.pieces([ids], after=ids):
             answer += piece
             yield piece
         self.messages.append({"role": "assistant", "content": answer.strip()})
-
-    def _pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
-        tokenizer, context = self.source.tokenizer, partial(recipe_autocast, self.source.recipe, self.ranks.device)
-        events = generate_events(
-            self.model, prompts, self.sampling, self.ranks, vocab=tokenizer.vocab, autocast=context
-        )
-        return in_order(events, tokenizer, len(prompts), after)
 
 
 def sample(
     model: str | Path | Run | Source, prompt: str = "", n: int = 1, device: str = "", **settings: Any
 ) -> Iterator[tuple[int, str]]:
-    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text.
-
-    They are a function of the seed: the same call gives the same texts. They are generated together, with a KV cache.
+    """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text; a function of the seed.
 
     Args:
         model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
         prompt: Not part of the pieces; empty: a text from its beginning.
-        n: How many texts.
+        n: How many texts; they are generated together, with a KV cache.
         device: `cpu` or `cuda`; default: cuda where there is one.
         settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`, `top_p`, `seed` (the run's).
 
-    Raises:
-        UserError: There is no such model, or a setting is out of its range.
+    Raises UserError where there is no such model, or a setting is out of its range.
     """
-    return TextSampler(model, device, **settings).texts(prompt, n)
+    sampler = TextSampler(model, device, **settings)
+    ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)
+    return sampler.pieces([ids] * n, after=ids if prompt else ())

@@ -1,30 +1,36 @@
-"""How likely a model finds given continuations: many rows in few passes, the same number of passes on every rank."""
+"""How likely a model finds given continuations, and HellaSwag (arXiv 1905.07830): which of four endings is the likeliest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from windlass import hub
+from windlass.errors import UserError
 from windlass.evaluation.loss import evaluating
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.parallelize import unwrap
-from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
+    from windlass.data.tokenizer import Tokenizer
     from windlass.parallel.dist import Ranks
 
+HELLASWAG = "Rowan/hellaswag"
+"""The data set's name on the Hub."""
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """A text and what follows it, as token ids; neither is empty."""
 
     context: Sequence[int]
@@ -61,14 +67,16 @@ def log_likelihoods(
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), ranks.world):
             own = passes[first + ranks.rank] if first + ranks.rank < len(passes) else []
-            batch = [(torch.tensor(texts[i]), counts[i]) for i in own] or [(torch.tensor([0, 0]), 1)]
-            tokens = pad_sequence([text[:-1] for text, _ in batch], batch_first=True).to(ranks.device)
-            masked = [text[1:].index_fill(0, torch.arange(len(text) - 1 - n), IGNORE_INDEX) for text, n in batch]
+            # A rank without work in the last round takes part with one token.
+            tokens = pad_sequence([torch.tensor(texts[i][:-1]) for i in own] or [torch.tensor([0])], batch_first=True)
             with autocast():
-                logits = model(tokens)
-            labels = pad_sequence(masked, batch_first=True, padding_value=IGNORE_INDEX).to(ranks.device)
-            for i, value, likeliest in zip(own, *_score(logits, labels), strict=False):
-                sums[i], greedy[i] = value, likeliest
+                logits = model(tokens.to(ranks.device))
+            for row, i in enumerate(own):
+                stop, wanted = len(texts[i]) - 1, torch.tensor(texts[i][-counts[i] :], device=logits.device)
+                chosen = logits[row, stop - counts[i] : stop]  # [tokens of the ending, V]
+                chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+                scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
+                sums[i], greedy[i] = float(scores.double().sum()), float((chosen.argmax(-1) == wanted).all())
             if poll is not None and sum_async([poll()], ranks).wait()[0]:
                 return None
     merged = sum_async([*sums, *greedy], ranks).wait()
@@ -86,13 +94,80 @@ def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[in
     return passes
 
 
-def _score(logits: Tensor, labels: Tensor) -> tuple[list[float], list[float]]:
-    """Summed log-likelihood of each row's labels [B, T], and 1 where all of them were the likeliest tokens, else 0."""
-    unmasked = labels != IGNORE_INDEX
-    row = unmasked.nonzero()[:, 0]
-    chosen = logits[unmasked].to(torch.promote_types(logits.dtype, torch.float32))  # [M, V]: endings only
-    wanted = labels[unmasked]
-    scores = chosen.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - chosen.logsumexp(-1)
-    sums = torch.zeros(len(labels), dtype=torch.float64, device=logits.device).index_add_(0, row, scores.double())
-    misses = torch.zeros(len(labels), device=logits.device).index_add_(0, row, (chosen.argmax(-1) != wanted).float())
-    return sums.tolist(), (misses == 0).double().tolist()
+@dataclass(frozen=True)
+class Item:
+    """A context, its endings (four of them), and the number of the right one."""
+
+    context: str
+    endings: tuple[str, ...]
+    label: int
+
+
+def read_items(file: str = "", limit: int = 0) -> list[Item]:
+    """The first `limit` (0: all) validation items, of a JSONL file or through `datasets`; raises UserError."""
+    rows: Iterable[tuple[str, Any]]
+    if file:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").split("\n")
+        except OSError as error:
+            raise UserError(f"eval.hellaswag_file: {file} cannot be read: {error.strerror}") from None
+        rows = ((f"{file}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip())
+    else:
+        hub.prepare()
+        with hub.explained(f"HellaSwag (the data set {HELLASWAG}; or give a JSONL as eval.hellaswag_file)"):
+            from datasets import load_dataset
+
+            rows = ((HELLASWAG, row) for row in load_dataset(HELLASWAG, split="validation"))
+    items = []
+    for where, row in itertools.islice(rows, limit or None):
+        try:
+            fields = json.loads(row) if isinstance(row, str) else row
+            item = Item(fields["ctx"], tuple(fields["endings"]), int(fields["label"]))
+            if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{where}: a HellaSwag item has ctx, endings, and as label the number of one") from None
+        items.append(item)
+    if not items:
+        raise UserError(f"eval.hellaswag_file: {file} has no items")
+    return items
+
+
+def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
+    """Each ending after its context, item by item, ending by ending: one text, cut where the context's tokens end."""
+    rows = []
+    for item in items:
+        context = tokenizer.encode_with_bos(item.context)
+        both = [tokenizer.encode_pair(item.context, " " + ending, context)[0] for ending in item.endings]
+        rows += [Continuation(context, ids[len(context) :]) for ids in both]
+    return rows
+
+
+def evaluate_hellaswag(
+    model: Any, items: Sequence[Item], rows: Sequence[Continuation], ranks: Ranks, **how: Any
+) -> dict[str, float] | None:
+    """Accuracy over the items, each scored once, spread over all ranks; `rows` are the `continuations` of `items`.
+
+    Returns:
+        `acc` (the ending with the largest summed log-likelihood is the right one), `acc_norm` (the largest per character of
+        the ending, as EleutherAI's harness defines it), `acc_per_token` (the largest per token, which llm.c reports),
+        `items`, `runtime_s`, `samples_per_s`. `how` are `autocast` and `poll`.
+    """
+    started = time.perf_counter()
+    scores = log_likelihoods(model, rows, ranks, **how)
+    if scores is None:
+        return None
+    right, first = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}, 0
+    for item in items:
+        endings = scores[first : first + len(item.endings)]
+        first += len(endings)
+        normalised = {
+            "acc": [ending.sum for ending in endings],
+            "acc_norm": [ending.sum / len(text) for ending, text in zip(endings, item.endings, strict=True)],
+            "acc_per_token": [ending.sum / ending.tokens for ending in endings],
+        }
+        for name, values in normalised.items():
+            right[name] += values.index(max(values)) == item.label
+    count, runtime_s = len(items), time.perf_counter() - started
+    accuracies = {name: number / count for name, number in right.items()}
+    return {**accuracies, "items": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}

@@ -92,17 +92,14 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
             return score([encode_request(tokenizer, start, *request.args) for request in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-            context = unwrap(model).context
-            rows, owners = [], []
-            for number, request in enumerate(requests):
+            context, sums = unwrap(model).context, []
+            for request in requests:
                 ids = tokenizer.encode(request.args[0]).tolist()
                 # Each token once, after as much as the window holds of its stretch.
-                for first in range(0, len(ids), context):
-                    rows.append(Continuation(ids[first - 1 : first] or start, ids[first : first + context]))
-                    owners.append(number)
-            sums = [0.0] * len(requests)
-            for number, (value, _greedy) in zip(owners, score(rows), strict=True):
-                sums[number] += value
+                rows = [
+                    Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in range(0, len(ids), context)
+                ]
+                sums.append(sum(value for value, _greedy in score(rows)))
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
@@ -131,23 +128,19 @@ def generate_until(
     """
     groups: dict[Sampling, list[int]] = {}
     for number, (_, settings) in enumerate(asked):
-        sampled = bool(settings.get("do_sample"))  # else the likeliest tokens are taken
+        given = settings if settings.get("do_sample") else {"temperature": 0.0}  # without it the likeliest tokens
         sampling = Sampling(
-            max_tokens=int(settings.get("max_gen_toks", MAX_TOKENS)),
-            temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
-            top_k=int(settings.get("top_k", 0)) if sampled else 0,
-            top_p=float(settings.get("top_p", 1.0)) if sampled else 1.0,
-            stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
-        )
+            int(settings.get("max_gen_toks", MAX_TOKENS)), float(given.get("temperature", 1.0)), int(given.get("top_k", 0)),
+            float(given.get("top_p", 1.0)), stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
+        )  # fmt: skip
         groups.setdefault(sampling, []).append(number)
     texts: dict[int, str] = {}
     for sampling, numbers in groups.items():
         longest = max(1, window(unwrap(model)) - sampling.max_tokens)
-
-        def prompt(number: int, longest: int = longest) -> list[int]:
-            return (tokenizer.encode(asked[number][0]).tolist() or prompt_ids(model, tokenizer, ""))[-longest:]
-
-        group = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt, **how)
+        prompts = {
+            n: (tokenizer.encode(asked[n][0]).tolist() or prompt_ids(model, tokenizer, ""))[-longest:] for n in numbers
+        }
+        group = generate_divided(model, tokenizer, ranks, sampling, numbers, prompts.__getitem__, **how)
         if group is None:
             raise Interrupted
         texts |= group

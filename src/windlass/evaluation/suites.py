@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.data import squad as squad_data
 from windlass.data.dataset import open_data
 from windlass.errors import UserError
-from windlass.evaluation import hellaswag
+from windlass.evaluation.likelihood import Continuation, Item, continuations, evaluate_hellaswag, read_items
 from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.loss import evaluate_loss
 from windlass.evaluation.source import Source, find_source, open_model
@@ -42,30 +42,19 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 HARNESS = "lm-eval:"
-HELD_OUT = ("data.source", "data.eval_source", "data.val_fraction", "data.eval_size", "run.seed")
-SETTINGS = {
-    LOSS_SUITE: (*HELD_OUT, "eval.batches", "train.global_batch"),
-    HELLASWAG_SUITE: ("eval.hellaswag_file", "eval.hellaswag_items"),
-    SQUAD_SUITE: (*HELD_OUT, "eval.squad_file", "eval.squad_items"),
-}
-"""What says which items a suite is measured on."""
 Numbers = dict[str, Any]
 """The scores of a suite, as they stand in an `eval` line of the ledger."""
 
 
+@dataclass
 class Suites:
-    """Measures the suites of a recipe on a model; items are read and tokenized once. All ranks call it together.
+    """Measures the suites of a recipe on a model; items are read and tokenized once. All ranks call it together."""
 
-    Args:
-        recipe: `eval` and `data` say what is measured on, `train.precision` the arithmetic.
-        tokenizer: The model's.
-        ranks: The process group.
-        val: The validation set of the suite `loss`.
-        batch: Sequences of it in one forward pass of one rank.
-    """
-
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks, val: Samples | None = None, batch: int = 1):
-        self.recipe, self.tokenizer, self.ranks, self.val, self.batch = recipe, tokenizer, ranks, val, batch
+    recipe: Recipe  # `eval` and `data` say what is measured on, `train.precision` the arithmetic
+    tokenizer: Tokenizer
+    ranks: Ranks
+    val: Samples | None = None  # the validation set of the suite `loss`
+    batch: int = 1  # sequences of it in one forward pass of one rank
 
     def measure(
         self, suite: str, model: Any, poll: Callable[[], bool] | None = None
@@ -80,7 +69,7 @@ class Suites:
             limit = recipe.eval.batches * recipe.train.global_batch
             numbers = evaluate_loss(model, self.val, ranks, self.batch, limit, token_bytes=self._token_bytes, **how)
         elif suite == HELLASWAG_SUITE:
-            numbers = hellaswag.evaluate_hellaswag(model, *self._endings, ranks, **how)
+            numbers = evaluate_hellaswag(model, *self._endings, ranks, **how)
         else:  # the recipe has checked the name
             numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
         return None if numbers is None else (numbers, None)
@@ -95,9 +84,9 @@ class Suites:
         return squad_data.eval_questions(self.recipe)
 
     @cached_property
-    def _endings(self) -> tuple[Sequence[hellaswag.Item], Sequence[hellaswag.Continuation]]:
-        items = hellaswag.read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
-        return items, hellaswag.continuations(items, self.tokenizer)
+    def _endings(self) -> tuple[list[Item], list[Continuation]]:
+        items = read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
+        return items, continuations(items, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -153,9 +142,9 @@ def evaluate(
 def for_world(recipe: Recipe, world: int) -> Recipe:
     """The recipe for measuring on `world` ranks: sharded where the training was, else whole on each of them."""
     sharded = recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
-    parallel = {"shard_size": 0, "offload": False, "activation_checkpointing": "none"}
-    parallel["strategy"] = "single" if world == 1 else "full_shard" if sharded else "ddp"
-    return recipe.with_overrides(**{f"parallel.{key}": value for key, value in parallel.items()})
+    settings = {"shard_size": 0, "offload": False, "activation_checkpointing": "none"}
+    settings["strategy"] = "single" if world == 1 else "full_shard" if sharded else "ddp"
+    return recipe.with_overrides(**{f"parallel.{key}": value for key, value in settings.items()})
 
 
 def measure(
@@ -188,26 +177,21 @@ def measure(
 def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: str = "") -> dict[str, Any]:
     """What the numbers of a suite depend on besides the model.
 
-    Returns:
-        `settings` (key → value; the precision is the one used), and, as the suite has them, `files` (path → SHA-256), `hub` (the
-        data set's name there), `data` (the prepared data's `fingerprint`), `lm_eval` (the harness's version).
+    That is `settings` (key → value; the precision is the one used), and, as the suite has them, `files` (path → SHA-256), `data`
+    (the prepared data's `fingerprint`), `lm_eval` (the harness's version).
     """
-    flat = recipe.flat()
-    settings = {"train.precision": resolve_precision(recipe.train.precision, device)}
-    settings |= {key: flat[key] for key in ("model.context", *SETTINGS.get(suite, ()))}
+    keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
+    settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
+    settings["train.precision"] = resolve_precision(recipe.train.precision, device)
     if suite == LOSS_SUITE:
         return {"settings": settings, "data": fingerprint}
     if suite.startswith(HARNESS):
         return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
-    if suite == HELLASWAG_SUITE:
-        file, name = recipe.eval.hellaswag_file, hellaswag.HUB_NAME
-    else:
-        asked = squad_data.asked_source(recipe) or recipe.data.source
-        file, name = asked.partition(":")[2], squad_data.HUB_NAME
-    if not file:
-        return {"settings": settings, "hub": name}
-    with Path(file).open("rb") as content:
-        return {"settings": settings, "files": {file: hashlib.file_digest(content, "sha256").hexdigest()}}
+    file = recipe.eval.hellaswag_file
+    if suite == SQUAD_SUITE:
+        file = (squad_data.asked_source(recipe) or recipe.data.source).partition(":")[2]
+    content = Path(file).read_bytes() if file else b""  # from the Hub otherwise
+    return {"settings": settings, "files": {file: hashlib.sha256(content).hexdigest()} if file else {}}
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
