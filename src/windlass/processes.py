@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WATCH_DIR = "WINDLASS_WATCH_DIR"  # the directory that launcher and ranks share; unset without a launcher of ours
+WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of ours
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
 STORE_FD = (
     "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT, opened early so that nobody else takes it

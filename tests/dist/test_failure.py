@@ -240,10 +240,10 @@ with init_ranks(env, recipe) as ranks:
 def test_workers_of_the_launcher_end_by_themselves_and_a_restart_meets_anew(capfd: pytest.CaptureFixture[str]):
     logged: list[str] = []
     code = launch([sys.executable, "-W", "error::ResourceWarning", "-c", WORKER], 2, max_restarts=1, log=logged.append)
-    printed = capfd.readouterr().err
-    assert code == 0, "\n".join([*logged, printed])
-    assert f"rank 1 of 2 on {HOST} failed with exit code 1 at step 5, phase forward" in logged[0]
-    assert "last error: ValueError: a shape is wrong" in logged[0]
-    assert "  [rank 1] [rank1]: ValueError: a shape is wrong" in logged[0]
-    assert "restart 1 of 1, with 2 ranks" in logged[1]
+    printed, text = capfd.readouterr().err, "\n".join(logged)
+    assert code == 0, text + printed
+    assert f"rank 1 of 2 on {HOST} failed with exit code 1 at step 5, phase forward" in text
+    assert "last error: ValueError: a shape is wrong" in text
+    assert "  [rank 1] [rank1]: ValueError: a shape is wrong" in text
+    assert "restart 1 of 1, with 2 ranks" in text
     assert f"the first failure was that of rank 1 on {HOST} at step 5, phase forward" in printed

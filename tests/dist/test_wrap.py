@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     strategy: {"parallel__strategy": strategy} for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
 } | {
     "auto": {},
-    "prefetch": {"parallel__strategy": "full_shard", "parallel__forward_prefetch": 2, "parallel__backward_prefetch": 2},
     "offload": {"parallel__strategy": "full_shard", "parallel__offload": True},
     "ddp, full recompute": {"parallel__strategy": "ddp", "parallel__activation_checkpointing": "full"},
     "full_shard, full recompute": {"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"},

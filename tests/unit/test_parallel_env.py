@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -5,104 +6,34 @@ import pytest
 from windlass.errors import UserError
 from windlass.parallel.env import DistEnv, detect_env
 
-
-def test_nothing_set_is_a_plain_process():
-    assert detect_env({}) == DistEnv()
-    assert detect_env({"MASTER_PORT": "29500", "PATH": "/bin"}) == DistEnv()
-
-
-def test_importing_it_loads_no_torch():
-    import subprocess
-
-    code = (
-        "import sys, windlass.parallel.env, windlass.processes, windlass.launch.local; sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
     "MASTER_ADDR": "host-a", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2",
 }  # fmt: skip
-
-
-def test_torchrun_counts_attempts_and_nodes():
-    assert detect_env(TORCHRUN) == DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
-
-
-def test_torchrun_inside_an_srun_step_wins_over_slurm():
-    inside = TORCHRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
-    assert detect_env(inside).launcher == "torchrun"
-
-
-def test_our_own_workers_count_restarts():
-    ours = {
-        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "4711", "WINDLASS_LAUNCHED": "1", "WINDLASS_ATTEMPT": "3", "SLURM_PROCID": "0", "PMI_RANK": "0",
-    }  # fmt: skip
-    assert detect_env(ours) == DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)
-
-
-def test_variables_set_by_hand():
-    found = detect_env({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"})
-    assert (found.launcher, found.local_rank, found.local_world, found.nodes) == ("environment", 1, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        ({"RANK": "0"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "RANK is missing"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT is missing"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, "rank 2 of 2"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, "RANK='x'"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "70000"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4 of 4"),
-        ({"WINDLASS_LAUNCHED": "1"}, "RANK is missing"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
-        ({"PMI_RANK": "1"}, "PMI_SIZE"),
-        ({"PALS_RANKID": "1"}, "PMI_SIZE"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "MASTER_ADDR"),
-    ],
-)
-def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
-    with pytest.raises(UserError) as error:
-        detect_env(environ)
-    assert says in str(error.value)
+OURS = {
+    "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "4711", "WINDLASS_LAUNCHED": "1", "WINDLASS_ATTEMPT": "3", "SLURM_PROCID": "0", "PMI_RANK": "0",
+}  # fmt: skip
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
     """As `srun` of SLURM 22.05 sets it: 3 hosts with 2, 2 and 1 tasks."""
-    place = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)][rank]
+    node, local_rank = divmod(rank, 2)
     return {
-        "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(place[1]),
-        "SLURM_NODEID": str(place[0]), "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_NNODES": "3",
+        "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node), "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_NNODES": "3",
         "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[07-08,12]",
         "SLURM_JOB_NODELIST": "gpu[05-12]",
     } | more  # fmt: skip
 
 
-def test_srun_with_unequal_hosts():
-    found = [detect_env(slurm(rank)) for rank in range(5)]
-    assert [(w.rank, w.local_rank, w.local_world, w.node) for w in found] == [
-        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 2, 1), (3, 1, 2, 1), (4, 0, 1, 2),
-    ]  # fmt: skip
-    assert {(w.world, w.nodes, w.launcher, w.addr) for w in found} == {(5, 3, "slurm", "gpu07")}
-    assert len({w.port for w in found}) == 1
-    assert 15_000 <= found[0].port < 30_000
-
-
-def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
-    ports = {detect_env(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step)).port for job in "123" for step in "01"}
-    assert len(ports) == 6
-    chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login"))
-    assert (chosen.addr, chosen.port) == ("login", 31000)
-    assert detect_env(slurm(0, SLURM_RESTART_COUNT="2")).attempt == 2
-
-
 @pytest.mark.parametrize(
-    "shell",
+    "environ",
     [
+        {},
+        {"MASTER_PORT": "29500", "PATH": "/bin"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},  # the only task of mpiexec
         # the shell of `sbatch -n 4`, started without srun
         {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"},
         # a shell of `salloc -n 4`
@@ -113,47 +44,92 @@ def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
         *({"SLURM_PROCID": "0", "SLURM_NTASKS": n, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"} for n in "14"),
     ],
 )
-def test_a_process_that_srun_did_not_start_as_one_of_many_is_no_rank(shell: dict[str, str]):
-    assert detect_env(shell) == DistEnv()
+def test_a_plain_process(environ: dict[str, str]):
+    assert detect_env(environ) == DistEnv()
+
+
+def test_importing_it_loads_no_torch():
+    modules = "windlass.parallel.env, windlass.processes, windlass.launch.local"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "env"),
+    [
+        (TORCHRUN, DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)),
+        (TORCHRUN | slurm(1), DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)),
+        (OURS, DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)),
+        (BY_HAND, DistEnv(1, 2, 1, 2, 0, 1, "environment", "h", 29500)),
+    ],
+)
+def test_torchrun_our_own_launcher_and_variables_set_by_hand(environ: dict[str, str], env: DistEnv):
+    assert detect_env(environ) == env
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK is missing"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT is missing"),
+        (BY_HAND | {"RANK": "2"}, "rank 2 of 2"),
+        (BY_HAND | {"RANK": "x"}, "RANK='x'"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "rank 4 of 4"),
+        ({"WINDLASS_LAUNCHED": "1"}, "RANK is missing"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE"),
+        ({"PALS_RANKID": "1"}, "PMI_SIZE"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1", "PBS_NODEFILE": "/no/such/file"}, "MASTER_ADDR"),
+        (slurm(0, SLURM_STEP_NODELIST="n[a-b]"), "MASTER_ADDR"),
+    ],
+)
+def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
+    with pytest.raises(UserError) as error:
+        detect_env(environ)
+    assert says in str(error.value)
+
+
+def test_srun_with_unequal_hosts():
+    envs = [detect_env(slurm(rank)) for rank in range(5)]
+    assert [(env.rank, env.local_rank, env.local_world, env.node) for env in envs] == [
+        (0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 2, 1), (3, 1, 2, 1), (4, 0, 1, 2),
+    ]  # fmt: skip
+    assert {(env.world, env.nodes, env.launcher, env.addr) for env in envs} == {(5, 3, "slurm", "gpu07")}
+    assert len({env.port for env in envs}) == 1
+    assert 15_000 <= envs[0].port < 30_000
+    assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5")) == envs[3]  # PMI of srun's own
+
+
+def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
+    ports = {detect_env(slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step)).port for job in "123" for step in "01"}
+    assert len(ports) == 6
+    chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login", SLURM_RESTART_COUNT="2"))
+    assert (chosen.addr, chosen.port, chosen.attempt) == ("login", 31000, 2)
 
 
 def test_open_mpi_on_one_host_and_on_many_under_pbs(tmp_path):
-    place = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    local = place | {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "ns-1"}
-    found = detect_env(local)
-    assert (found.launcher, found.rank, found.local_rank, found.nodes, found.addr) == ("openmpi", 3, 3, 1, "127.0.0.1")
-    assert found.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}).port
-    many = place | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PBS_JOBID": "77.pbs"}
+    rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    local = rank | {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "ns-1"}
+    env = detect_env(local)
+    assert (env.launcher, env.rank, env.local_rank, env.nodes, env.addr) == ("openmpi", 3, 3, 1, "127.0.0.1")
+    assert env.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}).port
     (tmp_path / "nodes").write_text("x1003\nx1003\nx1004\nx1004\n")
-    found = detect_env(many | {"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert (found.addr, found.node, found.nodes, found.local_world) == ("x1003", 1, 2, 2)
+    many = rank | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PBS_JOBID": "77.pbs"}
+    env = detect_env(many | {"PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert (env.addr, env.node, env.nodes, env.local_world) == ("x1003", 1, 2, 2)
 
 
 def test_mpich_and_pals(tmp_path):
-    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    found = detect_env(hydra)
-    assert (found.launcher, found.rank, found.world, found.local_rank, found.addr) == ("mpi", 1, 2, 1, "127.0.0.1")
-    pals = {
+    env = detect_env({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    assert (env.launcher, env.rank, env.world, env.local_rank, env.addr) == ("mpi", 1, 2, 1, "127.0.0.1")
+    (tmp_path / "nodes").write_text("polaris-1\npolaris-2\n")
+    env = detect_env({
         "PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_NODEID": "1",
         "PALS_APID": "aa-1", "PBS_NODEFILE": str(tmp_path / "nodes"),
-    }  # fmt: skip
-    (tmp_path / "nodes").write_text("polaris-1\npolaris-2\n")
-    found = detect_env(pals)
-    assert (found.rank, found.node, found.nodes, found.local_world, found.addr) == (5, 1, 2, 4, "polaris-1")
-
-
-def test_a_host_file_that_is_gone_is_the_users_to_mend():
-    environ = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "1", "PBS_NODEFILE": "/no/such/file"}
-    with pytest.raises(UserError, match="MASTER_ADDR"):
-        detect_env(environ)
-
-
-def test_the_only_task_of_mpiexec_is_a_plain_process():
-    assert detect_env({"PMI_RANK": "0", "PMI_SIZE": "1"}) == DistEnv()
-
-
-def test_sruns_own_pmi_is_slurm():
-    assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5")).launcher == "slurm"
+    })  # fmt: skip
+    assert (env.rank, env.node, env.nodes, env.local_world, env.addr) == (5, 1, 2, 4, "polaris-1")
 
 
 @pytest.mark.parametrize(
@@ -170,11 +146,6 @@ def test_the_first_of_slurms_short_host_lists(nodes: str, first: str):
     assert detect_env(slurm(0, SLURM_STEP_NODELIST=nodes)).addr == first
 
 
-def test_a_host_list_that_cannot_be_read_is_refused():
-    with pytest.raises(UserError, match="MASTER_ADDR"):
-        detect_env(slurm(0, SLURM_STEP_NODELIST="n[a-b]"))
-
-
-@pytest.mark.parametrize(("tasks", "local_world"), [("4(x2),1", 2), ("", 2), ("?", 2), ("1,2(x2)", 1)])
-def test_tasks_per_node_that_do_not_add_up_are_not_used(tasks: str, local_world: int):
+@pytest.mark.parametrize(("tasks", "local_world"), [("2(x2),1", 2), ("1,2(x2)", 1), ("4(x2),1", 2), ("", 2), ("?", 2)])
+def test_tasks_per_node_are_used_where_they_add_up(tasks: str, local_world: int):
     assert detect_env(slurm(0, SLURM_STEP_TASKS_PER_NODE=tasks)).local_world == local_world

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ STOP_SECONDS = 60.0  # for the other ranks to end after the first one stopped: r
 STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
 TAIL_LINES = 30
 MEANT_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart would change them
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTSTP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def worker_command(arguments: Sequence[str]) -> list[str]:
@@ -53,7 +53,6 @@ def launch(
     command: Sequence[str],
     worlds: int | Sequence[int],
     max_restarts: int = 0,
-    environ: Mapping[str, str] | None = None,
     log: Callable[[str], None] | None = None,
     stopped_seconds: float = STOPPED_SECONDS,
 ) -> int:
@@ -64,7 +63,6 @@ def launch(
             WINDLASS_LAUNCHED and WINDLASS_ATTEMPT.
         worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after a rank was lost.
         max_restarts: how often a failed run is started again (bad input is not, nor a stop by a signal).
-        environ: variables instead of this process's.
         log: where messages go, a line or several at a time; stderr by default.
         stopped_seconds: how long a rank may be suspended.
 
@@ -76,7 +74,7 @@ def launch(
     with received_signals() as received:
         for attempt in range(max_restarts + 1):
             with tempfile.TemporaryDirectory(prefix="windlass-", ignore_cleanup_errors=True) as watch_dir:
-                group = Group(command, world, attempt, dict(environ or os.environ), Path(watch_dir), log, received)
+                group = Group(command, world, attempt, Path(watch_dir), log, received)
                 try:
                     code = group.run(stopped_seconds)
                 except BaseException:
@@ -150,7 +148,6 @@ class Group:
     command: Sequence[str]
     world: int
     attempt: int
-    environ: dict[str, str]
     watch_dir: Path
     log: Callable[[str], None]
     received: list[int]
@@ -187,7 +184,7 @@ class Group:
     def _start(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
-            environ = {"OMP_NUM_THREADS": str(max(1, cores // self.world))} | self.environ
+            environ = {"OMP_NUM_THREADS": str(max(1, cores // self.world)), **os.environ}
             environ |= {
                 "WORLD_SIZE": str(self.world),
                 "LOCAL_WORLD_SIZE": str(self.world),
@@ -227,13 +224,6 @@ class Group:
 
     def _forward(self, number: int) -> bool:
         """Pass a signal on; False where everything is to end at once (a second Ctrl-C)."""
-        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks, then the launcher; and all continue together
-            for worker in self.workers:
-                worker.send(signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            for worker in self.workers:
-                worker.send(signal.SIGCONT)
-            return True
         if number == signal.SIGINT and number in self.forwarded:
             self.log("windlass: interrupted twice: ended at once, without saving")
             return False
@@ -269,13 +259,24 @@ class Group:
                 self.log(first.tail())
             return code
         self.lost = bool(hung) or (first not in alive and code < 0)
-        how = "was suspended" if first.suspended else f"failed with exit code {code}"
-        if first in alive and not hung:
+        if hung:
+            how = "was suspended"
+        elif first in alive:
             how = "failed"
-        elif code < 0 and not first.suspended:
+        elif code > 0:
+            how = f"failed with exit code {code}"
+        else:
             how = f"was killed by {signal.Signals(-code).name}"
             how += " (often the kernel, for want of memory)" if -code == signal.SIGKILL else ""
-        self.log(self._summary(first, how))
+        status = processes.read(self.watch_dir, "status", first.rank)
+        where = f" at step {status['step']}, phase {status['phase']}" if status else ""
+        host = socket.gethostname()
+        self.log(f"windlass: rank {first.rank} of {self.world} on {host} {how}{where}; the run has ended")
+        if fields := processes.read(self.watch_dir, "failure", first.rank):
+            failure = processes.Failure(**fields)
+            self.log(f"  last error: {failure if failure.rank != first.rank else failure.error}")
+        if tail := first.tail():
+            self.log(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {first.rank}] "))
         return errors.FAILED
 
     def _settle(self, seconds: float) -> None:
@@ -301,15 +302,3 @@ class Group:
         if not any(w.code in MEANT_CODES for w in failed):
             failed += [w for w in ended_by_us if reports[w.rank] and not secondary[w.rank]]
         return min(failed, key=lambda w: (secondary[w.rank], min(reports[w.rank].get("time", w.ended), w.ended)))
-
-    def _summary(self, worker: Worker, how: str) -> str:
-        status = processes.read(self.watch_dir, "status", worker.rank)
-        where = f" at step {status['step']}, phase {status['phase']}" if status else ""
-        host = socket.gethostname()
-        lines = [f"windlass: rank {worker.rank} of {self.world} on {host} {how}{where}; the run has ended"]
-        if fields := processes.read(self.watch_dir, "failure", worker.rank):
-            failure = processes.Failure(**fields)
-            lines.append(f"  last error: {failure if failure.rank != worker.rank else failure.error}")
-        if tail := worker.tail():
-            lines.append(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {worker.rank}] "))
-        return "\n".join(lines)

@@ -19,11 +19,16 @@ CHUNK = 4096  # elements of a gradient whose squares are added in the gradient's
 
 
 class Pending:
-    """Numbers that are being reduced over the ranks; `wait` gives them."""
+    """Numbers that are being reduced over the ranks: int64 where all are ints (exact), float64 else.
 
-    def __init__(self, numbers: Tensor, how: dist.ReduceOp.RedOpType, ranks: Ranks):
-        self._numbers = numbers
-        self._work = dist.all_reduce(numbers, how, ranks.control, async_op=True) if ranks.control is not None else None
+    Every rank begins this (and everything else on the control group) in the same order.
+    """
+
+    def __init__(self, numbers: Sequence[float], ranks: Ranks, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM):
+        exact = all(isinstance(number, int) for number in numbers)
+        self._numbers = torch.tensor(numbers, dtype=torch.int64 if exact else torch.float64)
+        control = ranks.control
+        self._work = dist.all_reduce(self._numbers, op, control, async_op=True) if control is not None else None
 
     def wait(self) -> list[float]:
         """The reduced numbers, the same on every rank; ints where ints were given."""
@@ -34,12 +39,8 @@ class Pending:
 
 
 def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
-    """Begin to add up numbers over the ranks: int64 where all are ints (exact), float64 else.
-
-    Every rank calls this (and everything else on the control group) in the same order.
-    """
-    exact = all(isinstance(number, int) for number in numbers)
-    return Pending(torch.tensor(numbers, dtype=torch.int64 if exact else torch.float64), dist.ReduceOp.SUM, ranks)
+    """Begin to add up numbers over the ranks."""
+    return Pending(numbers, ranks)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -62,8 +63,7 @@ class Agreement:
 
     def post(self, flags: Sequence[int]) -> None:
         """Begin to take the largest of each flag over the ranks."""
-        assert self._pending is None, "take the result before posting again"
-        self._pending = Pending(torch.tensor(flags, dtype=torch.int64), dist.ReduceOp.MAX, self._ranks)
+        self._pending = Pending(flags, self._ranks, dist.ReduceOp.MAX)
 
     def result(self) -> list[int] | None:
         """The largest of each flag of the last `post`; None where nothing was posted since."""

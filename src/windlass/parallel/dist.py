@@ -46,14 +46,12 @@ class Ranks:
     A rank that leaves the block by an exception reports that, and joins no collective any more.
 
     Attributes:
-        env: rank, world, host and launcher.
         device: this rank's device; the CPU before `init_process_group`.
         strategy: `single`, `ddp`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
         mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
         store: the key-value store of this attempt; None with the strategy `single`.
         control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
-        mark: `mark(step, phase)` notes where this rank is, for messages about it; takes microseconds and waits for nothing.
-            On CUDA that is where the host is: the device may still be at work that the host gave it earlier.
+        mark: `mark(step, phase)` notes where this rank is (on CUDA: where its host is), for messages about it.
     """
 
     def __init__(self, env: DistEnv, device: torch.device, strategy: str):
@@ -119,7 +117,7 @@ class Ranks:
         """A clean end. Rank 0 ends last, because the store lives in it."""
         if self._heartbeat:
             self._heartbeat.stop()
-        if self.store is not None and self.world > 1:
+        if self.store is not None:
             with contextlib.suppress(dist.DistError):  # a rank that failed after its last collective says so itself
                 self.store.set(f"done/{self.rank}", "1")
                 if self.main:
@@ -156,12 +154,11 @@ class Ranks:
             lost = lost_contact(error)
             last_seen = self._heartbeat.last_seen() if self._heartbeat and lost else ""
             first = self.fail(error)
-            if lost and first.rank != self.rank:
-                text = f"it lost the others; the first failure was that of {first}"
-                raise RunFailed(str(self._status.failure(text))) from None
+            why = f"{first.error}; last seen: {last_seen or 'nothing'}"
+            if first.rank != self.rank:
+                why = f"the first failure was that of {first}"
             if lost:
-                text = f"it lost the others: {first.error}; last seen: {last_seen or 'nothing'}"
-                raise RunFailed(str(self._status.failure(text))) from error
+                raise RunFailed(str(self._status.failure(f"it lost the others: {why}"))) from error
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:

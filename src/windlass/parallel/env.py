@@ -88,19 +88,11 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     else:
         return DistEnv()
     env = _build(environ, launcher)
-    for number, count, what in (
-        (env.rank, env.world, "rank"),
-        (env.local_rank, env.local_world, "local rank"),
-        (env.node, env.nodes, "node"),
-        (env.local_world - 1, env.world, "last local rank"),
-    ):
-        if not 0 <= number < count:
-            raise UserError(f"the environment ({env.launcher}) says {what} {number} of {count}; ranks count from 0")
-    if env.world == 1 and VARIABLES[launcher] is not TORCH:
-        return DistEnv(attempt=env.attempt)
-    if env.world > 1 and not 0 < env.port < 65536:
-        raise UserError(f"MASTER_PORT={env.port} is no port; use one between 1024 and 65535")
-    return env
+    if not (env.rank < env.world and env.local_rank < env.local_world <= env.world):
+        here = f"rank {env.rank} of {env.world}, and on its host rank {env.local_rank} of {env.local_world}"
+        raise UserError(f"the environment ({launcher}) says {here}; ranks count from 0")
+    is_alone = env.world == 1 and VARIABLES[launcher] is not TORCH
+    return DistEnv(attempt=env.attempt) if is_alone else env
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:

@@ -59,18 +59,17 @@ class Heartbeat:
         Rank 0, whose end takes the store away, waits a moment until all others have read it.
         """
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
-        self.failure = self.failure or within(EXIT_SECONDS, self._reported)
-        while self.failure is None and time.monotonic() < until:
+        while not (first := self.failure or within(EXIT_SECONDS, self._reported)) and time.monotonic() < until:
             time.sleep(0.02)
-            self.failure = within(EXIT_SECONDS, self._reported)
-        if self.failure is None:
+        if not first:
             text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", json.dumps(asdict(failure))))
-            self.failure = Failure(**json.loads(text)) if text else failure
+            first = Failure(**json.loads(text)) if text else failure
+        self.failure = first
         within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
         if self.env.rank == 0:
-            others = [f"heard/{rank}" for rank in self._watched if rank != self.failure.rank]
+            others = [f"heard/{rank}" for rank in self._watched if rank != first.rank]
             within(POLL_SECONDS + CAUSE_SECONDS, lambda: self.store.wait(others))
-        return self.failure
+        return first
 
     def last_seen(self) -> str:
         """The last beat of each other rank, to say who is late; empty where the store does not answer."""

@@ -129,31 +129,22 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
                 module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
     model.reduces_always = settings.reduce_each_micro_batch  # type: ignore[assignment]
-    units: list[Any] = [model, *blocks]
-    forward, backward = settings.forward_prefetch, settings.backward_prefetch
-    for i, unit in enumerate(units):
-        if forward:
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward])
-        if backward and i:
-            unit.set_modules_to_backward_prefetch(units[max(1, i - backward) : i][::-1])
 
 
 def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
     """Parameters and buffers to their devices, tied ones together; those on the meta device come out without values."""
     moved: dict[Tensor, Any] = {}
-
-    def move(tensor: Tensor, target: torch.device) -> Tensor:
-        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
-
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.device != device:
-                if p not in moved:
-                    moved[p] = nn.Parameter(move(p.data, device), requires_grad=p.requires_grad)
-                module._parameters[name] = moved[p]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != buffer_device:
-                module._buffers[name] = moved.setdefault(buffer, move(buffer, buffer_device))
+        for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device == target:
+                    continue
+                if tensor not in moved:
+                    data = tensor.data
+                    moved[tensor] = torch.empty_like(data, device=target) if tensor.is_meta else data.to(target)
+                    if isinstance(tensor, nn.Parameter):
+                        moved[tensor] = nn.Parameter(moved[tensor], requires_grad=tensor.requires_grad)
+                tensors[name] = moved[tensor]
 
 
 @contextlib.contextmanager

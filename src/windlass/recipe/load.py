@@ -256,9 +256,8 @@ def _nearest(key: str, fields: Mapping[str, Any]) -> str:
     if near:
         return f"did you mean {near[0]}?"
     section = key.rpartition(".")[0] + "."
-    if inside := dict.fromkeys(k.removeprefix(section).partition(".")[0] for k in fields if k.startswith(section)):
-        return f"{section[:-1]} has {', '.join(inside)}"
-    return f"the sections are {', '.join(dict.fromkeys(k.partition('.')[0] for k in fields if '.' in k))}"
+    inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [k for k in fields if "." in k]
+    return f"there are {', '.join(dict.fromkeys(k.partition('.')[0] for k in inside))}"
 
 
 def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -195,8 +195,8 @@ class TrainSettings(Section):
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: chosen to hold about 4,096 tokens on a CPU, 16,384 on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """Arithmetic of the forward and backward pass; master weights are always fp32 (`fp64`: float64, for proofs).
-    `auto`: bf16 where a GPU has it, else fp16 on a GPU, fp32 on a CPU."""
+    """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for proofs). `auto`: bf16 where
+    a GPU has it, else fp16 on a GPU, fp32 on a CPU."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits), which is several times faster."""
     compile: bool = False
@@ -206,8 +206,8 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Deterministic kernels (on CUDA needed for bit-exact repetition; slower)."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """What a non-finite loss or gradient does: stop before the update, skip the step's samples, or return to the last
-    checkpoint and leave out the samples since then."""
+    """After a non-finite loss or gradient: stop before the update; skip the samples; or go back to the last checkpoint and
+    leave out the samples since then."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
     """What a loss spike does (see `spike_sigmas`) before its update; but for `ignore` the host waits for each loss."""
     spike_sigmas: float = Field(6.0, gt=0)
@@ -281,10 +281,6 @@ class ParallelSettings(Section):
     """Keep parameters, gradients and optimizer state in the host's memory between uses (FSDP2)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: of whole blocks, or all but the matrix products and attention."""
-    forward_prefetch: int = Field(0, ge=0)
-    """FSDP2: blocks whose parameters are gathered ahead in the forward pass; 0: PyTorch's own choice."""
-    backward_prefetch: int = Field(0, ge=0)
-    """FSDP2: likewise in the backward pass."""
     bucket_mb: float = Field(25.0, gt=0)
     """DDP: size of a gradient bucket, in MB."""
     timeout_seconds: float = Field(600.0, gt=0)
@@ -317,8 +313,7 @@ class CheckpointSettings(Section):
     max_failed_saves: int = Field(3, ge=1)
     """So many saves in a row that fail end the run: it would go on with nothing to resume from."""
     grace_seconds: float = Field(25.0, gt=0)
-    """Seconds after a signal within which the run saves and ends; a save that would take longer is not begun. torchrun
-    kills its ranks after 30 s; under a scheduler that waits longer, write what it waits."""
+    """Seconds from a signal to the end of the run; a save that would take longer is not begun. torchrun kills after 30 s."""
 
     @field_validator("resume", mode="before")
     @classmethod
