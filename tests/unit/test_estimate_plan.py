@@ -10,6 +10,7 @@ from estimate_fixtures import write_run
 
 import hf_fixtures
 from helpers import write_corpus
+from windlass.cli import main
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate.devices import GIB, TABLE, find_device
@@ -199,3 +200,60 @@ def test_a_live_run_says_what_is_left(tmp_path):
         first = {m.what: m for m in result.milestones}["evaluation"]
         assert first.first == 50 and first.first_seconds == pytest.approx(1.0 + 2.0)
     assert plan(write_run(tmp_path / "gpu", device="NVIDIA A100-SXM4-80GB")).device.memory_bytes == 80 * GIB
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call `windlass plan` on a terminal of 80 columns; exit code, output, errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main(["plan", *arguments])
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["c4-30m", "gpt2-124m", "gpt-squad", "quickstart"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_line_fits_its_terminal(run, monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = run(name, "--world", "64", "--device", "A100-40GB", "train.global_batch=4096")
+    assert code == 0 and "…" not in out and max(len(line.rstrip()) for line in out.splitlines()) <= columns
+    assert "Recommended" in out and "assumed" in out
+
+
+def test_an_unknown_device_is_unknown(run):
+    text = " ".join(run("c4-30m", "--device", "Cerebras")[1].split())
+    assert "unknown: nothing was measured" in text and "--memory GB" in text
+    result = json.loads(run("c4-30m", "--device", "Cerebras", "--memory", "40", "--json")[1])
+    assert result["speed"] is None and result["recommended"] and result["steps"] == 4576
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("c4-30m", "--device", "A100"), "A100-80GB"),
+        (("c4-30m", "--world", "3"), "train.global_batch"),
+        (("quickstart", "parallel.strategy=single", "--world", "2"), "parallel.strategy"),
+        (("quickstart", "--from", "nowhere"), "nowhere"),
+        (("--device", "cpu"), "RECIPE"),
+    ],
+)
+def test_bad_input_is_one_message(run, arguments, words):
+    code, _, error = run(*arguments)
+    assert code == 2 and words in error and "Traceback" not in error
+
+
+def test_runs_by_their_paths(run, tmp_path):
+    write_run(tmp_path / "done")
+    write_run(tmp_path / "live", world=2, step_s=0.0625, until=40)
+    speed = json.loads(run("quickstart", "--from", "done", "--from", "live", "--world", "4", "--json")[1])["speed"]
+    assert speed["basis"] == "at best" and speed["tokens_per_s"] == pytest.approx(20_480 * 1.6 * 2)
+    assert "step 40 of 100" in run("live")[1]
+    assert run("done")[0] == 0 and "Milestones" not in run("done")[1]
