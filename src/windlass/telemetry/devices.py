@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -25,22 +24,19 @@ MB = 1e6
 
 
 class HostProbe:
-    """This process through psutil: `rss_mb` resident memory, `util_pct` its CPU time since the last call as a share of
-    its threads' time, as a GPU's utilisation is of the GPU."""
+    """This process: `rss_mb` resident memory, `util_pct` CPU time since the last call as a share of torch's threads."""
 
-    def __init__(self, cores: int = 0):
+    def __init__(self) -> None:
         import psutil
+        import torch
 
-        torch = sys.modules.get("torch")
-        self.cores = cores or (torch.get_num_threads() if torch else os.cpu_count() or 1)
-        self.about = {"device": "cpu", "cores": self.cores}
+        self.about: dict[str, Any] = {"device": "cpu", "cores": torch.get_num_threads()}
         self._process = psutil.Process()
         self._process.cpu_percent()  # the next call measures from here
 
     def read(self) -> dict[str, float]:
-        """A sample."""
         rss_mb = round(self._process.memory_info().rss / MB, 2)
-        return {"rss_mb": rss_mb, "util_pct": round(self._process.cpu_percent() / self.cores, 2)}
+        return {"rss_mb": rss_mb, "util_pct": round(self._process.cpu_percent() / self.about["cores"], 2)}
 
 
 class CudaProbe:
@@ -58,28 +54,28 @@ class CudaProbe:
             import pynvml as nvml
 
             nvml.nvmlInit()
-            handle = None  # by UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's
+            handle = None
             for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
                 with contextlib.suppress(nvml.NVMLError):
-                    handle = handle or nvml.nvmlDeviceGetHandleByUUID(name)
-            queries = {
-                "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-                "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
-                "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
-                "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-            }
-            for field, query in queries.items() if handle else ():
-                with contextlib.suppress(nvml.NVMLError):  # not on this device
-                    query()
-                    self._queries[field] = query
+                    # CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's, so its index cannot be used
+                    handle = nvml.nvmlDeviceGetHandleByUUID(name)
+            self._queries = (
+                {}
+                if handle is None
+                else {
+                    "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+                    "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
+                    "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
+                    "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+                }
+            )
 
     def read(self) -> dict[str, float]:
-        """Utilisation, memory used, power, temperature; allocated and reserved memory, and the peaks of both."""
         from torch.cuda.memory import memory_stats_as_nested_dict  # as fast as it gets: no flattening of 80 counters
 
         sample = {}
         for field, query in self._queries.items():
-            with contextlib.suppress(Exception):  # a driver that is busy
+            with contextlib.suppress(Exception):  # the device has none, or the driver is busy
                 sample[field] = query()
         if stats := memory_stats_as_nested_dict(self.index):
             for kind, name in (("allocated", "alloc"), ("reserved", "reserved")):
@@ -112,7 +108,6 @@ class DeviceSampler:
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)
 
     def start(self) -> DeviceSampler:
-        """Begin to sample."""
         self._thread.start()
         return self
 
@@ -131,7 +126,7 @@ class DeviceSampler:
         return max(seconds, key=lambda name: seconds[name])
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Take a last sample and end the thread; a second call does nothing."""
+        """Take a last sample and end the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout)

@@ -34,7 +34,6 @@ VARIABLES = (
 )  # fmt: skip
 
 HIDDEN = "***"
-
 # PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
 SECRET_NAME = re.compile(
     r"((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)"
@@ -52,12 +51,9 @@ URL_QUERY = re.compile(
 
 
 def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Text without what looks like a secret: users in URLs, keys of well-known shapes, values of secret variables.
-
-    A value under 8 characters is left: `1` or `test` would be found in every text.
-    """
+    """Text without what looks like a secret: users in URLs, keys of well-known shapes, values of secret variables."""
     for name, value in (os.environ if environ is None else environ).items():
-        if len(value) >= 8 and SECRET_NAME.search(name):
+        if len(value) >= 8 and SECRET_NAME.search(name):  # `1` or `test` would be replaced in every text
             text = text.replace(value, HIDDEN)
     text = URL_QUERY.sub(rf"\1{HIDDEN}", URL_USER.sub(HIDDEN, text))
     return SECRET_SHAPE.sub(HIDDEN, text)
@@ -137,6 +133,5 @@ def commit(directory: Path) -> dict[str, Any] | None:
 
 
 def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
-    """Write `environment.json` whole or not at all; a disk that is full is no reason to stop."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a disk that is full is no reason to stop
         write_atomic(Path(run) / "environment.json", json.dumps(environment, indent=2) + "\n")

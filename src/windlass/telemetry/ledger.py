@@ -1,7 +1,7 @@
 """The ledger `metrics.jsonl`: JSON lines, appended by rank 0 alone; everything else is computed from it.
 
-A disk that is full or gone never stops the run: a line that cannot be written stays in memory and is written before the
-next one. Each line is one `write` to a file opened for appending, so a kill leaves at most one torn line, at the end.
+A disk that is full never stops the run: a line that cannot be written stays in memory and is written before the next
+one. Each line is one `write` to a file opened for appending, so a kill leaves at most one torn line, at the end.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ def plain(value: Any) -> Any:
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
-    if isinstance(value, Path):
-        return str(value)
     if not isinstance(value, str | int | float | None) and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -54,10 +52,8 @@ class Ledger:
     further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
     """
 
-    def __init__(
-        self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Mapping[str, Any]] = dict
-    ):
-        self.path, self.attempt, self.enabled, self.stamp = Path(path), attempt, enabled, stamp
+    def __init__(self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Line] = dict):
+        self.path, self.attempt, self.enabled, self.stamp = path, attempt, enabled, stamp
         self.warning: str | None = None
         self._unwritten, self._file = b"", -1
         if enabled:
@@ -65,10 +61,7 @@ class Ledger:
             self._file, self._unwritten = open_lines(self.path)
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
-        """Append a line (`train`, `eval`, `sample`, `event`, `summary`) after `step` optimizer steps, and return it.
-
-        A field that is None is left out.
-        """
+        """Append a line after `step` optimizer steps, and return it; a field that is None is left out."""
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
         if kind in ("train", "event", "summary"):
             line |= self.stamp()

@@ -1,8 +1,7 @@
 """Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which follows the ledger.
 
-Training writes its ledger and nothing else, so a tracker that hangs costs it nothing. This file is the training's side
-of two pipes: an exporter's standard input closes when this process ends, its standard output brings at most two lines
-of JSON (where the run is shown, and the first error). Exit code 0: everything was delivered.
+This file is the training's side of two pipes: an exporter's standard input closes when this process ends, its standard
+output brings at most two lines of JSON (where the run is shown, and the first error). Exit code 0: all is delivered.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 class Note(NamedTuple):
-    """A line to show of a tracker: where it shows the run, or (`warning`) what is wrong."""
-
-    text: str
+    text: str  # where a tracker shows the run, or what is wrong
     warning: bool = False
 
 
@@ -39,21 +36,20 @@ class Trackers:
     """
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float, live: bool = True):
-        self.run = run
+        self.run, module = run, "windlass.telemetry.trackers.exporter_process"
         self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: their pipes are never None here
         self._notes: list[Note] = []
         self._warned: set[str] = set()
-        module = "windlass.telemetry.trackers.exporter_process"
         for name in names:
             if find_spec(name) is None:
                 self._note(name, f"not installed (pip install 'windlass[{name}]')")
                 continue
+            command = [sys.executable, "-m", module, str(run), name, "live" if live else "replay", str(flush_seconds)]
             try:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
                     self.processes[name] = subprocess.Popen(
-                        [sys.executable, "-m", module, str(run), name, "live" if live else "replay", str(flush_seconds)],
-                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
                         process_group=0,  # Ctrl-C in the terminal is for the training
                         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                     )  # fmt: skip
@@ -99,7 +95,7 @@ class Trackers:
         self.processes = {}
 
     def _note(self, name: str, text: str, warning: bool = True) -> None:
-        """Show a line, a warning with its remedy and the first of each tracker only."""
+        """A line to show; a warning with its remedy, the first of each tracker only."""
         if not warning:
             self._notes.append(Note(f"{name}: {text}"))
         elif name not in self._warned:
@@ -111,8 +107,8 @@ class Trackers:
 def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there is to show.
 
-    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is no such tracker, its
-    library is not installed or there is nothing to send, RunFailed where the tracker did not take all of it.
+    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is nothing to send or no
+    such library, RunFailed where the tracker did not take all of it.
     """
     if name not in TRACKERS:
         raise UserError(f"--to {name}: there are {', '.join(TRACKERS)}")
@@ -121,9 +117,10 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")
-    trackers = Trackers(run.path, [name], timeout or 1e6, live=False)
+    timeout = timeout or 1e6
+    trackers = Trackers(run.path, [name], timeout, live=False)
     process = trackers.processes.get(name)
-    notes = trackers.finish(timeout or 1e6)
+    notes = trackers.finish(timeout)
     if process is None or process.returncode:
         raise RunFailed("\n".join([*(note.text for note in notes), f"see {run.path / 'trackers' / name}.log"]))
     return notes

@@ -1,8 +1,8 @@
 """TensorBoard, MLflow and W&B, each as a class that connects to a run in the tracker when it is constructed.
 
-A back-end has `hint`, where to look at the run, and `marks`, the last step of each stream that the tracker has.
-`write(points)` takes points in the order of their steps, after which the tracker has everything up to `marks`;
-`close(state, ended)` sends the run's state and returns when all is delivered. An error means: not delivered.
+A back-end has `hint`, where to look at the run, and `marks`, the last step of each stream that the tracker has;
+`write(points)`, in the order of their steps, after which the tracker has everything up to `marks`; `close(state, ended)`,
+which returns when all is delivered. An error means: not delivered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ MLFLOW_DEFAULTS = {  # of the environment; the exporter tries again anyway
     "GIT_PYTHON_REFRESH": "quiet",
 }  # fmt: skip
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
-MLFLOW_STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 WANDB_SETTINGS: dict[str, Any] = {  # nothing of the machine, the code, or the console; retries that end
     "silent": True, "console": "off", "disable_code": True, "disable_git": True, "reinit": "create_new",
     "x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True, "x_save_requirements": False,
@@ -45,10 +44,7 @@ class Point(NamedTuple):
 
 
 class TensorBoard:
-    """Writes the whole effective ledger into a new file at each start and replay, then removes the file before it.
-
-    Events cannot be taken out of a file, and not every reader heeds the mark that says to forget them.
-    """
+    """Writes the whole effective ledger into a new file at each start and replay, for events cannot be removed."""
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
         from tensorboard.compat.proto import event_pb2
@@ -70,7 +66,6 @@ class TensorBoard:
             self._writer.write(self._event(wall_time=started, **fields).SerializeToString())
 
     def write(self, points: Iterator[Point]) -> None:
-        """Append the points; the file before this one can go then."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
 
@@ -85,7 +80,6 @@ class TensorBoard:
             self._old.pop().unlink(missing_ok=True)
 
     def close(self, state: str, ended: float) -> None:
-        """Close the file; TensorBoard has no state of a run."""
         self._file.close()
 
 
@@ -101,17 +95,16 @@ class MLflow:
         import mlflow
         from mlflow.entities import Param
 
-        home, uri = Path(os.path.relpath(run.path.resolve().parent)), os.environ.get("MLFLOW_TRACKING_URI")
-        artifacts = None if uri else (home / "mlartifacts").resolve().as_uri()
-        uri = uri or f"sqlite:///{home / 'mlflow.db'}"
+        path, project = run.path.resolve(), settings["telemetry.project"]
+        home = Path(os.path.relpath(path.parent))
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}"
+        artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        project = settings["telemetry.project"]
         existing = client.get_experiment_by_name(project)
         experiment = existing.experiment_id if existing else client.create_experiment(project, artifacts)
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
-            tags = {"windlass.id": id, "mlflow.runName": run.path.resolve().name}
-            tags["mlflow.note.content"] = settings["run.notes"]
+            tags = {"windlass.id": id, "mlflow.runName": path.name, "mlflow.note.content": settings["run.notes"]}
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
         params = [Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params]
@@ -138,17 +131,16 @@ class MLflow:
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:
-        """The status and the time of the end."""
-        if state in MLFLOW_STATUS:
-            self._client.set_terminated(self._id, MLFLOW_STATUS[state], end_time=round(ended * 1e3))
+        if status := {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}.get(state):
+            self._client.set_terminated(self._id, status, end_time=round(ended * 1e3))
 
 
 class WandB:
     """One W&B run under a stable id: online where the library gets in, else a complete directory to be synced later.
 
-    Online, a resume continues the same run; which steps the server has is in the run's own summary, as `marks/*`. An
-    offline file cannot be appended to, so each start writes the whole effective ledger into a new one and then removes
-    those before it. The key is taken by the library itself from `WANDB_API_KEY`, never read or written here.
+    Online, a resume continues the same run; which steps the server has is in the run's own summary, as `marks/*`. Each
+    offline start writes the whole effective ledger into a new directory and then removes those before it. The key is
+    taken by the library itself from `WANDB_API_KEY`.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
@@ -171,7 +163,6 @@ class WandB:
                 wandb.teardown()
         self._run = self._run or wandb.init(**arguments, mode="offline")
         self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("marks/*", hidden=True)
         if self._run.settings._offline:
             directory = run.path / "wandb" / Path(self._run.settings.sync_dir).name
             self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {why})"
@@ -182,7 +173,6 @@ class WandB:
             self.marks = {key.removeprefix("marks/"): int(x) for key, x in summary.items() if key.startswith("marks/")}
 
     def write(self, points: Iterator[Point]) -> None:
-        """A row for each point, with its mark in the row itself."""
         import wandb
 
         for point in points:
@@ -192,7 +182,6 @@ class WandB:
             self._run.log(row, step=point.step if point.step >= self._run.step else None)
 
     def close(self, state: str, ended: float) -> None:
-        """The state, and all that waits; then the offline directories before this one can go."""
         import wandb
 
         self._run.summary["state"] = state

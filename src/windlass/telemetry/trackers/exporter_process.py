@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +30,6 @@ from windlass.telemetry.trackers.backends import BACKENDS, Point
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
-MAX_RANKS = 64  # ranks whose devices are shown in trackers; the report shows all
 NO_METRIC = {"kind", "step", "time", "attempt", "suite", "index", "rank", "cores"}
 
 
@@ -41,10 +39,10 @@ def stream(line: Line) -> str:
 
 
 def point(line: Line, devices: Mapping[str, float]) -> Point:
-    """What a line gives a tracker; a `train` line with the means of the devices' samples since the one before it."""
+    """What a line gives a tracker; with a `train` line the means of the devices' samples since the one before it."""
     sequence, texts = stream(line), {}
     if line["kind"] == "train":
-        scalars = {"run/attempt": float(line.get("attempt", 0)), **devices}
+        scalars = {"run/attempt": float(line.get("attempt", 0))}
         scalars |= {f"goodput/{key}_s": value for key, value in numbers(line.get("seconds", {})).items()}
         for key, value in numbers(line).items():
             group = "time" if key.endswith("_ms") else "throughput" if "per_s" in key or key == "mfu" else "train"
@@ -54,7 +52,7 @@ def point(line: Line, devices: Mapping[str, float]) -> Point:
     else:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten({**line, "seconds": None})
         scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in numbers(fields).items()}
-    return Point(line["step"], seconds(line["time"]), sequence, scalars, texts)
+    return Point(line["step"], seconds(line), sequence, {**scalars, **devices}, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -63,9 +61,9 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(v) for key, v in numeric.items() if key not in NO_METRIC and not isinstance(v, bool)}
 
 
-def seconds(time: str) -> float:
-    """A ledger line's time as seconds since 1970."""
-    return datetime.fromisoformat(time).timestamp()
+def seconds(line: Line) -> float:
+    """A line's time, since 1970."""
+    return datetime.fromisoformat(line["time"]).timestamp()
 
 
 class Follower:
@@ -76,6 +74,7 @@ class Follower:
         self.backend: Any = None
         self._raw: list[Line] = []
         self._offset = self._sent = self._attempt = 0
+        self._offsets: dict[Path, int] = {}  # of the devices' files
 
     def flush(self, last: bool = False) -> None:
         """Send what is new, and with `last` the run's state."""
@@ -86,7 +85,7 @@ class Follower:
         newest = self._raw[-1]
         if self.backend and newest["attempt"] > self._attempt:
             # the run went back to a checkpoint: the backend starts over from what is still valid
-            self.backend.close("running", seconds(newest["time"]))
+            self.backend.close("running", seconds(newest))
             self.backend = None
         lines = self._raw[self._sent :]
         if self.backend is None:
@@ -96,11 +95,10 @@ class Follower:
             settings |= {"world": world, "strategy": recipe.strategy(world), "config_hash": recipe.config_hash}
             # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
             id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
-            self.backend = self.connect(self.run, id, settings, seconds(first["time"]))
-            mark = self.backend.marks.get("train", -1)
-            sent = [x["time"] for x in lines if x["kind"] == "train" and x["step"] <= mark]
-            self._offsets: dict[Path, int] = {}
-            device_means(self.run.devices_dir, self._offsets, max(sent, default=""))  # leaves out what was sent
+            self.backend = self.connect(self.run, id, settings, seconds(first))
+            sent, self._offsets = self.backend.marks.get("train", -1), {}
+            times = [x["time"] for x in lines if x["kind"] == "train" and x["step"] <= sent]
+            device_means(self.run.devices_dir, self._offsets, max(times, default=""))  # leaves out what was sent
         self._sent, self._attempt = len(self._raw), newest["attempt"]
         marks = self.backend.marks
         if lines := [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]:
@@ -109,32 +107,30 @@ class Follower:
             means = (device_means(devices, offsets, x["time"]) if x["kind"] == "train" else {} for x in lines)
             self.backend.write(map(point, lines, means))
         if last:
-            state = self.run.state  # a live run that wrote no ending has failed: its process is gone
-            state = "failed" if self.live and state in ("new", "running") else state
-            self.backend.close(state, seconds(newest["time"]))
+            state = self.run.state
+            unfinished = self.live and state in ("new", "running")  # its process is gone
+            self.backend.close("failed" if unfinished else state, seconds(newest))
 
 
 def device_means(directory: Path, offsets: dict[Path, int], until: str) -> dict[str, float]:
     """Means of the ranks' samples behind `offsets`, which it moves on, up to a time: `device/<field>/rank_<n>`."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for path in sorted(directory.glob("rank-*.jsonl"))[:MAX_RANKS]:
+    values: dict[str, list[float]] = {}
+    for path in sorted(directory.glob("rank-*.jsonl"))[:64]:  # the report shows all ranks
         for offset, sample in tail(path, offsets.get(path, 0)):
             if sample["time"] > until:
                 break
             offsets[path] = offset
             for key, value in numbers(sample).items() if "phase" in sample else ():  # not the head of a start
-                values[f"device/{key}/rank_{sample['rank']}"].append(value)
+                values.setdefault(f"device/{key}/rank_{sample['rank']}", []).append(value)
     return {name: sum(some) / len(some) for name, some in values.items()}
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
     """Set `ending` when the training process is gone, and end this one `flush_seconds` later with all it started.
 
-    While a library holds the interpreter (a hung import of compiled code), no Python thread runs: the alarm, set again
-    as long as all is well, ends the process then.
+    No Python thread runs while a library holds the interpreter (a hung import of compiled code): the alarm ends it then.
     """
-    parent = os.getppid()
-    closed: list[Any] = []
+    parent, closed = os.getppid(), list[Any]()
     while not closed and os.getppid() == parent:  # a forked worker of the training may hold the pipe open
         signal.alarm(1 + int(flush_seconds + 4 * WATCH_SECONDS))
         closed, _, _ = select.select([0], [], [], WATCH_SECONDS)
@@ -183,6 +179,4 @@ def main(run: str, name: str, mode: str, flush_seconds: str) -> int:
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)  # a library's thread or exit handler that hangs does not hold us up
+    os._exit(main(*sys.argv[1:]))  # a library's thread or exit handler that hangs does not hold us up
