@@ -17,7 +17,7 @@ from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Item, continuations, evaluate_hellaswag
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import generate_until
-from windlass.evaluation.loss import evaluate_loss
+from windlass.evaluation.likelihood import evaluate_loss
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise

@@ -17,7 +17,7 @@ from windlass import train
 from windlass.errors import Stopped, UserError
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import alone, find_source, open_model
-from windlass.evaluation.suites import measure
+from windlass.evaluation.suites import evaluate
 from windlass.interop.export import export
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -73,7 +73,7 @@ def test_a_run_goes_on_and_is_used_where_its_base_is_gone(lora: int, base: Path)
     moved = halves.run_dir.rename(base.parent / "moved")
     shutil.rmtree(whole.run_dir)
     source = find_source(str(moved))
-    assert measure(source, ["loss"], alone("cpu")).results["loss"]["loss"] == pytest.approx(
+    assert evaluate(source, ["loss"]).results["loss"]["loss"] == pytest.approx(
         Run(moved).lines("eval")[-1]["loss"], rel=1e-5
     )
     model = open_model(source, alone("cpu"))

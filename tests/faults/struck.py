@@ -24,7 +24,7 @@ PLACES = {
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
-    "evaluation": ("windlass.evaluation.loss", "sum_async"),
+    "evaluation": ("windlass.evaluation.likelihood", "sum_async"),
     "sample": ("windlass.evaluation.generate", "sum_async"),
     "data": ("windlass.data.loader", "Loader._read"),
     "save": ("windlass.training.record", "gather_state"),

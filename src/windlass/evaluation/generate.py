@@ -22,8 +22,7 @@ from torch import Tensor
 
 from windlass.data.chat import prompt_tokens
 from windlass.errors import UserError
-from windlass.evaluation.loss import evaluating
-from windlass.evaluation.source import Source, alone, find_source, open_model, stop_tokens
+from windlass.evaluation.source import Source, alone, evaluating, find_source, open_model, stop_tokens
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.parallelize import autocast as recipe_autocast
 from windlass.parallel.parallelize import uncompiled, unwrap

@@ -1,9 +1,10 @@
-"""How likely a model finds given continuations, and HellaSwag (arXiv 1905.07830): which of four endings is the likeliest."""
+"""How likely a model finds given tokens: the validation loss, and HellaSwag (arXiv 1905.07830), the likeliest of four endings."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,16 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from windlass import hub
+from windlass.data.loader import eval_batches
 from windlass.errors import UserError
-from windlass.evaluation.loss import evaluating
+from windlass.evaluation.source import evaluating
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.parallelize import unwrap
+from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
+    from windlass.data.samples import Samples
     from windlass.data.tokenizer import Tokenizer
     from windlass.parallel.dist import Ranks
 
@@ -28,6 +33,58 @@ HELLASWAG = "Rowan/hellaswag"
 """The data set's name on the Hub."""
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
+
+
+def evaluate_loss(
+    model: Any,
+    samples: Samples,
+    ranks: Ranks,
+    batch: int,
+    limit: int = 0,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    poll: Callable[[], bool] | None = None,
+    token_bytes: np.ndarray | None = None,
+) -> dict[str, float] | None:
+    """Mean cross-entropy over the unmasked labels of a validation set.
+
+    Losses and tokens are added over ranks before the one division, so that neither the number of ranks nor the padding has
+    an effect. All ranks make the same number of passes: where samples do not divide evenly, surplus rows are masked.
+
+    Args:
+        model: `model(tokens, labels)`, both [B, T], gives the summed loss over the labels that are not IGNORE_INDEX.
+        samples: The validation set.
+        ranks, autocast, poll: See `windlass.evaluation`.
+        batch: Sequences in one forward pass of one rank.
+        limit: Use the first so many samples; 0: all.
+        token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
+
+    Returns:
+        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
+        `bits_per_byte` where the bytes are known.
+    Raises UserError where every label is masked.
+    """
+    started, model = time.perf_counter(), unwrap(model)
+    count = min(limit, len(samples)) if limit else len(samples)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    tokens = text_bytes = 0
+    with evaluating(model), torch.no_grad():
+        for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=count):
+            unmasked = micro.labels[micro.labels != IGNORE_INDEX]
+            tokens += unmasked.numel()
+            if token_bytes is not None:
+                text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
+            with autocast():
+                total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
+            if poll is not None and sum_async([poll()], ranks).wait()[0]:
+                return None
+    loss_sum, all_tokens, all_bytes = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
+    if not all_tokens:
+        raise UserError("every label of the validation set is masked: look at data.eval_source")
+    loss, runtime_s = loss_sum / all_tokens, time.perf_counter() - started
+    result = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    result |= {"tokens": int(all_tokens), "samples": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}
+    return result | ({"bits_per_byte": loss_sum / (math.log(2) * int(all_bytes))} if all_bytes else {})
 
 
 class Continuation(NamedTuple):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,6 +102,18 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     else:
         restore(load.open_checkpoint(source.checkpoint, deep=False), wrapped)
     return wrapped.eval()
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off inside the context; afterwards each module is as it was."""
+    modules = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
 
 
 def same_tokenizer(source: Source, directory: Path) -> bool:

@@ -21,9 +21,15 @@ from typing import TYPE_CHECKING, Any
 from windlass.data import squad as squad_data
 from windlass.data.dataset import open_data
 from windlass.errors import UserError
-from windlass.evaluation.likelihood import Continuation, Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import (
+    Continuation,
+    Item,
+    continuations,
+    evaluate_hellaswag,
+    evaluate_loss,
+    read_items,
+)
 from windlass.evaluation.lm_eval import run_harness
-from windlass.evaluation.loss import evaluate_loss
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
 from windlass.fileio import read_json, write_atomic
@@ -119,44 +125,35 @@ def evaluate(
         out: Where results and predictions go; default: RUN/eval, or nowhere for a model without a run.
         on_result: Called on rank 0 with each suite's numbers as it ends.
 
-    Raises:
-        UserError: There is no such model or suite, no suite is named, or the data do not fit the model.
+    Raises UserError where there is no such model or suite, no suite is named, or the data do not fit the model.
     """
     source = model if isinstance(model, Source) else find_source(model, overrides)
-    if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
-        source = replace(source, recipe=source.recipe.with_overrides('train.precision="fp32"'))
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])
     if not suites:
         raise UserError("name what to measure: --suite loss,hellaswag,squad or lm-eval:TASKS")
-    # Checks the suites' names. What the run's best was chosen by need not be measured here.
-    source.recipe.with_overrides(f"eval.suites={json.dumps(suites)}", 'checkpoint.best="loss"')
     if source.run is None and LOSS_SUITE in suites and not any(o.startswith("data.source=") for o in overrides):
         raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
     env = detect_env(os.environ)
-    with init_ranks(env, for_world(source.recipe, env.world)) as ranks:
-        result = measure(source, suites, ranks, on_result)
+    # Sharded where the training was, else whole on each rank. What the run's best was chosen by need not be measured here.
+    sharded = source.recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
+    settings = {
+        "parallel.strategy": "single" if env.world == 1 else "full_shard" if sharded else "ddp", "parallel.shard_size": 0,
+        "parallel.offload": False, "parallel.activation_checkpointing": "none", "eval.suites": suites, "checkpoint.best": "loss",
+    }  # fmt: skip
+    if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
+        settings["train.precision"] = "fp32"
+    recipe = source.recipe.with_overrides(**settings)
+    with init_ranks(env, recipe) as ranks:
+        result = measure(replace(source, recipe=recipe), ranks, on_result)
         folder = out or (source.run.path / "eval" if source.run else None)
         return write(result, folder) if ranks.main and folder else result
 
 
-def for_world(recipe: Recipe, world: int) -> Recipe:
-    """The recipe for measuring on `world` ranks: sharded where the training was, else whole on each of them."""
-    sharded = recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
-    settings = {"shard_size": 0, "offload": False, "activation_checkpointing": "none"}
-    settings["strategy"] = "single" if world == 1 else "full_shard" if sharded else "ddp"
-    return recipe.with_overrides(**{f"parallel.{key}": value for key, value in settings.items()})
-
-
-def measure(
-    source: Source,
-    suites: Sequence[str],
-    ranks: Ranks,
-    on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
-) -> Evaluation:
-    """Every suite in turn, in the source's precision; all ranks call it together."""
-    recipe = for_world(source.recipe, ranks.world)
-    model = open_model(replace(source, recipe=recipe), ranks)
-    data = open_data(source.recipe) if LOSS_SUITE in suites else None
+def measure(source: Source, ranks: Ranks, on_result: Callable[[str, Numbers], None]) -> Evaluation:
+    """Every suite of the source's recipe in turn; all ranks call it together."""
+    recipe, suites = source.recipe, source.recipe.eval.suites
+    model = open_model(source, ranks)
+    data = open_data(recipe) if LOSS_SUITE in suites else None
     if data is not None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
         raise UserError(f"the data of this recipe have another tokenizer than {source.name}: set data.tokenizer")
     if data is not None and data.val is None:
@@ -169,7 +166,7 @@ def measure(
         assert outcome is not None, "only a poll cuts a suite short"
         results[suite], predictions = outcome[0], outcome[1] or predictions
         if ranks.main:
-            measured[suite] = measured_on(suite, source.recipe, ranks.device, data.fingerprint if data else "")
+            measured[suite] = measured_on(suite, recipe, ranks.device, data.fingerprint if data else "")
             on_result(suite, outcome[0])
     return Evaluation(source.name, source.step, results, measured, predictions)
 

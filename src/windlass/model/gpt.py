@@ -1,11 +1,7 @@
-"""A GPT: token and position embeddings, blocks of attention and feed-forward layer, a head, and its KV cache.
+"""A GPT with the choices of `ModelSettings`; GPT-2 and Llama are two of its configurations.
 
-One network with the choices of `ModelSettings`: GPT-2 (learned positions, LayerNorm, GELU, biases, tied head) and LLaMA
-(RoPE, RMSNorm, SwiGLU, grouped queries, no biases) are two of its configurations. Unusual: `forward` computes the loss
-itself, so that a head sharded by FSDP2 is used inside the root's forward; and the loss is a sum, because the step divides
-it once by the number of unmasked labels of all ranks. An initial weight is a pure function of the seed and the parameter's
-name: each is drawn whole, in fp32 on the CPU, and a sharded parameter takes its slice of it, so that any world size and
-strategy starts from the same bits.
+Unusual: `forward` computes the loss itself, so that a head sharded by FSDP2 is used inside the root's forward; and the loss is
+a sum, because the step divides it once by the number of unmasked labels of all ranks.
 
 Legend: B batch, T time (tokens of this pass), S time seen (T and what is in the cache), D model width, H heads, K key and
 value heads, E = D / H width of a head, V vocabulary.
@@ -196,22 +192,15 @@ class Blocks(nn.ModuleList):
     """The blocks; called, it lists them: the units of sharding, activation checkpointing and compilation."""
 
     def forward(self) -> list[nn.Module]:
-        """The blocks in order."""
         return list(self)
 
 
 class GPT(nn.Module):
-    """The whole network. Its weights mean nothing until `windlass.model.build.initialise` has been called.
-
-    Args:
-        settings: The section `[model]` of a recipe.
-        vocab: Rows of the embedding.
-    """
+    """The whole network, with `vocab` rows in its embedding. Its weights mean nothing until `initialise` has been called."""
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
         self.settings, self.vocab, self.context = settings, vocab, settings.context
-        self.dropout = settings.dropout
         self.embedding = nn.Embedding(vocab, settings.width)
         if settings.position == "learned":
             self.positions = nn.Embedding(settings.context, settings.width)
@@ -221,17 +210,14 @@ class GPT(nn.Module):
         self.head = Head(settings, vocab)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Logits, or the loss.
+        """Logits [B, T, V], or the loss.
 
         Args:
             tokens: [B, T], int64; T at most the context.
-            labels: The tokens that follow [B, T], -100 where none counts. With them the result is the sum of the
-                cross-entropy over those that count: a scalar in float32 (float64 when the model is).
+            labels: The tokens that follow [B, T], -100 where masked. With them the result is the sum of the cross-entropy over
+                the others: a scalar in float32 (float64 when the model is).
             cache: What came before, from `new_cache`; the tokens of this pass are added to it. With it the result is the
                 last token's logits [B, 1, V].
-
-        Returns:
-            Without labels and cache, logits [B, T, V].
         """
         m, start, length = self.settings, cache.length if cache else 0, tokens.shape[1]
         assert start + length <= self.context, f"{start + length} tokens do not fit into a context of {self.context}"
@@ -241,7 +227,7 @@ class GPT(nn.Module):
             x = x + self.positions.weight[start : start + length]
         elif m.position == "rope":
             rotation = Rotation(m.rope_theta, m.width // m.heads, start, length, like=x)
-        x = drop(x, self.dropout, self.training)
+        x = drop(x, m.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rotation, cache.layers[i]) if cache else block(x, rotation)
         if cache:
@@ -270,7 +256,8 @@ class GPT(nn.Module):
         """What a parameter is before the first step, in float32 on the CPU: a function of its name and the generator.
 
         As in GPT-2: matrices and tables are normal, the output projection of each sub-layer by 1 / sqrt(2 layers) narrower
-        (or zero), norms are 1 and biases 0.
+        (or zero), norms are 1 and biases 0. Each is drawn whole, and a sharded parameter takes its slice of it, so that any
+        world size and strategy starts from the same bits.
         """
         m = self.settings
         is_output = name.endswith(("attn.out.weight", "ff.down.weight"))

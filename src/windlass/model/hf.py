@@ -1,10 +1,7 @@
 """A causal language model of `transformers` with the interface of our GPT: tokens and labels in, the summed loss out.
 
 Unusual: parameters are built on the meta device while buffers, which hold tables, are real; weights are filled in later,
-perhaps into shards (`hf_files`). Some architectures keep a cache of their own and ignore the one they are given, so after
-the first pass we look whether ours has been filled; where it has not, the tokens themselves are kept and read again.
-
-Legend: B batch, T time, D model width, V vocabulary.
+perhaps into shards (`hf_files`). Legend: B batch, T time, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,12 +29,9 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 class HfModel(nn.Module):
-    """A model of `transformers`. Its parameters have no values until `fill_weights` is called.
+    """What `AutoModelForCausalLM` built; its parameters have no values until `fill_weights` is called.
 
-    Args:
-        model: What `AutoModelForCausalLM` built.
-        directory: Where its configuration and weights lie.
-        settings: The section `[model]` of a recipe.
+    Its configuration and weights lie in `directory`; `settings` are the section `[model]` of a recipe.
     """
 
     def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings):
@@ -82,14 +76,12 @@ class HfModel(nn.Module):
 
     def to_empty_parameters(self, device: str | torch.device) -> HfModel:
         """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values, and ties stay ties."""
-        new: dict[int, nn.Parameter] = {}
+        new: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    empty = torch.empty_like(parameter, device=device)
-                    module._parameters[name] = new.setdefault(
-                        id(parameter), nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    )
+            for name, old in module._parameters.items():
+                if old is not None and old.is_meta:
+                    empty = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+                    module._parameters[name] = new.setdefault(old, empty)
         return self.to(device)
 
     def blocks(self) -> list[nn.Module]:
@@ -101,16 +93,13 @@ class HfModel(nn.Module):
         return HfCache(self.model)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: HfCache | None = None) -> Tensor:
-        """Logits, or the summed loss.
+        """Logits [B, T, V], or the summed loss.
 
         Args:
             tokens: [B, T]. Padding, if any, is at the end, where no unmasked token sees it.
-            labels: The token after each [B, T], IGNORE_INDEX where it is masked.
-            cache: Of `new_cache`, to continue after the tokens of earlier passes.
-
-        Returns:
-            With labels a scalar: the sum of the cross-entropy over unmasked labels, in fp32 (fp64 for an fp64 model).
-            Without: logits [B, T, V]; with a cache [B, 1, V], those of the last token.
+            labels: The token after each [B, T], IGNORE_INDEX where it is masked. With them the result is a scalar: the sum of
+                the cross-entropy over the others, in fp32 (fp64 for an fp64 model).
+            cache: Of `new_cache`, to continue after the tokens of earlier passes; then logits [B, 1, V] of the last token.
         """
         if cache is not None:
             return cache.read(tokens)
@@ -127,7 +116,11 @@ class HfModel(nn.Module):
 
 
 class HfCache:
-    """The cache of one batch of texts: keys and values of attention, states of a recurrent network, or the tokens so far."""
+    """The cache of one batch of texts: keys and values of attention, states of a recurrent network, or the tokens so far.
+
+    Some architectures have a cache of their own and ignore the one they are given: where ours is not filled by the first
+    pass, the tokens themselves are read again in each pass.
+    """
 
     def __init__(self, model: nn.Module):
         from transformers import DynamicCache
@@ -169,9 +162,8 @@ def is_filled(cache: Any, length: int) -> bool:
 def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None) -> HfModel:
     """The model of a recipe, its buffers filled and its parameters without values; arguments as `windlass.model.build`.
 
-    Raises:
-        UserError: The model cannot be had, is no causal language model, its context is shorter than `model.context`, or its
-            embedding has fewer rows than the tokenizer has tokens.
+    Raises UserError where the model cannot be had, is no causal language model, its context is shorter than
+    `model.context`, or its embedding has fewer rows than the tokenizer has tokens.
     """
     settings = recipe.model
     directory = hf_files.saved_origin(run, settings) if run else None
@@ -232,9 +224,8 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
 
 def sizes_of(model: HfModel) -> HfSizes:
     """Count a model's parameters, each once; they may be on the meta device, but not yet parallelized."""
-    parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return HfSizes(sum(p.numel() for p in parameters), trained, model.vocab)
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return HfSizes(sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained), model.vocab)
 
 
 def read_sizes(recipe: Recipe) -> HfSizes:
@@ -295,20 +286,16 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise UserError("model.lora needs the package peft: install windlass[hf]") from None
+    layers = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
+    transposed = any(kind == "Conv1D" for _, kind in layers)  # as GPT-2's matrices are
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.targets or None,
-        # GPT-2's layers keep their matrices transposed.
-        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-    )
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets or None,
+        fan_in_fan_out=transposed,
+    )  # fmt: skip
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
-        raise UserError(
-            f"model.lora.targets: {first_line(error)} This model's layers are named {', '.join(sorted(linear))}"
-        ) from None
+        names = ", ".join(sorted({name for name, kind in layers if kind in ("Linear", "Conv1D")}))
+        raise UserError(f"model.lora.targets: {first_line(error)} This model's layers are named {names}") from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)

@@ -1,10 +1,8 @@
 """The files of a model of `transformers`: its weights, streamed into parameters, and where it came from.
 
-Weights are read from safetensors a slice at a time: each rank reads only the rows that it holds, so that nobody holds the
-model twice, without communication. Works on whole parameters and on shards alike.
-
+Weights are read from safetensors a slice at a time: each rank reads only the rows that it holds, without communication.
 `RUN/origin` holds the configuration, the code and the tokenizer's files beside a record (`origin.json`). With it and a
-checkpoint a run stands alone: it is resumed, measured, sampled and exported also where its first weights are gone.
+checkpoint a run is complete: it is resumed, measured, sampled and exported also where its first weights are gone.
 """
 
 from __future__ import annotations
@@ -39,27 +37,20 @@ class WeightFiles:
     """The tensors of a directory's safetensors files, by name."""
 
     def __init__(self, directory: Path):
-        self.directory = directory
-        self._open: dict[str, Any] = {}
-        self.files: dict[str, str] = hub.weight_map(directory)  # the file of each tensor
-        if not self.files:
-            if not (directory / hub.SINGLE).is_file():
-                raise UserError(
-                    f"{directory} has no {hub.SINGLE}: pickled weights are not opened, because they can run code; convert them "
-                    "with AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
-                )
-            self.files = dict.fromkeys(self.open(hub.SINGLE).keys(), hub.SINGLE)
-
-    def open(self, name: str) -> Any:
-        """An open file."""
         from safetensors import SafetensorError, safe_open
 
-        if name not in self._open:
+        self.files: dict[str, Any] = {}  # the open file of each tensor
+        for name in hub.weight_files(directory):
+            if not (directory / name).is_file():
+                raise UserError(
+                    f"{directory} has no {name}: pickled weights are not opened, because they can run code; convert them "
+                    "with AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+                )
             try:
-                self._open[name] = safe_open(self.directory / name, framework="pt")
+                file = safe_open(directory / name, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{self.directory / name} cannot be read: {error}") from None
-        return self._open[name]
+                raise UserError(f"{directory / name} cannot be read: {error}") from None
+            self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name: str, prefix: str) -> str | None:
         """The name that a parameter has in the files: its own, or without or with the network's prefix; None: it is not there."""
@@ -68,7 +59,7 @@ class WeightFiles:
 
     def slice(self, key: str) -> Any:
         """A tensor that is read when it is indexed."""
-        return self.open(self.files[key]).get_slice(key)
+        return self.files[key].get_slice(key)
 
 
 def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool) -> None:
@@ -80,8 +71,7 @@ def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, re
         prefix: The network's `base_model_prefix`, which some files leave out of the names.
         remote_code: Whether code that came with the model may be run, where the files are in an older layout.
 
-    Raises:
-        UserError: The files lack a tensor, or have it in another shape; there are none but pickled ones.
+    Raises UserError where the files lack a tensor, have it in another shape, or are pickled.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
@@ -96,7 +86,7 @@ def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, re
                 f"{directory}: {key} has the shape {list(stored.get_shape())}, and the configuration says {shape}"
             )
         if not shape:  # a scalar has no slices
-            tensor.copy_(files.open(files.files[key]).get_tensor(key))
+            tensor.copy_(files.files[key].get_tensor(key))
             continue
         local, offsets = tensor.data, (0,) * tensor.dim()
         if isinstance(tensor, DTensor):
@@ -201,8 +191,7 @@ def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
 def weights_directory(model: Any) -> Path:
     """The directory with an `HfModel`'s first weights: beside its configuration, or where its name leads to.
 
-    Raises:
-        UserError: They cannot be had, or their configuration is not the one that the run began with.
+    Raises UserError where they cannot be had, or their configuration is not the one that the run started with.
     """
     folder: Path = model.directory
     if not read_json(folder / RECORD) and all((folder / file).is_file() for file in hub.weight_files(folder)):
