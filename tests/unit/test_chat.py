@@ -124,8 +124,6 @@ def test_a_conversation_is_cut_at_the_context_and_left_out_where_no_answer_is_le
     ids, marks, _ = row(TALK, Template(), BYTES, 70)
     assert len(ids) == 71 and any(marks)
     assert chat.row(TALK, Template(), BYTES, 20) is None
-    with refused("model.context = 20", "too short"):
-        chat.rows([TALK], Template(), BYTES, 20)
 
 
 def test_templates_that_cannot_be_used_are_refused() -> None:

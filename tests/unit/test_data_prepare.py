@@ -81,7 +81,7 @@ def test_documents_lie_end_to_end(tmp_path):
     wanted = packed(texts, tokenizer)
     stream = Stream(directory, index.streams["shard"])
     assert stream.read(0, len(stream)).tolist() == wanted
-    assert stream.document_starts().tolist() == [i for i, t in enumerate(wanted) if t == tokenizer.eot]
+    assert stream.document_starts(tokenizer.eot).tolist() == [i for i, t in enumerate(wanted) if t == tokenizer.eot]
     assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1) and len(index.shards) > 3
     kept = [t for t in texts if t]
     held = round(len(kept) / 4)

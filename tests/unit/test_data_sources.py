@@ -122,7 +122,7 @@ def test_there_is_no_such_source(tmp_path):
     for source, words in [
         (f"{tmp_path}/none.txt", ["none.txt", "stdlib"]),
         (f"{tmp_path}/*.csv", ["*.csv"]),
-        (f"{tmp_path}/empty", ["txt/jsonl/ndjson/parquet", "empty"]),
+        (f"{tmp_path}/empty", [".txt, .jsonl, .ndjson, .parquet", "empty"]),
         (f"{tmp_path}/x.json", [".jsonl"]),
         (f"{tmp_path}/x.bin", ["shards:"]),
         ("shakespeare", ["shakespeare", "hf:NAME"]),

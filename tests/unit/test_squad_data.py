@@ -48,7 +48,7 @@ def recipe(source: str, folder: Path, context: int = 256, **data: Any) -> Recipe
 
 
 def test_a_row_is_prompt_answer_and_end_in_one_sequence_and_only_the_answer_counts() -> None:
-    ids, marks = squad.row(question("A cat sat.", "cat"), BYTES, 100, 256)  # type: ignore[misc]
+    ids, marks = squad.row(question("A cat sat.", "cat"), BYTES, 100)  # type: ignore[misc]
     assert BYTES.decode(ids) == "Question: What is it? Context: A cat sat. Answer: cat<|endoftext|>"
     assert BYTES.decode([i for i, m in zip(ids, marks, strict=True) if m]) == " cat<|endoftext|>"
     rows = Rows([(ids, marks)], pad=256)
@@ -76,7 +76,7 @@ def test_a_context_is_cut_around_the_answer_between_words_and_as_little_as_neede
     left: str, right: str, answer: str, room: int, gap: str
 ) -> None:
     item = question(f"{left}{gap}{answer}{gap}{right}", answer)
-    ids, marks = squad.row(item, BYTES, room, 256)  # type: ignore[misc]
+    ids, marks = squad.row(item, BYTES, room)  # type: ignore[misc]
     assert len(ids) <= room + 1
     text = BYTES.decode(i for i in ids if i != 256)
     context = text.split(" Context: ")[1].rsplit(" Answer:", 1)[0]
@@ -97,11 +97,9 @@ def test_what_is_cut_is_taken_from_both_sides_in_proportion() -> None:
     assert kept.count("l") == pytest.approx(3 * kept.count("r"), abs=3)
 
 
-def test_questions_that_cannot_fit_are_left_out_and_none_left_is_an_error() -> None:
+def test_questions_that_cannot_fit_are_left_out() -> None:
     long = Question("long", "word " * 100, "A cat.", ("cat",), 2)
-    assert len(squad.rows([long, question("A cat.", "cat")], BYTES, 64)) == 1
-    with refused("model.context = 64", "too short"):
-        squad.rows([long], BYTES, 64)
+    assert squad.row(long, BYTES, 64) is None and squad.row(question("A cat.", "cat"), BYTES, 64)
 
 
 def test_a_prompt_for_generation_does_not_look_at_the_answer() -> None:
@@ -218,8 +216,8 @@ def test_other_mistakes_are_named(tmp_path: Path) -> None:
 def test_the_real_file_is_read_whole(data_files: Path) -> None:
     items = squad.read_questions(f"squad:{data_files / 'squad' / 'dev-v1.1.json'}")
     assert len(items) == 10_570 and len({q.group for q in items}) == 48
-    assert all(q.context[q.start : q.end] == q.answers[0] for q in items)
+    assert all(q.context[q.start :].startswith(q.answers[0]) for q in items)
     for item in [items[i] for i in choose([q.id for q in items], 60, 1, "test")]:
-        ids, marks = squad.row(item, BYTES, 512, 256)  # type: ignore[misc]
+        ids, marks = squad.row(item, BYTES, 512)  # type: ignore[misc]
         assert len(ids) <= 513
         assert BYTES.decode(i for i, m in zip(ids, marks, strict=True) if m) == f" {item.answers[0]}<|endoftext|>"

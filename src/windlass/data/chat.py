@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.samples import Rows, choose
+from windlass.data.samples import choose
 from windlass.data.sources import find_files, load_dataset
 from windlass.data.tokenizer import MARK, Tokenizer
 from windlass.errors import UserError
@@ -32,9 +32,16 @@ if TYPE_CHECKING:
 
 LAYOUT = "chat 3"
 """Changes with the rows that a conversation gives: rows of another layout are prepared again."""
+ROLES = ("system", "user", "assistant")
+Message = dict[str, str]
+"""`role` and `content`."""
 Piece = tuple[str | int, bool]
 """A text, or a special token by its id; and whether it counts in the loss."""
-
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} {{ m.content | trim }}{{ end_of_text }}"
+    "{% endgeneration %}{% else %}{{ m.role | capitalize }}: {{ m.content | trim }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 TODAY = date(2024, 7, 26)
 """The date that a template is given, so that the same rows come out on every day; Llama 3's own default."""
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
@@ -42,19 +49,11 @@ BEGIN, END = "\ufdd1", "\ufdd2"
 """Where generation blocks are; like MARK of Unicode's noncharacters, which are for use inside a program alone."""
 
 
-ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
-"""`role` and `content`."""
-
-
 @dataclass(frozen=True)
 class Template:
-    """How a conversation is written down: in the language of `transformers`' chat templates, or, empty, in a plain way.
+    """How a conversation is written down, in the language of `transformers`' chat templates."""
 
-    The plain way is `User: ...`, a blank line, `Assistant: ...` and the end-of-text token.
-    """
-
-    source: str = ""
+    source: str = ""  # empty: PLAIN
     special: tuple[tuple[str, str], ...] = ()
     """Names and texts of special tokens that the template uses, such as `bos_token`."""
 
@@ -80,8 +79,6 @@ class Template:
 
     def prompt(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         """The text after which the assistant answers, in pieces."""
-        if not self.source:
-            return [*_plain(messages, tokenizer), ("Assistant:", False)]
         return _cut(self._render(messages, tokenizer, ask=True)[0], [], tokenizer)
 
     def pieces(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
@@ -91,11 +88,9 @@ class Template:
         `{% endgeneration %}` counts where it has them. A special token's text in a message is text. Raises UserError where
         the template writes earlier turns differently once later ones are there.
         """
-        if not self.source:
-            return _plain(messages, tokenizer)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         whole, spans = self._render(messages[: places[-1] + 1], tokenizer, ask=False)
-        if GENERATION.search(self.source):
+        if GENERATION.search(self.source or PLAIN):
             return _cut(whole, spans, tokenizer)
         # An answer follows the text that asks for it, and ends with the first special token after its content.
         heads = [self._render(messages[:place], tokenizer, ask=True)[0] for place in places]
@@ -132,7 +127,9 @@ class Template:
         environment.globals |= names
         # A generation block is a call block of jinja's that puts its text between two marks.
         return environment.from_string(
-            GENERATION.sub(lambda m: f"{m[1]}{'endcall' if m[2] else 'call mark_generation()'}{m[3]}", self.source)
+            GENERATION.sub(
+                lambda m: f"{m[1]}{'endcall' if m[2] else 'call mark_generation()'}{m[3]}", self.source or PLAIN
+            )
         )
 
     def _render(
@@ -142,8 +139,9 @@ class Template:
         from jinja2 import TemplateError
 
         guarded = [{**message, "content": _guarded(message["content"], tokenizer)} for message in messages]
+        end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` gives None for what a caller leaves out, and templates ask for that.
-        names = {"tools": None, "documents": None, **dict(self.special)}
+        names = {"tools": None, "documents": None, "end_of_text": end, **dict(self.special)}
         try:
             text = str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **names))
         except (TemplateError, TypeError, ValueError) as error:
@@ -151,18 +149,6 @@ class Template:
         parts = re.split(f"[{BEGIN}{END}]", text)  # outside, inside, outside, ...
         edges = list(itertools.accumulate(map(len, parts)))
         return "".join(parts), list(zip(edges[:-1:2], edges[1::2], strict=True))
-
-
-def _plain(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
-    pieces: list[Piece] = []
-    for message in messages:
-        text = message["content"].strip()
-        if message["role"] == "assistant":
-            end: list[Piece] = [] if tokenizer.eot is None else [(tokenizer.eot, True)]
-            pieces += [("Assistant:", False), (" " + text, True), *end, ("\n\n", False)]
-        else:
-            pieces.append((f"{message['role'].capitalize()}: {text}\n\n", False))
-    return pieces
 
 
 def _guarded(text: str, tokenizer: Tokenizer) -> str:
@@ -191,7 +177,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> l
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's own, and the end of a turn in its chat template."""
     ends: list[str | int | None] = [tokenizer.eot]
-    if template is not None and template.source:
+    if template is not None:
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         with contextlib.suppress(UserError):  # it has no turns of this kind
             ends += [piece for piece, counts in template.pieces(talk, tokenizer) if counts][-1:]
@@ -208,15 +194,6 @@ def row(
     """Tokens and marks of a conversation, cut after `context` + 1 of them; None where nothing is left to learn."""
     ids, marks = tokenizer.encode_marked(template.pieces(messages, tokenizer))
     return (ids[: context + 1], marks[: context + 1]) if any(marks[1 : context + 1]) else None
-
-
-def rows(items: Iterable[Sequence[Message]], template: Template, tokenizer: Tokenizer, context: int) -> Rows:
-    """Training rows, one a conversation; those whose answers begin past the context are left out."""
-    fitting = (row(item, template, tokenizer, context) for item in items)
-    table = Rows((r for r in fitting if r is not None), pad=tokenizer.eot or 0)
-    if not len(table):
-        raise UserError(f"model.context = {context} tokens is too short: no conversation reaches an answer within it")
-    return table
 
 
 # -- files

@@ -7,6 +7,7 @@ byte of it. Workers are threads, because the tokenizers release Python's lock: n
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import time
@@ -18,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
 
 from windlass.data import vocabulary
-from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, file_state, parts, remember, scan
+from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, file_states, remember, scan
 from windlass.data.sources import Corpus, find_files, open_corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.fileio import Files
+from windlass.fileio import Files, read_json, to_json
 from windlass.recipe import DataSettings, Recipe
 
 PROGRESS = "progress.json"
+"""What an interrupted preparation has committed, of each stream (`resume` as in `ShardWriter`), and of what work."""
 BPE_CHARACTERS = 200_000_000
 """Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
 BATCH_CHARACTERS = 1 << 18
@@ -52,90 +53,72 @@ class Progress:
     def update(self, stage: str, fraction: float | None, tokens: int = 0) -> None:
         """So far: the stage, its share that is done (None where that is not known), and tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
-        if self._bar is None and not sys.stderr.isatty():
-            if time.monotonic() >= self._next_line:
-                self.note(text if fraction is None else f"{text}, {fraction:.0%}")
-                self._next_line = time.monotonic() + LINE_SECONDS
-            return
-        if self._bar is None:
+        if self._bar is None and sys.stderr.isatty():
             from rich import console, progress
 
             self._bar = progress.Progress(console=console.Console(stderr=True), transient=True)
             self._bar.start()
             self._bar.add_task(text)
-        self._bar.update(0, description=text, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+        if self._bar is not None:
+            self._bar.update(0, description=text, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+        elif time.monotonic() >= self._next_line:
+            self.note(text if fraction is None else f"{text}, {fraction:.0%}")
+            self._next_line = time.monotonic() + LINE_SECONDS
 
     def close(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
-            self._bar = None
-
-
-class Committed(BaseModel):
-    """What is on disk of a stream; `resume` as in `ShardWriter`."""
-
-    shards: list[Shard] = []
-    resume: tuple[int, int] = (0, 0)
-    done: bool = False
-
-
-class State(BaseModel):
-    """`progress.json`: what an interrupted preparation has committed, and of what work."""
-
-    work: dict[str, Any]
-    streams: dict[str, Committed] = {}
 
 
 Part = tuple[str, Corpus, Fraction]
 """A stream of documents on its way into shards: its name, where it comes from, and how many tokens are enough (0: all)."""
 
 
-def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, workers: int, progress: Progress) -> Index:
+def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Write shards and tokenizer, in the process that holds the directory's lock; returns the index, not written yet."""
-    data, resumed = recipe.data, False
-    kind = vocabulary.kind_of(data.tokenizer)
+    data, kind = recipe.data, vocabulary.kind_of(recipe.data.tokenizer)
+    state, source, streams = read_json(directory / PROGRESS), dict[str, Any](), dict[str, list[Shard]]()
     if data.source.startswith("shards:"):
         tokenizer = vocabulary.load_tokenizer(recipe)
         tokenizer.save(directory)
-        source: dict[str, Any] = {MAIN: {"name": data.source}}
-        streams = _scan_shards(data, tokenizer, workers, progress)
+        source[MAIN] = {"name": data.source}
+        streams = _scan_shards(data, tokenizer, progress)
     else:
         stream_parts = _parts(data, progress)
         single_text = all(corpus.single_text for _, corpus, _ in stream_parts)
-        source = {
-            stem: {"name": corpus.name, "single_text": corpus.single_text, **corpus.description}
-            for stem, corpus, _ in stream_parts
-        }
+        for stem, corpus, _ in stream_parts:
+            source[stem] = {"name": corpus.name, "single_text": corpus.single_text, **corpus.description}
         named = None if kind in ("char", "bpe") else vocabulary.named_tokenizer(recipe.tokenizer)
         work = {"settings": settings, "source": source, "tokenizer": named.fingerprint if named else ""}
-        try:
-            state = State.model_validate_json((directory / PROGRESS).read_bytes())
-        except (OSError, ValidationError):
-            state = State(work={})
-        if state.work != work:  # of another corpus or tokenizer: start over
+        if state.get("work") != work:  # of another corpus or tokenizer: start over
             for file in [*directory.glob(f"{MAIN}-[0-9]*"), *directory.glob(f"{EVAL}-[0-9]*")]:
                 file.unlink()
-            state = State(work=work)
-        resumed = bool(state.streams)
-        if named is None and resumed:
+            state = {"work": work, "streams": {}}
+        if named is None and state["streams"]:
             tokenizer = vocabulary.load_tokenizer(recipe, directory)
         else:
-            tokenizer = named or _learn_tokenizer(data, kind, stream_parts, single_text, progress)
+            tokenizer = named or _learn_tokenizer(data, stream_parts, single_text, progress)
             tokenizer.save(directory)
         if tokenizer.eot is None and not single_text:
             raise UserError(
                 f"data.tokenizer: {data.tokenizer} has no end-of-text token to separate documents with; use another, or a "
                 "source that is one text"
             )
-        streams = {part[0]: _write(data, directory, part, tokenizer, workers, state, progress) for part in stream_parts}
-    index = Index(
-        settings=settings, source=source, tokenizer=tokenizer.describe(), streams=streams,
-        tokenizer_files=vocabulary.tokenizer_files(data.tokenizer), splits=make_splits(data, directory, streams),
-    )  # fmt: skip
-    if not resumed:  # else files that an earlier process wrote are read once before they are used
-        remember(directory, {file: file_state(directory / file, sha256) for file, _, sha256 in parts(index.shards)})
-    return index
+        resumed = bool(state["streams"])
+        for part in stream_parts:
+            streams[part[0]] = _write(data, directory, part, tokenizer, state, progress)
+        if not resumed:  # else files that an earlier process wrote are read once before they are used
+            remember(directory, file_states(directory, [shard for shards in streams.values() for shard in shards]))
+    splits = make_splits(data, directory, streams, tokenizer.eot)
+    files = vocabulary.tokenizer_files(data.tokenizer)
+    return Index(
+        settings=settings,
+        source=source,
+        tokenizer=tokenizer.describe(),
+        tokenizer_files=files,
+        streams=streams,
+        splits=splits,
+    )
 
 
 def _parts(data: DataSettings, progress: Progress) -> list[Part]:
@@ -163,12 +146,10 @@ def _parts(data: DataSettings, progress: Progress) -> list[Part]:
     return [(MAIN, main, most and most / (1 if data.val_shards else 1 - share) + held_out)]
 
 
-def _learn_tokenizer(
-    data: DataSettings, kind: str, stream_parts: list[Part], single_text: bool, progress: Progress
-) -> Tokenizer:
+def _learn_tokenizer(data: DataSettings, stream_parts: list[Part], single_text: bool, progress: Progress) -> Tokenizer:
     """The tokenizer that is made from the corpus: its characters, or byte pairs."""
     main = stream_parts[0][1]
-    if kind == "bpe":
+    if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {main.name}")
         return vocabulary.train_bpe(main.documents(), data.tokenizer_vocab, BPE_CHARACTERS)
     characters: set[str] = set()
@@ -185,32 +166,29 @@ def _learn_tokenizer(
 
 
 def _write(
-    data: DataSettings,
-    directory: Path,
-    part: Part,
-    tokenizer: Tokenizer,
-    workers: int,
-    state: State,
-    progress: Progress,
+    data: DataSettings, directory: Path, part: Part, tokenizer: Tokenizer, state: dict[str, Any], progress: Progress
 ) -> list[Shard]:
     """Write a stream's shards, those that are not committed yet; returns all of them."""
-    (stem, corpus, enough), before = part, state.streams.get(part[0], Committed())
-    if before.done:
-        return before.shards
-    if before.shards:
-        committed = sum(s.tokens for s in before.shards)
-        progress.note(f"resuming after {len(before.shards)} committed shards, {committed:,} tokens")
+    stem, corpus, enough = part
+    before = state["streams"].get(stem, {"shards": [], "resume": (0, 0), "done": False})
+    shards = [Shard.model_validate(shard) for shard in before["shards"]]
+    if before["done"]:
+        return shards
+    if shards:
+        committed = sum(s.tokens for s in shards)
+        progress.note(f"resuming after {len(shards)} committed shards, {committed:,} tokens")
 
     def commit(writer: ShardWriter) -> None:
-        state.streams[stem] = Committed(shards=writer.shards, resume=writer.resume, done=writer.finished)
-        Files().replace(directory / PROGRESS, state.model_dump_json(indent=1).encode())
+        done = [shard.model_dump() for shard in writer.shards]
+        state["streams"][stem] = {"shards": done, "resume": writer.resume, "done": writer.finished}
+        Files().replace(directory / PROGRESS, to_json(state))
 
     dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
-    writer = ShardWriter(directory, stem, dtype, data.shard_tokens, before.shards, before.resume, commit)
+    writer = ShardWriter(directory, stem, dtype, data.shard_tokens, shards, before["resume"], commit)
     # A single text has no document's end to stop at: it is cut.
     eot, cut, tokens_read = (None, int(enough), 0) if corpus.single_text else (tokenizer.eot, 0, 0)
-    first, stage = before.resume[0], "validation data" if stem == EVAL else "training data"
-    batches = encode_documents(corpus.documents(first), first, tokenizer, eot, workers)
+    first, stage = before["resume"][0], "validation data" if stem == EVAL else "training data"
+    batches = encode_documents(corpus.documents(first), first, tokenizer, eot, _workers(data))
     with contextlib.closing(writer), contextlib.closing(batches):
         for batch in batches:
             for number, tokens, last in batch:
@@ -225,7 +203,11 @@ def _write(
         return writer.finish()
 
 
-def _scan_shards(data: DataSettings, tokenizer: Tokenizer, workers: int, progress: Progress) -> dict[str, list[Shard]]:
+def _workers(data: DataSettings) -> int:
+    return data.workers or len(os.sched_getaffinity(0))
+
+
+def _scan_shards(data: DataSettings, tokenizer: Tokenizer, progress: Progress) -> dict[str, list[Shard]]:
     """Shards that other tools wrote are read once, and stay where they are."""
     main, held = find_files(data.source.removeprefix("shards:")), list[Path]()
     if data.eval_source:
@@ -240,14 +222,16 @@ def _scan_shards(data: DataSettings, tokenizer: Tokenizer, workers: int, progres
     if not main:
         raise UserError("data.source: no shard is left for training: data.eval_source names them all")
     shards: list[Shard] = []
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(_workers(data)) as pool:
         for shard in pool.map(lambda path: scan(path, tokenizer.vocab), main + held):
             shards.append(shard)
             progress.update("reading shards", len(shards) / len(main + held))
     return {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
 
 
-def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]]) -> dict[str, Split]:
+def make_splits(
+    data: DataSettings, directory: Path, streams: dict[str, list[Shard]], eot: int | None
+) -> dict[str, Split]:
     """Which tokens are for training and which for validation.
 
     A stream of its own is for validation as a whole; else the first `val_shards` shards, or the last `val_fraction` of the
@@ -283,7 +267,10 @@ def make_splits(data: DataSettings, directory: Path, streams: dict[str, list[Sha
         )
     else:
         document = documents - min(documents - 1, max(1, round(documents * share)))
-        cut = (int(Stream(directory, main).document_starts()[document]), document)
+        counts = np.cumsum([0, *(s.documents for s in main)])
+        place = int(np.searchsorted(counts, document, side="right")) - 1  # of the shard that the document starts in
+        starts = Stream(directory, main).document_starts(eot or 0, [place])
+        cut = (int(starts[document - counts[place]]), document)
     return {"train": split(MAIN, (0, 0), cut), "val": split(MAIN, cut, end)}
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
 from windlass.data.documents import PROGRESS, Progress, prepare_text
+from windlass.data.samples import Rows
 from windlass.data.shards import Index, RowsFile
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
@@ -211,8 +212,7 @@ def _prepare(recipe: Recipe, settings: dict[str, Any], directory: Path, progress
     for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
         leftover.unlink()  # half written by a process that was killed
     if recipe.data.format == "text":
-        workers = recipe.data.workers or len(os.sched_getaffinity(0))
-        index = prepare_text(recipe, settings, directory, workers, progress).save(directory)
+        index = prepare_text(recipe, settings, directory, progress).save(directory)
         (directory / PROGRESS).unlink(missing_ok=True)
         return index
     return _prepare_rows(recipe, settings, directory, progress).save(directory)
@@ -220,38 +220,39 @@ def _prepare(recipe: Recipe, settings: dict[str, Any], directory: Path, progress
 
 def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
-    data, kind, template = recipe.data, vocabulary.kind_of(recipe.data.tokenizer), chat.Template()
-    train: Any
-    held_out: Any
-    if data.format == "squad":
-        train, held_out = squad.read_splits(recipe)
-        prompts = [squad.PROMPT.format(question=q.question, context=q.context) for q in train]
-        texts = [text for q, prompt in zip(train, prompts, strict=True) for text in (prompt, *q.answers)]
+    data, context, is_squad = recipe.data, recipe.model.context, recipe.data.format == "squad"
+    splits: Any = squad.read_splits(recipe) if is_squad else chat.read_splits(recipe)
+    template = chat.Template()
+    if is_squad:
+        layouts = [(squad.PROMPT.format(question=q.question, context=q.context), *q.answers) for q in splits[0]]
     else:
-        train, held_out = chat.read_splits(recipe)
-        texts = [message["content"] for conversation in train for message in conversation]
+        layouts = [tuple(message["content"] for message in conversation) for conversation in splits[0]]
         if recipe.tokenizer.startswith("hf:"):
             template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:]))
+    texts, kind = dict.fromkeys(text for layout in layouts for text in layout), vocabulary.kind_of(data.tokenizer)
     if kind == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from the training items")
-        tokenizer = vocabulary.train_bpe(dict.fromkeys(texts), data.tokenizer_vocab)
+        tokenizer = vocabulary.train_bpe(texts, data.tokenizer_vocab)
     elif kind == "char":  # also the characters of the layout
         tokenizer = vocabulary.char_tokenizer([*texts, squad.PROMPT, "User: System: Assistant: \n"], with_eot=True)
     else:
         tokenizer = vocabulary.named_tokenizer(recipe.tokenizer)
     files: dict[str, RowsFile] = {}
-    for name, wanted in (("train", train), ("val", held_out)):
-        if not wanted:
-            continue
-        if data.format == "squad":
-            rows = squad.rows(wanted, tokenizer, recipe.model.context)
-        else:
-            rows = chat.rows(wanted, template, tokenizer, recipe.model.context)
-        if left_out := len(wanted) - len(rows):
-            progress.note(f"{left_out} of {len(wanted)} items do not fit into the context and are left out")
-        rows.save(directory / f".{name}.tmp")
-        (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
-        files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
+    for name, items in zip(("train", "val"), splits, strict=True):
+        pairs = [
+            squad.row(i, tokenizer, context) if is_squad else chat.row(i, template, tokenizer, context) for i in items
+        ]
+        rows = Rows([pair for pair in pairs if pair is not None], pad=tokenizer.eot or 0)
+        if items and not len(rows):
+            raise UserError(f"model.context = {context} tokens is too short for every question or conversation")
+        if len(rows) < len(items):
+            progress.note(
+                f"{len(items) - len(rows)} of {len(items)} items do not fit into the context and are left out"
+            )
+        if items:
+            rows.save(directory / f".{name}.tmp")
+            (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
+            files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
     tokenizer.save(directory)
     template.save(directory / FOLDER)
     named = vocabulary.tokenizer_files(data.tokenizer)

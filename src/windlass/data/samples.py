@@ -69,7 +69,7 @@ class DocumentSamples:
     """One document a row, from its end-of-text token on, cut at `context`; the padding masked."""
 
     def __init__(self, stream: Stream, documents: tuple[int, int], context: int, eot: int):
-        starts, (first, last) = stream.document_starts(), documents
+        starts, (first, last) = stream.document_starts(eot), documents
         sizes = np.append(starts[1:], len(stream)) - starts
         self.stream, self.context, self._eot = stream, context, eot
         self._starts, self._sizes = starts[first:last], sizes[first:last]

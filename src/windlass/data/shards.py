@@ -1,9 +1,9 @@
 """What lies in a data directory: its index, how token shards are written, read, and checked.
 
 A data directory holds `index.json` (written last: where it is, everything is), `shard-00000.bin` ... (token ids, little
-endian, 16 or 32 bits by the size of the vocabulary), `shard-00000.documents` ... (where each document starts, as 64-bit
-offsets into its shard), the same with `eval-` where the validation corpus is one of its own, and `tokenizer/`; with
-questions or conversations `train.npz` and `val.npz` in place of shards. One process writes, under the directory's lock.
+endian, 16 or 32 bits by the size of the vocabulary), `eval-shard-00000.bin` ... where the validation corpus is one of its
+own, and `tokenizer/`; with questions or conversations `train.npz` and `val.npz` in place of shards. One process writes,
+under the directory's lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from windlass.data.tokenizer import Description
 from windlass.errors import UserError, first_line
 from windlass.fileio import Files, read_json, write_atomic
 
-FORMAT = 2
+FORMAT = 3
 INDEX, VERIFIED = "index.json", "verified.json"
 MAIN, EVAL = "shard", "eval-shard"
 """The two streams of tokens that a data directory can hold, by the first part of their files' names."""
@@ -44,12 +44,9 @@ class Shard(BaseModel):
     file: str  # name in the data directory, or the absolute path of a shard that another tool wrote
     tokens: int
     documents: int  # that start in it; 0: not known (shards of other tools)
-    bytes: int
     sha256: str
     dtype: str  # `uint16` or `uint32`
     offset: int = 0  # bytes of header before the first token
-    starts_file: str = ""
-    starts_sha256: str = ""
 
 
 class Split(BaseModel):
@@ -89,11 +86,10 @@ class Index(BaseModel):
 
     def compute_fingerprint(self) -> str:
         """A hash of the tokens, their split and their tokenizer: equal data has equal fingerprints, wherever it lies."""
-        place = {"file", "starts_file"}
         content = [
             FORMAT,
-            self.tokenizer.model_dump(exclude={"kind", "sha256"}),
-            {name: [s.model_dump(exclude=place) for s in shards] for name, shards in self.streams.items()},
+            self.tokenizer.model_dump(exclude={"kind"}),
+            {name: [s.model_dump(exclude={"file"}) for s in shards] for name, shards in self.streams.items()},
             {name: split.model_dump() for name, split in self.splits.items()},
             {name: rows.fingerprint for name, rows in self.rows.items()},
         ]
@@ -150,7 +146,7 @@ class ShardWriter:
         self._number, self._done, self._skip = resume[0], 0, resume[1]
         self._partial = directory / f".{stem}.tmp"
         self._file: BinaryIO | None = None
-        self._count, self._starts, self._hash = 0, list[int](), hashlib.sha256()  # of the shard being written
+        self._count, self._documents, self._hash = 0, 0, hashlib.sha256()  # of the shard being written
 
     def add(self, tokens: np.ndarray, number: int) -> None:
         """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts.
@@ -163,8 +159,7 @@ class ShardWriter:
         self._skip -= passed
         self._done += passed
         tokens = tokens[passed:]
-        if len(tokens) and self._done == 0:
-            self._starts.append(self._count)
+        self._documents += len(tokens) > 0 and self._done == 0
         while len(tokens):
             room = self.shard_tokens - self._count
             part, tokens = tokens[:room], tokens[room:]
@@ -185,19 +180,14 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        name, files = f"{self.stem}-{len(self.shards):05d}", Files()
-        starts = np.array(self._starts, dtype="<u8").tobytes()
-        files.replace(self.directory / f"{name}.documents", starts)
-        files.rename(self._partial, self.directory / f"{name}.bin")
+        name, files = f"{self.stem}-{len(self.shards):05d}.bin", Files()
+        files.rename(self._partial, self.directory / name)
         files.sync_dir(self.directory)
+        digest = self._hash.hexdigest()
         self.shards.append(
-            Shard(
-                file=f"{name}.bin", tokens=self._count, documents=len(self._starts), sha256=self._hash.hexdigest(),
-                bytes=self._count * np.dtype(self.dtype).itemsize, dtype=self.dtype,
-                starts_file=f"{name}.documents", starts_sha256=hashlib.sha256(starts).hexdigest(),
-            )
-        )  # fmt: skip
-        self._count, self._starts, self._hash, self.resume = 0, [], hashlib.sha256(), resume
+            Shard(file=name, tokens=self._count, documents=self._documents, sha256=digest, dtype=self.dtype)
+        )
+        self._count, self._documents, self._hash, self.resume = 0, 0, hashlib.sha256(), resume
         self._on_commit(self)
 
     def finish(self) -> list[Shard]:
@@ -263,13 +253,15 @@ class Stream:
                 raise UserError(f"the shard {path} cannot be read: {error}") from None
         return self._open[place]
 
-    def document_starts(self) -> np.ndarray:
-        """Where each document starts in the row, int64 [documents]."""
-        parts = [np.zeros(0, dtype=np.int64)]
-        for shard, edge in zip(self.shards, self.edges, strict=False):
-            if shard.starts_file:
-                parts.append(np.fromfile(self._directory / shard.starts_file, dtype="<u8").astype(np.int64) + edge)
-        return np.concatenate(parts)
+    def document_starts(self, eot: int, places: Iterable[int] | None = None) -> np.ndarray:
+        """Where in the row each document of these shards (None: all) starts, int64 [documents]: an end-of-text token is there
+        and nowhere else."""
+        starts = [np.zeros(0, dtype=np.int64)]
+        for place in range(len(self.shards)) if places is None else places:
+            shard = self.shards[place]
+            tokens = np.fromfile(self._directory / shard.file, self._dtypes[place], shard.tokens, offset=shard.offset)
+            starts.append(np.flatnonzero(tokens == eot) + self.edges[place])
+        return np.concatenate(starts)
 
     def __del__(self) -> None:
         if os is not None and os.close is not None:  # at the interpreter's end modules go first
@@ -280,49 +272,45 @@ class Stream:
 # -- are the shards what the index says? Sizes always; SHA-256 once for each state of a file, remembered beside the shards.
 
 
-def parts(shards: Iterable[Shard]) -> list[tuple[str, int, str]]:
-    """(file, bytes, SHA-256) of every file that belongs to the shards."""
-    shards = list(shards)
-    starts = [(s.starts_file, 8 * s.documents, s.starts_sha256) for s in shards if s.starts_file]
-    return [*((s.file, s.bytes, s.sha256) for s in shards), *starts]
+def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int | str]]:
+    """The size, the time of the last change (ns) and the SHA-256 of each shard, by file.
+
+    Raises UserError, naming the file, where one is missing, too short or too long.
+    """
+    states: dict[str, list[int | str]] = {}
+    for shard in shards:
+        path, size = directory / shard.file, shard.offset + shard.tokens * on_disk(shard.dtype).itemsize
+        try:
+            stat = path.stat()
+        except OSError:
+            raise UserError(f"the shard {path} is missing; {prepare_again(directory)}") from None
+        if stat.st_size != size:
+            raise UserError(f"the shard {path} has {stat.st_size:,} bytes, not {size:,}; {prepare_again(directory)}")
+        states[shard.file] = [stat.st_size, stat.st_mtime_ns, shard.sha256]
+    return states
 
 
 def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None:
-    """Check the size of every file, and its SHA-256 where it has changed since it was checked last.
+    """Check every shard as `file_states`, and its SHA-256 where it has changed since it was checked last.
 
-    `tick` gets the share that is read. Raises UserError, naming the file, where one is missing, too short or too long, or
-    damaged.
+    `tick` gets the share that is read. Raises UserError, naming the file.
     """
-    verified, changed = read_json(directory / VERIFIED), {}
-    for file, size, sha256 in parts(index.shards):
-        try:
-            state = file_state(directory / file, sha256)
-        except OSError:
-            raise UserError(f"the shard {directory / file} is missing; {prepare_again(directory)}") from None
-        if state[0] != size:
-            raise UserError(f"{directory / file} has {state[0]:,} bytes, not {size:,}; {prepare_again(directory)}")
-        if verified.get(file) != state:
-            changed[file] = state
+    states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
+    changed = [file for file, state in states.items() if verified.get(file) != state]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         actual = pool.map(lambda file: sha256_of(directory / file), changed)
         for done, (file, sha256) in enumerate(zip(changed, actual, strict=True), 1):
-            if sha256 != changed[file][2]:
+            if sha256 != states[file][2]:
                 raise UserError(f"the shard {directory / file} is damaged (SHA-256); {prepare_again(directory)}")
             tick(done / len(changed))
     if changed:
-        remember(directory, {**verified, **changed})
+        remember(directory, states)
 
 
-def file_state(path: Path, sha256: str) -> list[int | str]:
-    """What is remembered of a file that was verified: its size, the time of its last change (ns), its SHA-256."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, sha256]
-
-
-def remember(directory: Path, verified: dict[str, Any]) -> None:
-    """Store what was verified; where the directory cannot be written, the next start verifies again."""
+def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
+    """Store the states of verified files; where the directory cannot be written, the next start verifies again."""
     if os.access(directory, os.W_OK):
-        write_atomic(directory / VERIFIED, json.dumps(verified, indent=1) + "\n")
+        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")
 
 
 # -- shards that other tools wrote, read in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin with its header
@@ -330,7 +318,8 @@ def remember(directory: Path, verified: dict[str, Any]) -> None:
 
 def read_layout(path: Path) -> tuple[str, int, int]:
     """(type, bytes of header, tokens) of a shard; raises UserError where it is no shard, or truncated."""
-    size, truncated = path.stat().st_size, f"the shard {path} is truncated, or no token shard: it has"
+    size, dtype, offset = path.stat().st_size, "uint16", 0
+    tokens = size // 2
     if path.suffix == ".npy":
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)  # an array of objects would run code when loaded
@@ -340,21 +329,18 @@ def read_layout(path: Path) -> tuple[str, int, int]:
             raise UserError(
                 f"the shard {path} holds {array.dtype} of shape {array.shape}; tokens are a row of uint16 or uint32"
             )
-        return array.dtype.name, array.offset, len(array)
-    if path.suffix != ".bin":
+        dtype, offset, tokens = array.dtype.name, array.offset, len(array)
+    elif path.suffix != ".bin":
         raise UserError(f"the shard {path} is neither .npy nor .bin")
-    head = np.fromfile(path, "<i4", 3).tolist()
-    if len(head) == 3 and head[0] in LLMC_KINDS:
-        _, version, tokens = head
-        expected, dtype = LLMC_KINDS[head[0]]
-        if version != expected:
-            raise UserError(f"the shard {path} has llm.c's header of version {version}; version {expected} can be read")
-        if size != LLMC_HEADER_BYTES + tokens * on_disk(dtype).itemsize:
-            raise UserError(f"{truncated} {size:,} bytes, and its header says {tokens:,} tokens")
-        return dtype, LLMC_HEADER_BYTES, tokens
-    if size == 0 or size % 2:
-        raise UserError(f"{truncated} {size:,} bytes, which is no whole number of 16-bit tokens")
-    return "uint16", 0, size // 2
+    elif size >= LLMC_HEADER_BYTES and (head := np.fromfile(path, "<i4", 3).tolist())[0] in LLMC_KINDS:
+        (expected, dtype), offset, tokens = LLMC_KINDS[head[0]], LLMC_HEADER_BYTES, head[2]
+        if head[1] != expected:
+            raise UserError(f"the shard {path} has llm.c's header of version {head[1]}; version {expected} can be read")
+    if not tokens or size != offset + tokens * on_disk(dtype).itemsize:
+        raise UserError(
+            f"the shard {path} is truncated, or no token shard: {size:,} bytes for {tokens:,} tokens of {dtype}"
+        )
+    return dtype, offset, tokens
 
 
 def scan(path: Path, vocab: int) -> Shard:
@@ -374,6 +360,5 @@ def scan(path: Path, vocab: int) -> Shard:
                 )
             done += len(block)
     return Shard(
-        file=str(path.resolve()), tokens=tokens, documents=0, bytes=path.stat().st_size, sha256=digest.hexdigest(),
-        dtype=name, offset=offset,
-    )  # fmt: skip
+        file=str(path.resolve()), tokens=tokens, documents=0, sha256=digest.hexdigest(), dtype=name, offset=offset
+    )

@@ -103,16 +103,16 @@ def sha256_of(path: Path) -> str:
 def find_files(pattern: str, setting: str = "data.source") -> list[Path]:
     """The files behind a path, a directory or a glob, sorted by name; raises UserError where there are none."""
     path = Path(pattern).expanduser()
-    if path.is_file():
-        return [path]
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0] in ENDINGS]
-        missing = f"there is no {'/'.join(k[1:] for k in ENDINGS)} file in the directory {pattern}"
     else:
-        files = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
-        missing = f"there is no file {pattern}; a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
+        places = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
+        files = [Path(place) for place in places if Path(place).is_file()]
     if not files:
-        raise UserError(f"{setting}: {missing}")
+        raise UserError(
+            f"{setting}: there is no file {pattern} (of a directory: {', '.join(ENDINGS)}); a source is stdlib, a path or "
+            "glob, https://..., hf:NAME, squad, or shards:GLOB"
+        )
     return files
 
 
@@ -124,15 +124,10 @@ def _suffix(path: Path) -> tuple[str, str]:
 
 def describe_files(files: list[Path]) -> list[dict[str, Any]]:
     """Files as the index has them: size, and SHA-256 where all of them are small, else the time of the last change."""
-    stats = [path.stat() for path in files]
-    small = sum(stat.st_size for stat in stats) <= HASHED_BYTES
-    states = [
-        {"sha256": sha256_of(p)} if small else {"changed_ns": s.st_mtime_ns} for p, s in zip(files, stats, strict=True)
-    ]
-    return [
-        {"file": str(path), "bytes": stat.st_size, **state}
-        for path, stat, state in zip(files, stats, states, strict=True)
-    ]
+    stats = [(path, path.stat()) for path in files]
+    if sum(stat.st_size for _, stat in stats) <= HASHED_BYTES:
+        return [{"file": str(path), "bytes": stat.st_size, "sha256": sha256_of(path)} for path, stat in stats]
+    return [{"file": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns} for path, stat in stats]
 
 
 def has_changed(source: str, description: dict[str, Any]) -> bool:
@@ -147,11 +142,11 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
 
 def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     for path in files:
-        ending = _suffix(path)[0]
-        if ending in (".bin", ".npy"):
-            raise UserError(f"data.source: {path} looks like token shards; write shards:{path}")
-        if ending == ".json":
-            raise UserError(f"data.source: {path}: a corpus in JSON is one object a line in a .jsonl file")
+        if _suffix(path)[0] in (".bin", ".npy", ".json"):
+            raise UserError(
+                f"data.source: {path} is no text: token shards are written shards:GLOB, and a corpus in JSON is a .jsonl file "
+                "of one object a line"
+            )
     sizes = [path.stat().st_size for path in files]
 
     def read(start: int, corpus: Corpus) -> Iterator[str]:
@@ -264,8 +259,7 @@ def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] 
     """The file behind `url`, from `folder` where it is there already; UserError where it has another SHA-256."""
     if not sha256:
         raise UserError("data.sha256: a source that is downloaded needs the SHA-256 it must have")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1]) or "file"
-    target = folder / f"{sha256[:16]}-{name}"
+    target = folder / f"{sha256[:16]}-{Path(urllib.parse.urlsplit(url).path).name}"
     if target.is_file() and sha256_of(target) == sha256:
         return target
     notify(f"downloading {url}")
@@ -321,10 +315,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
     except (UserError, RunFailed):
         raise
     except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise kind(f"{what} ({type(error).__name__}: {first_line(cause)})") from error
+        raise kind(f"{what} ({type(error).__name__}: {first_line(error.__cause__ or error)})") from error
 
 
 def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:

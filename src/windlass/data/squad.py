@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.samples import Rows, choose
+from windlass.data.samples import choose
 from windlass.data.sources import load_dataset
 from windlass.errors import UserError
 
@@ -31,10 +31,6 @@ class Question:
     answers: tuple[str, ...]  # the reference answers; the first is the one to learn
     start: int  # where the first answer begins in the context, in characters
     group: str = ""  # the article: questions of one article are never on both sides of a split
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.answers[0])
 
 
 # -- where the questions come from
@@ -143,34 +139,14 @@ def asked_source(recipe: Recipe) -> str:
 # -- rows and prompts
 
 
-def rows(items: Iterable[Question], tokenizer: Tokenizer, context: int) -> Rows:
-    """Training rows of at most `context` positions, one a question; the answer and the end-of-text count.
-
-    A context that is too long is cut around the answer. A question for which even that is too long is left out.
-    """
-    eot = end_of_text(tokenizer)
-    fitting = (row(item, tokenizer, context, eot) for item in items)
-    table = Rows((r for r in fitting if r is not None), pad=eot)
-    if not len(table):
-        raise UserError(f"model.context = {context} tokens is too short for every question and its answer")
-    return table
-
-
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """The token that ends an answer; raises UserError where the tokenizer has none."""
-    if tokenizer.eot is None:
-        raise UserError(
-            "data.tokenizer has no end-of-text token, with which an answer could end; use byte, bpe, gpt2 or hf:"
-        )
-    return tokenizer.eot
-
-
-def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[list[int], list[bool]] | None:
+def row(item: Question, tokenizer: Tokenizer, context: int) -> tuple[list[int], list[bool]] | None:
     """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit.
 
-    Of a long context the longest part around the answer that fits is used, in whole words. What is cut is taken from both
-    sides in proportion, so that the answer's relative place stays.
+    The answer and the end-of-text token count. Of a long context the longest part around the answer that fits is used, in
+    whole words. What is cut is taken from both sides in proportion, so that the answer's relative place stays.
     """
+    if tokenizer.eot is None:
+        raise UserError("data.tokenizer has no end-of-text token to end an answer with; use byte, bpe, gpt2 or hf:")
 
     def encode(text: str) -> tuple[list[int], int]:
         return tokenizer.encode_pair(PROMPT.format(question=item.question, context=text), " " + item.answers[0])
@@ -183,7 +159,7 @@ def row(item: Question, tokenizer: Tokenizer, context: int, eot: int) -> tuple[l
         if not fits(0):
             return None
         ids, prompt_length = encode(around(item, _bisect(len(item.context) - len(item.answers[0]), fits)))
-    return [*ids, eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
+    return [*ids, tokenizer.eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
@@ -197,7 +173,7 @@ def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:
 
 def around(item: Question, characters: int) -> str:
     """The answer with about so many characters of the context around it, cut between words."""
-    left, right = item.context[: item.start], item.context[item.end :]
+    left, right = item.context[: item.start], item.context[item.start + len(item.answers[0]) :]
     before = round(characters * len(left) / max(1, len(left) + len(right)))
     after = characters - before
     if before < len(left) and not left[len(left) - before - 1 : len(left) - before].isspace():

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.squad import end_of_text, prompt
+from windlass.data.chat import stop_tokens
+from windlass.data.squad import prompt
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.parallel.parallelize import unwrap
@@ -83,7 +84,7 @@ def evaluate_squad(
         tokens_per_character = sum(len(tokenizer.encode(text)) for text in texts) / max(1, sum(map(len, texts)))
         max_tokens = max(1, min(math.ceil(tokens_per_character * MAX_ANSWER_CHARACTERS), model.context // 2))
     longest = min(model.context, window(model) - max_tokens)
-    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=frozenset([end_of_text(tokenizer)]))
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop_tokens(tokenizer))
     answers = generate_divided(
         model,
         tokenizer,
