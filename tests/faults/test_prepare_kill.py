@@ -74,11 +74,15 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(whole, tmp_path):
 
 
 def works(process, directory) -> bool:
-    """Whether a process has a shard of the directory open that is not committed yet."""
-    try:
-        return any(Path(file.path).name == ".shard.tmp" for file in psutil.Process(process.pid).open_files())
-    except psutil.Error:
-        return False
+    """Whether a process holds the directory's lock: one that waits has the file open for a moment only."""
+    for _ in range(20):
+        try:
+            if not any(Path(file.path).name == ".lock" for file in psutil.Process(process.pid).open_files()):
+                return False
+        except psutil.Error:
+            return False
+        time.sleep(0.005)
+    return process.poll() is None
 
 
 def test_of_many_at_once_one_works_and_a_killed_one_is_taken_over(whole, tmp_path):

@@ -337,7 +337,7 @@ def test_directories_that_are_not_ours(tmp_path):
     with refused("not empty", "data.dir"):
         prepare(recipe_for(source, tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
-    with refused("is a file", "data.dir"):
+    with refused("data.dir"):
         prepare(recipe_for(source, source))
 
 
@@ -376,7 +376,7 @@ def test_a_bar_in_a_terminal(monkeypatch, capsys):
     bar.update("training data", 0.25, 1000)
     bar._bar.refresh()  # it does so ten times a second by itself
     bar.note("[between]")
-    bar.update("validation data", None, 2000)
+    bar.update("validation data", 0, 2000)
     bar.close()
     shown = capsys.readouterr().err
     assert "[between]" in shown and "1,000 tokens" in shown and "25%" in shown

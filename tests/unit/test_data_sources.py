@@ -66,10 +66,8 @@ def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
         for start in (0, 1, 5, 9, 11, 22, 23, 24):
             assert read(source, start) == TEXTS[start:], (name, start)
         corpus = open_corpus(DataSettings(), source)
-        assert corpus.fraction == 0.0
         for _ in corpus.documents():
-            assert 0 <= corpus.fraction <= 1
-        assert corpus.fraction == 1.0, name
+            assert 0 <= corpus.share <= 1
         corpus.limit = 7
         assert list(corpus.documents(3)) == TEXTS[3:7] and list(corpus.documents(9)) == []
 
@@ -135,7 +133,7 @@ def test_the_standard_library(monkeypatch, tmp_path):
     corpus = open_corpus(DataSettings(), "stdlib")
     texts = list(corpus.documents())
     assert len(texts) == corpus.description["modules"] > 200
-    assert sum(map(len, texts)) > 5_000_000 and corpus.fraction == 1.0
+    assert sum(map(len, texts)) > 5_000_000 and corpus.share == 1.0
     assert list(corpus.documents(len(texts) - 3)) == texts[-3:]
     assert not any("site-packages" in text[:40] for text in texts) and "\r" not in "".join(texts[:50])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
@@ -212,7 +210,7 @@ def test_datasets(tmp_path):
             assert read(source, streaming=streaming) == TEXTS
             assert read(source, 5, streaming=streaming) == TEXTS[5:]
     held = open_corpus(DataSettings(), f"hf:{tmp_path / 'splits'}", split="validation")
-    assert list(held.documents()) == TEXTS[:3] and held.fraction == 1.0
+    assert list(held.documents()) == TEXTS[:3] and held.share == 1.0
     with refused("'test'", "train, validation"):
         open_corpus(DataSettings(), f"hf:{tmp_path / 'splits'}", split="test")
     for streaming in (False, True):

@@ -50,8 +50,8 @@ class Progress:
         """A line; above the bar, where there is one, since rich redirects stderr meanwhile."""
         print(f"data: {text}", file=sys.stderr, flush=True)
 
-    def update(self, stage: str, fraction: float | None, tokens: int = 0) -> None:
-        """So far: the stage, its share that is done (None where that is not known), and tokens written."""
+    def update(self, stage: str, share: float, tokens: int = 0) -> None:
+        """So far: the stage, its share that is done (0: not known), and tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
         if self._bar is None and sys.stderr.isatty():
             from rich import console, progress
@@ -60,9 +60,9 @@ class Progress:
             self._bar.start()
             self._bar.add_task(text)
         if self._bar is not None:
-            self._bar.update(0, description=text, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+            self._bar.update(0, description=text, total=1.0 if share else None, completed=share)
         elif time.monotonic() >= self._next_line:
-            self.note(text if fraction is None else f"{text}, {fraction:.0%}")
+            self.note(f"{text}, {share:.0%}" if share else text)
             self._next_line = time.monotonic() + LINE_SECONDS
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ Part = tuple[str, Corpus, Fraction]
 
 def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Write shards and tokenizer, in the process that holds the directory's lock; returns the index, not written yet."""
-    data, kind = recipe.data, vocabulary.kind_of(recipe.data.tokenizer)
+    data, kind, resumed = recipe.data, vocabulary.kind_of(recipe.data.tokenizer), False
     state, source, streams = read_json(directory / PROGRESS), dict[str, Any](), dict[str, list[Shard]]()
     if data.source.startswith("shards:"):
         tokenizer = vocabulary.load_tokenizer(recipe)
@@ -107,8 +107,8 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
         resumed = bool(state["streams"])
         for part in stream_parts:
             streams[part[0]] = _write(data, directory, part, tokenizer, state, progress)
-        if not resumed:  # else files that an earlier process wrote are read once before they are used
-            remember(directory, file_states(directory, [shard for shards in streams.values() for shard in shards]))
+    if not resumed:  # else files that an earlier process wrote are read once before they are used
+        remember(directory, file_states(directory, [shard for shards in streams.values() for shard in shards]))
     splits = make_splits(data, directory, streams, tokenizer.eot)
     files = vocabulary.tokenizer_files(data.tokenizer)
     return Index(
@@ -125,20 +125,20 @@ def _parts(data: DataSettings, progress: Progress) -> list[Part]:
     """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
     share, held_out = Fraction(str(data.val_fraction)), data.val_shards * data.shard_tokens
     main = open_corpus(data, data.source, sha256=data.sha256, split=data.split, notify=progress.note)
-    main.limit = data.max_documents
+    main.limit = data.max_documents or None
     most = Fraction(data.max_tokens)
     if separate := data.eval_source or (data.eval_split and data.source):
         held = open_corpus(data, separate, split=data.eval_split or data.split, notify=progress.note)
-        held.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else 0
+        held.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else None
         return [(MAIN, main, most), (EVAL, held, Fraction(max(1, int(most * share)) if most and share else 0))]
     if main.single_text and share and not data.val_shards:
         # nanoGPT's split: between two characters, each half encoded for itself
         def half(first: bool) -> Corpus:
-            def read(start: int, _: Corpus) -> Iterator[str]:
+            def read(start: int) -> Iterator[tuple[str, float]]:
                 if start == 0:
                     text = next(main.documents())
                     cut = int(len(text) * (1 - share))
-                    yield text[:cut] if first else text[cut:]
+                    yield text[:cut] if first else text[cut:], 0.0
 
             return Corpus(main.name, read, main.description, single_text=True)
 
@@ -189,15 +189,15 @@ def _write(
     eot, cut, tokens_read = (None, int(enough), 0) if corpus.single_text else (tokenizer.eot, 0, 0)
     first, stage = before["resume"][0], "validation data" if stem == EVAL else "training data"
     batches = encode_documents(corpus.documents(first), first, tokenizer, eot, _workers(data))
-    with contextlib.closing(writer), contextlib.closing(batches):
+    with contextlib.closing(batches):
         for batch in batches:
             for number, tokens, last in batch:
                 writer.add(tokens[: max(0, cut - tokens_read)] if cut else tokens, number)
                 tokens_read += len(tokens)
                 if (last or cut) and 0 < enough <= writer.tokens:
                     return writer.finish()
-            share = max(corpus.fraction or 0.0, float(writer.tokens / enough) if enough else 0.0)
-            progress.update(stage, share or None, writer.tokens)
+            share = max(corpus.share, float(writer.tokens / enough) if enough else 0.0)
+            progress.update(stage, share, writer.tokens)
         if not writer.tokens:
             raise UserError(f"data: there is no text in {corpus.name}")
         return writer.finish()

@@ -78,7 +78,6 @@ class Loader:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.rank, self.seed, self.kind = samples, batch, rank, seed, kind
         self.skipped, self.length_buckets = tuple(skipped), length_buckets and hasattr(samples, "length")
-        self._orders: dict[int, Order] = {}  # by epoch
         self._next, self._stop = first_step + 1, threading.Event()
         self._error: BaseException | None = None
         self._queue: queue.Queue[StepBatch | BaseException] | None = None
@@ -105,17 +104,14 @@ class Loader:
         if self._stop.is_set():
             raise ValueError("the loader is closed")
         started = time.perf_counter()
-        if self._queue is None:
-            batch: StepBatch | BaseException | None = self._read(self._next)
-        else:
-            try:
-                batch = self._queue.get(block=timeout != 0, timeout=timeout or None)
-            except queue.Empty:
-                return None
-        if isinstance(batch, BaseException):
+        try:
+            batch: StepBatch | BaseException | None
+            batch = self._queue.get(timeout != 0, timeout or None) if self._queue else self._read(self._next)
+        except queue.Empty:
+            return None
+        if not isinstance(batch, StepBatch):
             self._error = batch
-            raise batch
-        assert batch is not None
+            raise batch or ValueError("the loader is closed")
         self._next += 1
         micro = [
             MicroBatch(m.k, *(t.to(self.device, non_blocking=True) for t in (m.tokens, m.labels))) for m in batch.micro
@@ -142,13 +138,10 @@ class Loader:
         """This rank's micro-batches of a step (counted from 1), in host memory; None where the loader is closed meanwhile."""
         numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
         epochs, places = np.divmod(numbers, len(self.samples))
-        indices = np.empty_like(places)
+        shards, indices = getattr(self.samples, "shard_samples", None), np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
-            if epoch not in self._orders:  # a step has at most the end of one epoch and the start of the next
-                self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-                shards = getattr(self.samples, "shard_samples", None)
-                self._orders[epoch] = Order(self.kind, self.seed, epoch, len(self.samples), shards)
-            indices[epochs == epoch] = self._orders[epoch][places[epochs == epoch]]
+            order = Order(self.kind, self.seed, epoch, len(self.samples), shards)
+            indices[epochs == epoch] = order[places[epochs == epoch]]
         if self.length_buckets:
             lengths = [self.samples.length(i) for i in indices.tolist()]  # type: ignore[attr-defined]
             indices = indices[np.argsort(lengths, kind="stable")]

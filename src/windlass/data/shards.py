@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -107,10 +107,8 @@ class Index(BaseModel):
         path = directory / INDEX
         try:
             index = Index.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except NotADirectoryError:
-            raise UserError(f"{directory} is a file, not a data directory; give another data.dir") from None
         except ValidationError:
             index = None
         if index is None or index.format != FORMAT or index.fingerprint != index.compute_fingerprint():
@@ -128,9 +126,9 @@ def on_disk(dtype: str) -> np.dtype[Any]:
 
 
 class ShardWriter:
-    """Writes a stream of documents as shards of equal size, each committed whole.
+    """Writes a stream of documents as shards of equal size, each committed whole; the one being filled is in memory.
 
-    A document may reach over several shards. `resume` says where the next shard starts: the number of the document that the
+    A document may reach over several shards. `resume` is where the next shard starts: the number of the document that the
     last committed shard ends in, and how many of its tokens are committed.
     """
 
@@ -139,14 +137,11 @@ class ShardWriter:
         resume: tuple[int, int] = (0, 0), on_commit: Callable[[ShardWriter], None] = lambda writer: None,
     ):  # fmt: skip
         self.directory, self.stem, self.dtype, self.shard_tokens = directory, stem, dtype, shard_tokens
-        self.shards, self.resume, self._on_commit = list(shards), resume, on_commit
-        self.finished = False
+        self.shards, self.resume, self.finished, self._on_commit = list(shards), resume, False, on_commit
         self.tokens = sum(s.tokens for s in self.shards)
-        """Tokens written so far, in committed shards and in the one being written."""
+        """Tokens in committed shards and in the one being filled."""
         self._number, self._done, self._skip = resume[0], 0, resume[1]
-        self._partial = directory / f".{stem}.tmp"
-        self._file: BinaryIO | None = None
-        self._count, self._documents, self._hash = 0, 0, hashlib.sha256()  # of the shard being written
+        self._raw, self._documents = bytearray(), 0
 
     def add(self, tokens: np.ndarray, number: int) -> None:
         """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts.
@@ -161,49 +156,30 @@ class ShardWriter:
         tokens = tokens[passed:]
         self._documents += len(tokens) > 0 and self._done == 0
         while len(tokens):
-            room = self.shard_tokens - self._count
+            room = self.shard_tokens - self.tokens % self.shard_tokens
             part, tokens = tokens[:room], tokens[room:]
-            if self._file is None:
-                self._file = self._partial.open("wb")
-            raw = part.astype(on_disk(self.dtype)).tobytes()
-            self._hash.update(raw)
-            self._file.write(raw)
-            self._count += len(part)
+            self._raw += part.astype(on_disk(self.dtype)).tobytes()
             self.tokens += len(part)
             self._done += len(part)
-            if self._count == self.shard_tokens:
+            if len(part) == room:
                 self._commit((number, self._done))
 
     def _commit(self, resume: tuple[int, int]) -> None:
-        assert self._file is not None
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        name, files = f"{self.stem}-{len(self.shards):05d}.bin", Files()
-        files.rename(self._partial, self.directory / name)
-        files.sync_dir(self.directory)
-        digest = self._hash.hexdigest()
-        self.shards.append(
-            Shard(file=name, tokens=self._count, documents=self._documents, sha256=digest, dtype=self.dtype)
-        )
-        self._count, self._documents, self._hash, self.resume = 0, 0, hashlib.sha256(), resume
+        name, tokens = f"{self.stem}-{len(self.shards):05d}.bin", len(self._raw) // np.dtype(self.dtype).itemsize
+        Files().replace(self.directory / name, bytes(self._raw))
+        sha256 = hashlib.sha256(self._raw).hexdigest()
+        self.shards.append(Shard(file=name, tokens=tokens, documents=self._documents, sha256=sha256, dtype=self.dtype))
+        self._raw, self._documents, self.resume = bytearray(), 0, resume
         self._on_commit(self)
 
     def finish(self) -> list[Shard]:
         """Commit what is left; returns all shards."""
         self.finished = True
-        if self._count:
+        if self._raw:
             self._commit((0, 0))
         else:
             self._on_commit(self)
         return self.shards
-
-    def close(self) -> None:
-        """Drop the shard being written."""
-        if self._file is not None:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
 
 
 class Stream:

@@ -46,24 +46,19 @@ class Corpus:
     """A sequence of documents."""
 
     name: str
-    read: Callable[[int, Corpus], Iterator[str]]
-    """`read(start, corpus)`: the documents from number `start` on; it updates `bytes_read`."""
+    read: Callable[[int], Iterator[tuple[str, float]]]
+    """`read(start)`: the documents from number `start` on, each with the share of the corpus read so far (0: not known)."""
     description: dict[str, Any] = field(default_factory=dict)  # for the index: by what a changed source is noticed
     single_text: bool = False
     """One document that is the whole corpus: it is split by characters and needs no end-of-text token."""
-    bytes_total: int = 0  # 0: not known
-    bytes_read: int = 0
-    limit: int = 0  # documents at most; 0: all
+    limit: int | None = None  # documents at most
+    share: float = 0.0  # read so far
 
     def documents(self, start: int = 0) -> Iterator[str]:
         """The documents from number `start` on, empty ones included."""
-        texts = self.read(start, self)
-        return islice(texts, max(0, self.limit - start)) if self.limit else texts
-
-    @property
-    def fraction(self) -> float | None:
-        """Share of the corpus read so far; None where that is not known."""
-        return min(1.0, self.bytes_read / self.bytes_total) if self.bytes_total and not self.limit else None
+        for text, share in islice(self.read(start), self.limit and max(0, self.limit - start)):
+            self.share = share
+            yield text
 
 
 def open_corpus(
@@ -149,7 +144,7 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
             )
     sizes = [path.stat().st_size for path in files]
 
-    def read(start: int, corpus: Corpus) -> Iterator[str]:
+    def read(start: int) -> Iterator[tuple[str, float]]:
         number = before = 0
         for path, size in zip(files, sizes, strict=True):
             is_json = _suffix(path)[0] in (".jsonl", ".ndjson")
@@ -158,17 +153,18 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
                     for place, record in _records(path, raw, text_key):
                         number += 1
                         if number > start:  # what was read before is left out without being decoded
-                            corpus.bytes_read = before + raw.tell()
-                            yield _document(record, is_json, place, text_key)
+                            yield (
+                                _document(record, is_json, place, text_key),
+                                (before + raw.tell()) / max(1, sum(sizes)),
+                            )
             except UserError:
                 raise
             except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
                 raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
             before += size
-            corpus.bytes_read = before
 
     single_text = len(files) == 1 and _suffix(files[0])[0] not in ENDINGS[1:]
-    return Corpus(source, read, {"files": describe_files(files)}, single_text, bytes_total=sum(sizes))
+    return Corpus(source, read, {"files": describe_files(files)}, single_text)
 
 
 def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
@@ -240,16 +236,13 @@ def _open_stdlib() -> Corpus:
             f"data.source: there is no source of Python's standard library at {root}; give a text file instead"
         )
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-    sizes = [(root / name).stat().st_size for name in names]
 
-    def read(start: int, corpus: Corpus) -> Iterator[str]:
-        corpus.bytes_read = sum(sizes[:start])
-        for name, size in islice(zip(names, sizes, strict=True), start, None):
-            corpus.bytes_read += size
-            yield (root / name).read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
+    def read(start: int) -> Iterator[tuple[str, float]]:
+        for number, name in enumerate(names[start:], start + 1):
+            yield (root / name).read_bytes().decode("utf-8", "replace").replace("\r\n", "\n"), number / len(names)
 
-    description = {"python": platform.python_version(), "modules": len(names), "bytes": sum(sizes)}
-    return Corpus("stdlib", read, description, bytes_total=sum(sizes))
+    size = sum((root / name).stat().st_size for name in names)
+    return Corpus("stdlib", read, {"python": platform.python_version(), "modules": len(names), "bytes": size})
 
 
 # -- elsewhere: a file of the web, accepted by its checksum alone, and data sets of Hugging Face's `datasets`
@@ -321,19 +314,19 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
 def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
     table = load_dataset(place, split, streaming)
     where = f"hf:{place}, {split}"
-    rows = None if streaming or not hasattr(table, "__len__") else len(table)
+    rows = 0 if streaming else len(table)
 
-    def read(start: int, corpus: Corpus) -> Iterator[str]:
+    def read(start: int) -> Iterator[tuple[str, float]]:
         chosen = table.skip(start) if start else table
-        if rows is not None and text_key in table.column_names:  # no other column is decoded
+        if rows and text_key in table.column_names:  # no other column is decoded
             chosen = chosen.select_columns([text_key]).with_format(None)
-        corpus.bytes_read = start  # rows stand for bytes in the progress
+        number = start
         with _explained(f"reading {where} broke off; start again to resume", RunFailed):
             for batch in chosen.iter(batch_size=1000):
                 if text_key not in batch:
                     raise UserError(f"{where} has no column {text_key!r}; it has {', '.join(batch)}: set data.text_key")
                 for value in batch[text_key]:
-                    corpus.bytes_read += 1
-                    yield _as_text(value, text_key, where)
+                    number += 1
+                    yield _as_text(value, text_key, where), number / rows if rows else 0.0
 
-    return Corpus(where, read, {"split": split, "rows": rows}, bytes_total=rows or 0)
+    return Corpus(where, read, {"split": split, "rows": rows})
