@@ -109,8 +109,8 @@ class FakeTracker:
         return [step for step, loss in self.rows if loss is not None]
 
 
-def follower(run, tracker, live=True):
-    return Follower(run, tracker.connect, live)
+def follower(run, tracker):
+    return Follower(run, tracker.connect)
 
 
 def test_each_line_once_through_a_resume_and_a_second_time(run):
@@ -125,7 +125,7 @@ def test_each_line_once_through_a_resume_and_a_second_time(run):
     assert tracker.steps == list(range(1, 13))
     assert [loss for step, loss in tracker.rows if step > 8 and loss] == [18, 20, 22, 24]
     assert tracker.ended[-1] == "preempted"
-    follower(run, tracker, live=False).flush(last=True)
+    follower(run, tracker).flush(last=True)
     assert len(tracker.steps) == 12
     assert len(set(tracker.ids)) == 1, "one run in the tracker, whatever its attempts"
 
@@ -219,10 +219,10 @@ def server(monkeypatch):
 
 def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
     write(run, 0, 0, 8)
-    Follower(run, WandB, live=True).flush(last=True)
+    Follower(run, WandB).flush(last=True)
     write(run, 1, 5, 10, "finished")
-    Follower(run, WandB, live=True).flush(last=True)
-    Follower(run, WandB, live=False).flush(last=True)
+    Follower(run, WandB).flush(last=True)
+    Follower(run, WandB).flush(last=True)
     first, second, _ = server.starts
     assert first["id"] == second["id"] and second["resume"] == "allow" and second["mode"] == "online"
     assert KEY not in str(server.starts)

@@ -114,16 +114,19 @@ class DeviceSampler:
     def phase(self, name: str) -> None:
         """From now on the device does `name`: train, eval, save, … Waiting for data belongs to training."""
         with self._lock:
-            at = time.perf_counter()
-            self._seconds[self._phase] += at - self._since
-            self._phase, self._since = "train" if name == "data" else name, at
+            self._count()
+            self._phase = "train" if name == "data" else name
 
     def main_phase(self) -> str:
         """The phase that took most of the time since the last call."""
-        self.phase(self._phase)
         with self._lock:
+            self._count()
             seconds, self._seconds = self._seconds, defaultdict(float)
         return max(seconds, key=lambda name: seconds[name])
+
+    def _count(self) -> None:
+        since, self._since = self._since, time.perf_counter()
+        self._seconds[self._phase] += self._since - since
 
     def stop(self, timeout: float = 2.0) -> None:
         """Take a last sample and end the thread."""

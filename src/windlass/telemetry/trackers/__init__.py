@@ -32,10 +32,10 @@ class Note(NamedTuple):
 class Trackers:
     """The exporter processes of a run. Nothing here raises OSError, and only `finish` waits.
 
-    When this process ends, an exporter has `flush_seconds` left. `live`: this process trains the run.
+    When this process ends, an exporter has `flush_seconds` left.
     """
 
-    def __init__(self, run: Path, names: Sequence[str], flush_seconds: float, live: bool = True):
+    def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run, module = run, "windlass.telemetry.trackers.exporter_process"
         self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: their pipes are never None here
         self._notes: list[Note] = []
@@ -44,7 +44,7 @@ class Trackers:
             if find_spec(name) is None:
                 self._note(name, f"not installed (pip install 'windlass[{name}]')")
                 continue
-            command = [sys.executable, "-m", module, str(run), name, "live" if live else "replay", str(flush_seconds)]
+            command = [sys.executable, "-m", module, str(run), name, str(flush_seconds)]
             try:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
@@ -118,7 +118,7 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     if not run.ledger():
         raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")
     timeout = timeout or 1e6
-    trackers = Trackers(run.path, [name], timeout, live=False)
+    trackers = Trackers(run.path, [name], timeout)
     process = trackers.processes.get(name)
     notes = trackers.finish(timeout)
     if process is None or process.returncode:

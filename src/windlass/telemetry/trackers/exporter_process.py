@@ -69,8 +69,8 @@ def seconds(line: Line) -> float:
 class Follower:
     """Sends what is new in a run's ledger to a backend, each step once; `connect` is called again after a failure."""
 
-    def __init__(self, run: Run, connect: Callable[..., Any], live: bool):
-        self.run, self.connect, self.live = run, connect, live
+    def __init__(self, run: Run, connect: Callable[..., Any]):
+        self.run, self.connect = run, connect
         self.backend: Any = None
         self._raw: list[Line] = []
         self._offset = self._sent = self._attempt = 0
@@ -107,9 +107,7 @@ class Follower:
             means = (device_means(devices, offsets, x["time"]) if x["kind"] == "train" else {} for x in lines)
             self.backend.write(map(point, lines, means))
         if last:
-            state = self.run.state
-            unfinished = self.live and state in ("new", "running")  # its process is gone
-            self.backend.close("failed" if unfinished else state, seconds(newest))
+            self.backend.close(self.run.state, seconds(newest))
 
 
 def device_means(directory: Path, offsets: dict[Path, int], until: str) -> dict[str, float]:
@@ -140,12 +138,11 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def main(run: str, name: str, mode: str, flush_seconds: str) -> int:
+def main(run: str, name: str, flush_seconds: str) -> int:
     """Send lines as they come until the parent pipe closes, through any failure; 0 where the tracker has everything."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the training; its end reaches us through the pipe
-    if mode == "live":
-        os.nice(10)  # on a machine without a free core, a tracker's imports would halve the training's speed
+    os.nice(10)  # on a machine without a free core, a tracker's imports would halve the training's speed
     reports, reported = os.dup(1), set()
     os.dup2(2, 1)  # what a library prints goes to the log
 
@@ -160,7 +157,7 @@ def main(run: str, name: str, mode: str, flush_seconds: str) -> int:
     lock = FileLock(Path(run) / "trackers" / f"{name}.lock")  # another exporter may send the rest of a killed run
     with contextlib.suppress(OSError, NotImplementedError):  # a full disk, or a file system without locks
         lock.acquire()
-    follower = Follower(Run(run), BACKENDS[name], mode == "live")
+    follower = Follower(Run(run), BACKENDS[name])
     while True:
         last, wait = ending.is_set(), POLL_SECONDS  # asked before reading: what was written before the end is read
         try:
