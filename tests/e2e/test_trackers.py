@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tracker_readers as readers
 
 from helpers import start
 from windlass.recipe import Recipe
-from windlass.run import Run
+from windlass.run import Run, read_lines
 from windlass.telemetry.devices import DeviceSampler
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import Trackers
@@ -25,16 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PASSWORD = "correct-horse-battery"
 PROJECT = "proofs"
-
-
-def recipe_of(run: Path, **telemetry) -> Recipe:
-    """The recipe of a run that has no trainer, written where a run has it."""
-    telemetry = {"trackers": ["tensorboard", "mlflow", "wandb"], "project": PROJECT, "flush_seconds": 120.0} | telemetry
-    about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
-    recipe = Recipe.model_validate({"run": about, "telemetry": telemetry})
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "recipe.toml").write_text(recipe.toml())
-    return recipe
+NAMES = ["tensorboard", "mlflow", "wandb"]
 
 
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
@@ -51,14 +42,12 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
             tokens_per_s=1e4 / 3 + step, step_ms=3.5, epoch=step / 9,
         )  # fmt: skip
         if step % 4 == 0:
-            ledger.write(
-                "eval", step, suite="loss", loss=4 / step + attempt, perplexity=math.exp(4 / step), runtime_s=0.1
-            )
+            scores = {"loss": 4 / step + attempt, "perplexity": math.exp(4 / step), "runtime_s": 0.1}
+            ledger.write("eval", step, suite="loss", **scores)
             ledger.write("eval", step, suite="hellaswag", acc_norm=0.25 + step / 100)
             ledger.write("sample", step, index=0, prompt="To", text=f"To <be>\nor **not** {step} \N{SNOWMAN}")
-    if end == "finished":
-        ledger.write("summary", last, final_loss=1 / 3, best_step="8", by_rank={"rank_0": {"avg_cpu_util_pct": 98.5}})
     if end:
+        ledger.write("summary", last, final_loss=1 / 3, best_step="8", wall_time={"train": 98.5})
         ledger.write("event", last, event=end)
     ledger.close()
 
@@ -68,40 +57,78 @@ def finished(tmp_path_factory):
     """A run that was killed after step 8, resumed from step 5, and finished at 12, with all trackers live."""
     top = tmp_path_factory.mktemp("trackers")
     run = top / "runs" / "the-run"
+    about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
+    recipe = Recipe.model_validate({"run": about, "telemetry": {"trackers": NAMES, "project": PROJECT}})
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text(recipe.toml())
+    notes = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(top)
         patch.setenv("WANDB_API_KEY", KEY)
         patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        recipe, notes = recipe_of(run), []
-        killed = Trackers(Path("runs/the-run"), recipe.telemetry.trackers, 120.0)
-        train(run, 0, 0, 8)
-        notes += killed.finish(120)
-        again = Trackers(Path("runs/the-run"), recipe.telemetry.trackers, 120.0)
-        train(run, 1, 5, 12, "finished")
-        notes += again.finish(120)
+        for attempt in ((0, 0, 8), (1, 5, 12, "finished")):
+            trackers = Trackers(Path("runs/the-run"), NAMES, 120.0)
+            train(run, *attempt)
+            notes += trackers.finish(120)
         yield top, run, notes
 
 
-def expected(run: Path) -> readers.Curves:
-    """Every number of the effective ledger under the name that it has in a tracker."""
+def curves_of(lines):
+    """Every number of some lines of the ledger under the name that it has in a tracker, as (step, value)."""
     curves = defaultdict(list)
-    for line in Run(run).ledger():
-        if line["kind"] in ("train", "eval"):
-            for name, value in points.point(line, {}).scalars.items():
-                curves[name].append((line["step"], value))
+    for line in lines:
+        for name, value in points.point(line, {}).scalars.items() if line["kind"] in ("train", "eval") else ():
+            curves[name].append((line["step"], value))
     return dict(curves)
 
 
-def without(curves: readers.Curves, *prefixes: str) -> readers.Curves:
-    return {name: points for name, points in curves.items() if not name.startswith(prefixes)}
+def without(curves, *prefixes):
+    return {name: values for name, values in curves.items() if not name.startswith(prefixes)}
 
 
-def as_float32(curves: readers.Curves) -> readers.Curves:
-    return {name: [(step, float(np.float32(value))) for step, value in found] for name, found in curves.items()}
+def from_tensorboard(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    everything = dict.fromkeys(("scalars", "tensors"), 0)
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance=everything).Reload()
+    return events, {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_where_to_look_is_said_once_and_nothing_went_wrong(finished):
+def from_mlflow(top):
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{top}/runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name(PROJECT).experiment_id])
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return client, run, {name: sorted((x.step, x.value) for x in values) for name, values in history.items()}
+
+
+def from_wandb(run):
+    """The records of the one offline run, and the rows of its history.
+
+    A `.wandb` file is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB; in them chunks of checksum (4 bytes),
+    length (2), kind (1: whole, 2: first, 3: middle, 4: last), data; a block's last bytes are void where no header fits.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, whole, records = path.read_bytes(), 7, b"", []
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        chunk, at = data[at + 7 : at + 7 + length], at + 7 + length
+        whole = chunk if kind in (1, 2) else whole + chunk
+        if kind in (1, 4):
+            records.append(Record.FromString(whole))
+    history = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return records, [{x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in row} for row in history]
+
+
+def test_where_to_look_is_shown_once_and_nothing_went_wrong(finished):
     _, _, notes = finished
     assert not [note for note in notes if note.warning]
     text = "\n".join(note.text for note in notes)
@@ -114,13 +141,14 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     _, run, _ = finished
-    events = readers.tensorboard(run / "tensorboard")
-    curves = readers.tensorboard_curves(events)
-    assert without(curves, "device/", "summary/") == as_float32(expected(run))
+    events, curves = from_tensorboard(run)
+    expected = curves_of(Run(run).ledger())
+    rounded = {name: [(step, float(np.float32(value))) for step, value in values] for name, values in expected.items()}
+    assert without(curves, "device/", "summary/") == rounded
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
     assert curves["device/rss_mb/rank_1"]
     assert curves["summary/final_loss"] == [(12, float(np.float32(1 / 3)))]
-    assert curves["summary/by_rank/rank_0/avg_cpu_util_pct"] == [(12, 98.5)]
+    assert curves["summary/wall_time/train"] == [(12, 98.5)]
     texts = [x.tensor_proto.string_val[0].decode() for x in events.Tensors("samples/0")]
     assert texts == [f"To <be>\nor **not** {step} \N{SNOWMAN}" for step in (4, 8, 12)]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
@@ -129,52 +157,41 @@ def test_tensorboard_holds_the_effective_ledger(finished):
 
 
 def test_mlflow_holds_each_step_once(finished):
+    """A point cannot be taken back: steps 6 to 8 stay as the first attempt wrote them."""
     top, run, _ = finished
-    client, found = readers.mlflow_run(f"sqlite:///{top}/runs/mlflow.db", PROJECT)
-    curves = {name: sorted(values) for name, values in readers.mlflow_curves(client, found).items()}
-    # a point cannot be taken back: steps 6 to 8 stay as the first attempt told them
-    first = expected_of_attempts(run)
-    assert without(curves, "device/", "summary/") == first
-    assert found.info.status == "FINISHED" and found.info.run_name == "the-run"
-    assert found.data.params["optim.lr"] == "0.001" and found.data.params["telemetry.project"] == PROJECT
-    assert found.data.params["world"] == "2" and PASSWORD not in str(found.data.tags)
+    client, stored, curves = from_mlflow(top)
+    first: dict = {}
+    for line in read_lines(run / "metrics.jsonl"):
+        first.setdefault((line["step"], points.stream(line)), line)
+    # SQL has no infinity: MLflow stores the largest number there is
+    expected = {k: [(s, min(x, sys.float_info.max)) for s, x in v] for k, v in curves_of(first.values()).items()}
+    assert without(curves, "device/", "summary/") == expected
+    assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
+    assert stored.data.params["optim.lr"] == "0.001" and stored.data.params["telemetry.project"] == PROJECT
+    assert stored.data.params["world"] == "2" and PASSWORD not in str(stored.data.tags)
     assert curves["summary/final_loss"] == [(12, 1 / 3)]
-    artifacts = {x.path for x in client.list_artifacts(found.info.run_id, "samples/0")}
+    artifacts = {x.path for x in client.list_artifacts(stored.info.run_id, "samples/0")}
     assert "samples/0/step-00000012.txt" in artifacts
-
-
-def expected_of_attempts(run: Path) -> readers.Curves:
-    """The first telling of each step, which is what a tracker keeps that can forget nothing."""
-    curves, seen = defaultdict(list), set()
-    for raw in (run / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(raw)
-        if line["kind"] in ("train", "eval") and (line["step"], points.stream(line)) not in seen:
-            seen.add((line["step"], points.stream(line)))
-            for name, value in points.point(line, {}).scalars.items():
-                # SQL has no infinity: MLflow keeps the largest number there is
-                curves[name].append((line["step"], min(value, sys.float_info.max)))
-    return dict(curves)
 
 
 def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     _, run, _ = finished
-    records = list(readers.wandb_records(run / "wandb"))
-    rows = readers.wandb_history(records)
-    curves = readers.wandb_curves(rows)
+    records, rows = from_wandb(run)
+    curves = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
+                curves[key].append((row["step"], float(value)))
     own = without(curves, "_", "step", "marks/", "device/", "samples/", "summary/")
-    assert own == expected(run)
+    assert own == curves_of(Run(run).ledger())
     assert [row["_step"] for row in rows] == list(range(1, 13)), "a row a step"
-    pages = sorted(
-        run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"), key=lambda path: path.stat().st_mtime
-    )
+    pages = sorted(run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"), key=lambda x: x.stat().st_mtime)
     assert "To &lt;be&gt;\nor **not** 12 \N{SNOWMAN}" in pages[-1].read_text()
     (begin,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in begin.config.update}
     assert config["optim.lr"] == 1e-3 and begin.display_name == "the-run" and begin.project == PROJECT
-    summary = {}
-    for record in records:
-        if record.WhichOneof("record_type") == "summary":
-            summary |= {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in record.summary.update}
+    updates = [record.summary.update for record in records if record.WhichOneof("record_type") == "summary"]
+    summary = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for update in updates for x in update}
     assert summary["summary/final_loss"] == 1 / 3 and summary["state"] == "finished"
 
 
@@ -182,14 +199,11 @@ def test_a_replay_into_a_tracker_that_has_all_changes_nothing(finished):
     top, run, _ = finished
 
     def stored():
-        events = readers.tensorboard_curves(readers.tensorboard(run / "tensorboard"))
-        mlflow = readers.mlflow_curves(*readers.mlflow_run(f"sqlite:///{top}/runs/mlflow.db", PROJECT))
-        rows = readers.wandb_history(list(readers.wandb_records(run / "wandb")))
-        rows = [{key: value for key, value in row.items() if key != "_runtime"} for row in rows]  # written anew
-        return events, mlflow, rows
+        rows = [{key: value for key, value in row.items() if key != "_runtime"} for row in from_wandb(run)[1]]
+        return from_tensorboard(run)[1], from_mlflow(top)[2], rows
 
     before = stored()
-    for process in [start("track", run, "--to", name) for name in ("tensorboard", "mlflow", "wandb")]:
+    for process in [start("track", run, "--to", name) for name in NAMES]:
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0 and "runs" in output, output
     assert stored() == before

@@ -10,28 +10,25 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "shown"),
     [
-        (["train", "q", "--api-key", "abc", "optim.lr=1e-3"], ["train", "q", "--api-key", "***", "optim.lr=1e-3"]),
-        (["--token=abc", "x"], ["--token=***", "x"]),
-        (
-            ["tracker.password=abc", "db_passwd=1", "HF_TOKEN=abc"],
-            ["tracker.password=***", "db_passwd=***", "HF_TOKEN=***"],
-        ),
-        (["data.source=https://me:pw@host/x"], ["data.source=https://***@host/x"]),
-        (["s3://b/f?sig=a&X-Amz-Signature=b&n=1"], ["s3://b/f?sig=***&X-Amz-Signature=***&n=1"]),
-        (["hf_" + "a" * 30, "x=sk-" + "b" * 30], ["***", "x=***"]),
-        (["--token", "--dry-run"], ["--token", "--dry-run"]),
-        (["run.dir=/home/somebody/work/x"], ["run.dir=/home/somebody/work/x"]),
+        ("train q --api-key abc optim.lr=1e-3", "train q --api-key *** optim.lr=1e-3"),
+        ("--token=abc x", "--token=*** x"),
+        ("tracker.password=abc db_passwd=1 HF_TOKEN=abc", "tracker.password=*** db_passwd=*** HF_TOKEN=***"),
+        ("data.source=https://me:pw@host/x", "data.source=https://***@host/x"),
+        ("s3://b/f?sig=a&X-Amz-Signature=b&n=1", "s3://b/f?sig=***&X-Amz-Signature=***&n=1"),
+        (f"hf_{'a' * 30} x=sk-{'b' * 30}", "*** x=***"),
         # what only looks like it
-        (["data.tokenizer=gpt2", "data.text_key=text"], ["data.tokenizer=gpt2", "data.text_key=text"]),
-        (["eval.sample_tokens=64", "data.max_tokens=5"], ["eval.sample_tokens=64", "data.max_tokens=5"]),
-        (["train.tokens_per_parameter=20", "me@host"], ["train.tokens_per_parameter=20", "me@host"]),
+        ("--token --dry-run", "--token --dry-run"),
+        ("run.dir=/home/somebody/work/x me@host", "run.dir=/home/somebody/work/x me@host"),
+        ("data.tokenizer=gpt2 data.text_key=text", "data.tokenizer=gpt2 data.text_key=text"),
+        ("eval.sample_tokens=64 data.max_tokens=5", "eval.sample_tokens=64 data.max_tokens=5"),
+        ("train.tokens_per_parameter=20", "train.tokens_per_parameter=20"),
     ],
 )
-def test_a_command_line_without_its_secrets(given, told):
+def test_a_command_line_without_its_secrets(given, shown):
     shell = {"PWD": "/home/somebody/work", "OLDPWD": "/home/somebody"}  # no secrets: at the front of every path
-    assert scrub_command(given, shell) == told
+    assert scrub_command(given.split(), shell) == shown.split()
 
 
 def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
@@ -40,38 +37,35 @@ def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
     assert shown == "got *** in /home/somebody, abc, ***"
 
 
-def test_the_environment_is_a_list_of_what_may_be_told(monkeypatch):
+def test_the_environment_is_a_list_of_what_may_be_shown(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("MY_SECRET_PLAN", "world peace")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = describe([describe_rank(0), describe_rank(1)], ["windlass", "train", f"x={KEY}"])
-    text = json.dumps(found)
-    assert KEY not in text and "world peace" not in text
-    assert found["variables"]["OMP_NUM_THREADS"] == "1"
-    assert found["command"] == ["windlass", "train", "x=***"]
-    assert found["packages"]["torch"] and found["python"]
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-    assert found["machine"]["cores"] >= 1 and found["machine"]["memory_mb"] > 100
-
-
-def git(directory, *arguments):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", "-C", directory, *identity, *arguments], check=True, capture_output=True)
+    about = describe([describe_rank(0), describe_rank(1)], ["windlass", "train", f"x={KEY}"])
+    assert KEY not in json.dumps(about) and "world peace" not in json.dumps(about)
+    assert about["variables"]["OMP_NUM_THREADS"] == "1"
+    assert about["command"] == ["windlass", "train", "x=***"]
+    assert about["packages"]["torch"] and about["python"]
+    assert [rank["rank"] for rank in about["ranks"]] == [0, 1]
+    assert about["machine"]["cores"] >= 1 and about["machine"]["memory_mb"] > 100
 
 
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
+
     assert environment.commit(tmp_path) is None
-    git(tmp_path, "init", "-q")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "code.py").write_text("1")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    found = environment.commit(tmp_path / "package")
-    assert len(found["hash"]) == 40 and found["changed"] is False
+    git("init", "-q")
+    for name in ("package", "site-packages"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code.py").write_text("1")
+    git("add", "package")
+    git("commit", "-q", "-m", "first")
+    state = environment.commit(tmp_path / "package")
+    assert len(state["hash"]) == 40 and state["changed"] is False
     (tmp_path / "package" / "code.py").write_text("2")
     assert environment.commit(tmp_path / "package")["changed"] is True
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "code.py").write_text("1")
     assert environment.commit(tmp_path / "site-packages") is None, "installed inside of some other checkout"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.commit(tmp_path / "package") is None, "there is no git"
