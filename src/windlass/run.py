@@ -1,7 +1,6 @@
 """A run directory and its effective ledger, read without torch.
 
-Everything that draws, counts or compares runs reads them through here, so that a run that was killed and resumed looks the
-same to all of them. Nothing is cached but the recipe and the environment: each call reads what is there now.
+All that draws, counts or compares runs reads them through here: a run that was killed and resumed looks the same to all.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,11 @@ from windlass.errors import UserError
 from windlass.fileio import read_json, read_jsonl
 from windlass.recipe import Recipe
 
-Line = dict[str, Any]
-"""One line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind."""
+Line = dict[str, Any]  # of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and what belongs to the kind
 
-ALIVE_SECONDS = 60.0
-"""A run whose heartbeat file is younger than this counts as running, where its lock cannot tell."""
-LOCK = ".lock"
-"""Held by the process that trains in the directory, from its start to its end, however it ends."""
-OCCUPIED = "another process trains in"
-"""How the error of a training begins that finds its directory locked."""
+ALIVE_SECONDS = 60.0  # a run whose heartbeat file is younger counts as running, where its lock cannot tell
+LOCK = ".lock"  # locked by the process that trains in the directory, from its start to its end, however it ends
+OCCUPIED = "another process trains in"  # how the error of a training begins whose directory is locked
 STARTS = ("started", "resumed", "branched")
 ENDINGS = ("finished", "preempted", "failed")
 
@@ -40,9 +36,8 @@ def read_lines(path: Path) -> Iterator[Line]:
 def effective(lines: Iterable[Line]) -> list[Line]:
     """The ledger as if no kill had happened, in the order of the steps.
 
-    An attempt that starts at step *s* makes void whatever earlier attempts wrote of steps past *s*: those steps are done
-    again. Of a line that was written twice for one step (same kind, suite and index) the last one counts. Events of starting,
-    resuming and ending all stay.
+    An attempt that starts at step *s* makes void what earlier attempts wrote of steps past *s*: those steps are done
+    again. Of two lines for one step (same kind, suite and index) the last one counts. Events of starting and ending stay.
     """
     valid: list[Line] = []
     attempt = 0
@@ -64,37 +59,24 @@ def _is_restart(line: Line) -> bool:
     return line["kind"] == "event" and line.get("event") != "checkpoint"
 
 
+@dataclass(init=False, unsafe_hash=True)
 class Run:
-    """A run directory.
+    """A run directory."""
 
-    Attributes:
-        recipe_path: every setting, resolved.
-        metrics_path: the ledger.
-        checkpoints_dir: the committed checkpoints and their index.
-        devices_dir: utilisation and memory, a file a rank.
-        samples_dir: generated texts.
-        report_dir: the report's tables, plots and page.
-        log_path: what the terminal showed, as plain lines.
-        heartbeat_path: touched by rank 0 every few seconds while the run lives.
-        lock_path: locked by rank 0 while the run lives; says which process on which host it is.
-    """
+    path: Path
 
     def __init__(self, path: str | Path):
         self.path = path = Path(path)
         self.name = path.name
-        self.recipe_path, self.metrics_path = path / "recipe.toml", path / "metrics.jsonl"
-        self.checkpoints_dir, self.devices_dir = path / "checkpoints", path / "devices"
-        self.samples_dir, self.report_dir = path / "samples", path / "report"
-        self.log_path, self.heartbeat_path, self.lock_path = path / "log.txt", path / "heartbeat", path / LOCK
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
+        self.recipe_path = path / "recipe.toml"  # every setting, resolved
+        self.metrics_path = path / "metrics.jsonl"  # the ledger
+        self.checkpoints_dir = path / "checkpoints"
+        self.devices_dir = path / "devices"  # utilisation and memory, a file a rank
+        self.samples_dir = path / "samples"  # generated texts
+        self.report_dir = path / "report"
+        self.log_path = path / "log.txt"  # what the terminal showed, as plain lines
+        self.heartbeat_path = path / "heartbeat"  # touched by rank 0 every few seconds while the run lives
+        self.lock_path = path / LOCK  # locked by rank 0 while the run lives; names the process and its host
 
     @staticmethod
     def open(path: str | Path) -> Run:
@@ -134,14 +116,10 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether a process trains in the directory now.
-
-        By its lock where this host can tell: a lock that is held says yes; a free one that was last held on this host says
-        no, at once after a kill. Else (another host's run, a file system without locks) by a fresh heartbeat.
-        """
-        held = lock_held(self.lock_path)
-        if held is not None:
-            return held
+        """Whether a process trains in the directory now."""
+        locked = lock_held(self.lock_path)
+        if locked is not None:
+            return locked  # right at once after a kill; else (another host, no locks) a fresh heartbeat tells
         try:
             return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS
         except OSError:
@@ -153,12 +131,10 @@ class Run:
         return self.state_by(read_lines(self.metrics_path))
 
     def state_by(self, lines: Iterable[Line]) -> str:
-        """The state by the raw lines of the ledger, where they have been read already."""
+        """The state by the raw lines of the ledger."""
         events = [str(line["event"]) for line in lines if _is_restart(line)]
-        if not events:
-            return "running" if self.alive else "new"
         last = next((event for event in reversed(events) if event in (*ENDINGS, *STARTS)), "started")
-        return last if last in ENDINGS else "running" if self.alive else "failed"
+        return last if last in ENDINGS else "running" if self.alive else "failed" if events else "new"
 
 
 def lock_held(path: Path) -> bool | None:

@@ -146,7 +146,7 @@ def rows(path):
 def test_a_report_has_a_page_tables_and_plots(written, one):
     assert {path.name for path in written.tables} == {"results.csv", "train.csv", "evaluations.csv", "settings.csv"}
     assert {
-        "loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation", "goodput",
+        "loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation",
     } <= set(written.plots)  # fmt: skip
     assert written.page == one.run.report_dir / "index.html" and all(contents(written).values())
     for link in [line for line in written.markdown.read_text().splitlines() if line.startswith("![")]:

@@ -20,15 +20,14 @@ def report(
     against the swept settings, and its winner. The page opens from disk in any browser and needs no network. The same
     runs give the same bytes.
     """
-    from windlass.reports.page import open_runs
     from windlass.reports.page import report as write_report
-    from windlass.reports.tables import results_for_people
+    from windlass.reports.tables import results
     from windlass.reports.text import curve, last_sample
-    from windlass.reports.view import views
 
-    for view in views(open_runs(paths)) if text else ():
-        results = results_for_people(view).shown()
-        width = max(len(name) for name, _ in results)
-        table = "\n".join(f"{name:<{width}}  {value:>14}" for name, value in results)
+    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
+    for view in written.views if text else ():
+        rows = results(view, for_people=True).rows
+        width = max(len(name) for name, _ in rows)
+        table = "\n".join(f"{name:<{width}}  {value:>14}" for name, value in rows)
         typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view), table) if part) + "\n")
-    typer.echo(f"report: {write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots).page}")
+    typer.echo(f"report: {written.page}")

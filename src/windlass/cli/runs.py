@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from windlass.reports.overview import SORTS, overview
+from windlass.reports.overview import SORTS, RunRow, overview
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from windlass.reports.overview import RunRow
 
 
 def runs(
     directory: str = typer.Argument("runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."),
     sort: str = typer.Option("name", "--sort", metavar="KEY", help=f"One of {', '.join(SORTS)}."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: seconds, tokens a second, full names."),
-    watch: bool = typer.Option(False, "--watch", help="Show it again and again, until Ctrl-C."),
-    every: float = typer.Option(2.0, "--every", help="With --watch: seconds between two looks."),
 ) -> None:
     """List runs: state, step, time left, losses, speed."""
+    from rich.console import Console
+
     from windlass.errors import UserError
+    from windlass.telemetry.ledger import plain
 
     if sort not in SORTS:
         raise UserError(f"--sort {sort}: there are {', '.join(SORTS)}")
-    if every <= 0:
-        raise UserError(f"--every {every:g}: give a number of seconds above 0")
-    top = Path(directory)
-    if not top.is_dir():
+    if not Path(directory).is_dir():
         raise UserError(f"{directory} is no directory: give the one that holds the runs (the default is `runs`)")
+    rows = overview(Path(directory), sort)
     if as_json:
-        import json
-
-        from windlass.telemetry.ledger import plain
-
-        rows = [{key: plain(value) for key, value in vars(row).items()} for row in overview(top, sort)]
-        typer.echo(json.dumps(rows, indent=2))
-    elif watch:
-        _watch(top, sort, every)
+        typer.echo(json.dumps([{key: plain(value) for key, value in row._asdict().items()} for row in rows], indent=2))
     else:
-        _terminal().print(table(overview(top, sort)))
+        terminal = Console(highlight=False)
+        if not terminal.is_terminal:
+            terminal.width = 200  # a pipe has no width to keep to
+        terminal.print(table(rows))
 
 
 def table(rows: list[RunRow]) -> Table:
@@ -53,10 +47,8 @@ def table(rows: list[RunRow]) -> Table:
     from windlass.telemetry.console import duration, short
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state"):
-        shown.add_column(name, no_wrap=True)
-    for name in ("step", "left", "loss", "best", "tok/s"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    for name in ("run", "state", "step", "left", "loss", "best", "tok/s"):
+        shown.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     styles = {"running": "green", "failed": "red", "preempted": "yellow"}
     for row in rows:
         shown.add_row(
@@ -70,29 +62,3 @@ def table(rows: list[RunRow]) -> Table:
     if not rows:
         shown.add_row("no runs here")
     return shown
-
-
-def _terminal() -> Any:
-    from rich.console import Console
-
-    terminal = Console(highlight=False)
-    if not terminal.is_terminal:
-        terminal.width = 200  # a pipe has no width to keep to
-    return terminal
-
-
-def _watch(top: Path, sort: str, every: float) -> None:
-    import time
-
-    from rich.live import Live
-
-    terminal = _terminal()
-    try:
-        with Live(
-            table(overview(top, sort)), console=terminal, auto_refresh=False, screen=terminal.is_terminal
-        ) as live:
-            while True:
-                time.sleep(every)
-                live.update(table(overview(top, sort)), refresh=True)
-    except KeyboardInterrupt:
-        terminal.print(table(overview(top, sort)))

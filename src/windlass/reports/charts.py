@@ -19,14 +19,9 @@ from windlass.reports.tables import NO_SCORES
 from windlass.reports.view import Numbers, RunView, Track, interpolate
 from windlass.study.study import diverged
 
-POINTS = 2400
-"""Points of a series over all runs, of one run at least 400: more than a screen has pixels."""
+POINTS = 2400  # of a series over all runs, of one run at least 400: more than a screen has pixels
 RANK_POINTS = 400
-FEW_RANKS = 8
-"""Up to this many ranks have a line each; more are drawn as mean and range, with the two extreme ranks by name."""
-
-Look = tuple[float | None, int]
-"""A run's place on the colour ramp (0 to 1; None: a colour of its own) and its kind of dash."""
+FEW_RANKS = 8  # have a line each; more are drawn as mean and range, with the two extreme ranks by name
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,7 @@ class Chart:
     series: list[Series]
     zero: bool = False  # whether the vertical axis begins at zero
     note: str = ""
-    x_label: str = ""
-    """Of a study's chart, whose horizontal axis (`step` of the series) is a swept setting and not the run."""
+    x_label: str = ""  # of a study's chart, whose horizontal axis (`step` of the series) is a swept setting
     x_values: list[float] = field(default_factory=list)
     x_names: list[str] = field(default_factory=list)
     x_log: bool = False
@@ -74,8 +68,6 @@ class Chart:
             tops[one.diverged] = max(tops[one.diverged], values.max(initial=-math.inf))
         return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
 
-
-# --- the charts of runs ----------------------------------------------------------------------------------------------
 
 TRAIN: tuple[tuple[str, str, str, dict[str, str], bool, float], ...] = (
     ("lr", "Learning rate", "", {"lr": "learning rate"}, False, 1),
@@ -97,7 +89,7 @@ RANKS = (
 )
 
 
-def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
+def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first. Of several runs each chart has the first column alone."""
     several = len(views) > 1
     loss = Chart("loss", "Loss", "nats per token", [one for run, seen in enumerate(views) for one in _loss(views, run)])
@@ -109,9 +101,7 @@ def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
         scores = dict.fromkeys(name for t in tracks if t is not None for name in t.measures() if name not in NO_SCORES)
         series = _columns(views, tracks, {name: name.replace("_", " ") for name in scores}, points="line")
         slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in suite)
-        described.append(
-            Chart(f"suite-{slug}", {"hellaswag": "HellaSwag", "squad": "SQuAD"}.get(suite, suite), "", series)
-        )
+        described.append(Chart(f"suite-{slug}", suite, "", series))
     for key, title, unit, columns, smooth, factor in TRAIN:
         series = _columns(views, [seen.train for seen in views], columns, factor, smooth=smooth)
         described.append(Chart(key, title, unit, series, zero=True))
@@ -119,11 +109,7 @@ def charts(views: Sequence[RunView], looks: Sequence[Look] = ()) -> list[Chart]:
         series = [one for run, seen in enumerate(views) for one in _ranks(seen, run, columns, several)]
         described.append(Chart(key, title, unit, series, zero=True))
 
-    def dashed(one: Series) -> Series:
-        """With the dash of its run, where the colour is the run's too; eight runs have colours of their own."""
-        return one if one.colour is not None else replace(one, dash=(looks[one.run][1] if looks else one.run // 8) % 3)
-
-    return [replace(chart, series=list(map(dashed, chart.series))) for chart in described if chart.series]
+    return [chart for chart in described if chart.series]
 
 
 def _loss(views: Sequence[RunView], run: int) -> list[Series]:
@@ -161,7 +147,8 @@ def _series(views: Sequence[RunView], run: int, track: Track, column: str, **res
     """A column of a track, thinned."""
     keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
     step, tokens, hours = (track[axis][keep] for axis in ("step", "tokens", "hours"))
-    return Series(run=run, step=step, tokens=tokens, hours=hours, y=track[column][keep], **rest)
+    dash = run // 8 % 3 if rest.get("colour") is None else 0  # when the colours are used up
+    return Series(run=run, step=step, tokens=tokens, hours=hours, y=track[column][keep], dash=dash, **rest)
 
 
 def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -> list[Series]:
@@ -205,19 +192,10 @@ def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
     return ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]
 
 
-# --- thinning and smoothing ------------------------------------------------------------------------------------------
-
-
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
-    """Indices of at most about `limit` points that look like the whole: of each span the first, lowest and highest.
+    """Indices of about `limit` points that look like the whole: of each span the first, lowest, highest and first NaN.
 
-    Args:
-        x: [n] rising.
-        y: [n], NaN allowed: the first NaN of a span is one of the points too, so that a gap or a bad step stays visible.
-        limit: number of points.
-
-    Returns:
-        Rising indices into `x`; all of them where there are no more than `limit`.
+    `x` [n] rises; `y` [n] may have NaN, of which some stay so that a gap or a bad step is visible. All where n <= limit.
     """
     n = len(x)
     if n <= limit:

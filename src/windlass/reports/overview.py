@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
-from windlass.run import Line, Run
+from windlass.run import Run
 from windlass.study.study import summarize
 
-DEPTH = 3
-"""How deep below the directory runs are looked for: a study keeps its runs in directories of its own."""
-RECENT = 10
-"""Logged steps that speed and time left are taken from."""
+DEPTH = 3  # how deep below the directory runs are looked for: a study keeps its runs in directories of its own
+RECENT = 10  # logged steps that the time left is taken from
 
 SORTS = {
     "name": ("run", False), "state": ("state", False), "step": ("step", True), "left": ("left_s", False),
@@ -23,90 +21,64 @@ SORTS = {
 """What to sort by: the field of RunRow, and whether the largest comes first."""
 
 
-@dataclass(frozen=True)
-class RunRow:
+class RunRow(NamedTuple):
     """How a run stands; None for what is not known."""
 
-    run: str
-    """Its path below the directory that was asked about."""
+    run: str  # its path below the directory that was asked about
     state: str
     step: int
     steps: int | None
-    left_s: float | None
-    """Seconds to the end, of a run that is running."""
-    loss: float | None
-    """The last training loss, in nats."""
-    best_loss: float | None
-    """The lowest evaluation loss."""
+    left_s: float | None  # seconds to the end, of a run that is running
+    loss: float | None  # the last training loss, in nats
+    best_loss: float | None  # the lowest evaluation loss
     tokens_per_s: float | None
-    """Over the last RECENT logged steps."""
-    changed: str | None
-    """The time of its last line."""
+    changed: str | None  # the time of its last line
 
 
 def overview(directory: Path, sort: str = "name") -> list[RunRow]:
     """A row for each run at or under a directory, sorted by one of SORTS; rows without that value come last."""
     field, largest_first = SORTS[sort]
     rows = [_row(path, directory) for path in find_runs(directory)]
-
-    def known(row: RunRow) -> bool:
-        value = getattr(row, field)
-        return value is not None and not (isinstance(value, float) and math.isnan(value))
-
-    ordered = sorted(filter(known, rows), key=lambda row: getattr(row, field), reverse=largest_first)
-    return ordered + [row for row in rows if not known(row)]
+    present = [
+        row for row in rows if getattr(row, field) is not None and getattr(row, field) == getattr(row, field)
+    ]  # NaN
+    ordered = sorted(present, key=lambda row: getattr(row, field), reverse=largest_first)
+    return ordered + [row for row in rows if row not in present]
 
 
 def find_runs(top: Path) -> Iterator[Path]:
     """The run directories at or under a directory, in the order of their names."""
-    if (top / "recipe.toml").is_file() and not (top / "study.json").is_file():
-        yield top
-        return
-    level = [top]
-    for _ in range(DEPTH):
-        below = sorted(path for parent in level for path in parent.iterdir() if path.is_dir())
-        runs = [path for path in below if (path / "recipe.toml").is_file() and not (path / "study.json").is_file()]
-        yield from runs
-        level = [path for path in below if path not in runs]
+    runs: set[Path] = set()
+    for depth in range(DEPTH + 1):
+        for path in sorted(file.parent for file in top.glob("*/" * depth + "recipe.toml")):
+            if not (path / "study.json").is_file() and runs.isdisjoint(path.parents):
+                runs.add(path)
+                yield path
 
 
 def _row(path: Path, top: Path) -> RunRow:
     run = Run(path)
     lines = run.ledger()
     train = [line for line in lines if line["kind"] == "train"]
-    state, summary = run.state, summarize(lines, "loss")
+    state, summary, left = run.state, summarize(lines, "loss"), None
     steps = summary["steps"]
     if steps is None:
-        try:
-            planned = run.recipe.train.steps
-            steps = planned if isinstance(planned, int) else None
-        except ValueError:  # a recipe of another version: the ledger is still worth a row
-            steps = None
+        with suppress(ValueError):  # a recipe of another version: the ledger is still worth a row
+            steps = run.recipe.train.steps if isinstance(run.recipe.train.steps, int) else None
+    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
+    if state == "running" and steps and len(own) > 1:
+        # by the clock and not by the time of steps: evaluations and saves come again too
+        first, last = (datetime.fromisoformat(line["time"]) for line in (own[0], own[-1]))
+        pace = (last - first).total_seconds() / (own[-1]["step"] - own[0]["step"])
+        left = max(steps - own[-1]["step"], 0) * pace
     return RunRow(
         run=str(path.relative_to(top)) if path != top else path.resolve().name,
         state=state,
         step=max((line["step"] for line in lines), default=0),
         steps=steps,
-        left_s=_left(train, steps) if state == "running" else None,
+        left_s=left,
         loss=summary["loss"],
         best_loss=summary["best_loss"],
-        tokens_per_s=recent_speed(train[-RECENT:]),
+        tokens_per_s=summary["tokens_per_s"],
         changed=lines[-1]["time"] if lines else None,
     )
-
-
-def recent_speed(train: Sequence[Line]) -> float | None:
-    """Tokens divided by the time of the steps, over a few `train` lines; None where they have no times."""
-    timed = [line for line in train if line.get("step_ms") and line.get("tokens_per_s")]
-    seconds = math.fsum(line["step_ms"] for line in timed) / 1e3
-    return math.fsum(line["tokens_per_s"] * line["step_ms"] for line in timed) / 1e3 / seconds if timed else None
-
-
-def _left(train: Sequence[Line], steps: int | None) -> float | None:
-    """Seconds to the end at the pace of the last logged steps, with evaluations and saves."""
-    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
-    if steps is None or len(own) < 2 or own[-1]["step"] == own[0]["step"]:
-        return None
-    first, last = (datetime.fromisoformat(line["time"]) for line in (own[0], own[-1]))
-    pace = (last - first).total_seconds() / (own[-1]["step"] - own[0]["step"])
-    return max(steps - own[-1]["step"], 0) * pace

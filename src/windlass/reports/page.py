@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
@@ -26,29 +28,32 @@ from windlass.errors import UserError
 from windlass.fileio import write_atomic
 from windlass.recipe.load import flatten
 from windlass.reports import tables
-from windlass.reports.charts import Chart, Look, Series, charts, smoothing
+from windlass.reports.charts import Chart, Series, charts, smoothing
 from windlass.reports.study import (
     StudyView,
     cell_table,
     heat_map,
-    looks,
     read_study,
     seed_table,
     short,
     sweep_charts,
+    tones,
     winner_text,
 )
-from windlass.reports.tables import Value, goodput, measures
+from windlass.reports.tables import goodput, label, measures
 from windlass.reports.text import MISSING, markdown_cell, printable, show
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
 
-SAMPLES = 40
-"""Steps of each run whose samples are in the page: evenly spaced, first and last among them."""
+SAMPLES = 40  # steps of each run whose samples are in the page: evenly spaced, first and last among them
 
-Figures = list[tuple[str, str, str]]
-"""The figures at the top of the page: name, value, remark."""
+HEADLINES = {
+    "eval_loss": "Validation loss", "best_eval_loss": "Best validation loss", "best_score": "Best score",
+    "train_loss": "Training loss", "tokens": "Tokens", "train_tokens_per_s": "Tokens per second", "mfu": "MFU",
+    "goodput": "Goodput", "runtime_s": "Runtime", "device_hours": "Device-hours",
+}  # fmt: skip
+"""The measures at the top of the page, each by its short name."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class Report:
 
     page: Path
     markdown: Path
-    tables: list[Path] = field(default_factory=list)
-    plots: dict[str, Path] = field(default_factory=dict)
-    """By the chart's id."""
+    tables: list[Path]
+    plots: dict[str, Path]  # by the chart's id
+    views: list[RunView]  # the runs as they were read
 
 
 def report(
@@ -89,7 +94,14 @@ def report(
         if not seen:
             raise UserError(f"no cell of {listed[0]} has begun yet; `windlass sweep` trains them")
     else:
-        runs = open_runs(listed)
+        runs: list[Run] = []
+        for source in listed:
+            if not isinstance(source, Run) and Study.is_study(source):
+                runs += Study.open(source).runs()
+            else:
+                runs.append(source if isinstance(source, Run) else Run.open(source))
+        if not runs:
+            raise UserError("there is no run to report on; `windlass runs` lists the runs")
         seen, place = views(runs), runs[0].report_dir if len(runs) == 1 else Path("report")
     target = Path(out) if out else place
     try:
@@ -100,28 +112,14 @@ def report(
         raise UserError(message) from None
 
 
-def open_runs(sources: Sequence[str | Path | Run]) -> list[Run]:
-    """The runs of `sources`, see `report`; raises UserError where there are none."""
-    runs: list[Run] = []
-    for source in sources:
-        if not isinstance(source, Run) and Study.is_study(source):
-            runs += Study.open(source).runs()
-        else:
-            runs.append(source if isinstance(source, Run) else Run.open(source))
-    if not runs:
-        raise UserError("there is no run to report on; `windlass runs` lists the runs")
-    return runs
-
-
 def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: int | None, plots: bool) -> Report:
-    run_looks, sweeps = (looks(study), sweep_charts(study)) if study else ((), [])
-    described = charts(seen, run_looks)
+    described, sweeps = charts(seen), sweep_charts(study) if study else []
     drawn: dict[str, Path] = {}
     if plots:
         from windlass.reports.plots import write_plots  # imports matplotlib, which takes a second
 
-        heat = heat_map(study) if study else None
-        drawn = write_plots(seen, [*sweeps, *described], out / "plots", skip, run_looks, heat)
+        ramp, heat = (tones(study), heat_map(study)) if study else ((), None)
+        drawn = write_plots(seen, [*sweeps, *described], out / "plots", skip, ramp, heat)
 
     of_run = [((view.label,) if len(seen) > 1 else (), view) for view in seen]
     names = ["run"] if len(seen) > 1 else []
@@ -138,56 +136,43 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     for name, table in files.items():
         write_atomic(out / name, table.csv())
 
-    titles = {chart.id: chart.title for chart in (*sweeps, *described)}
-    titles |= {"loss-late": "Loss without its beginning", "goodput": "Where the time went"}
-    text = _study_markdown(study) if study else _markdown(seen)
-    text += "\n## Plots\n\n" if drawn else ""
-    text += "\n".join(
-        f"![{markdown_cell(titles.get(name, name.replace('-', ' ').capitalize()))}](plots/{path.name})\n"
-        for name, path in drawn.items()
-    )
+    titles = {"loss-late": "Loss without its first steps", "heat-map": "Heat map"}
+    titles |= {chart.id: markdown_cell(chart.title) for chart in (*sweeps, *described)}
+    pictures = [f"\n![{titles[name]}](plots/{path.name})\n" for name, path in drawn.items()]
+    text = "".join([_markdown(seen, study), "\n## Plots\n" if drawn else "", *pictures])
     which = "Those that differ between the runs first, then those" if len(seen) > 1 else "Those"
     changed = tables.settings_table(seen, [row for row in settings if row.differs or row.changed])
     text += f"\n## Settings\n\n{which} changed from the defaults.\n\n{changed.markdown()}"
     write_atomic(out / "report.md", text)
     write_atomic(out / "index.html", page(seen, described, study))
-    return Report(out / "index.html", out / "report.md", [out / name for name in files], drawn)
+    return Report(out / "index.html", out / "report.md", [out / name for name in files], drawn, list(seen))
 
 
-def _markdown(seen: Sequence[RunView]) -> str:
+def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
+    if study:
+        text = f"# {markdown_cell(study.name)}\n"
+        if best := study.winner:
+            command, remark = study.study.winner_command(best.assignment)
+            text += f"\nThe winner: {markdown_cell(winner_text(study, best))}. {remark}\n\n```\n{command}\n```\n"
+        text += f"\n## Cells\n\n{cell_table(study).markdown()}"
+        seeds = seed_table(study)
+        return text + (f"\n## Over the seeds\n\n{seeds.markdown()}" if seeds else "")
     if len(seen) > 1:
         return f"# {len(seen)} runs\n\n## Results\n\n{tables.comparison(seen, tables.PRINCIPAL).markdown()}"
     view = seen[0]
     restarts = "".join(f" {r.what.capitalize()} at step {r.step:,.0f} ({r.time})." for r in view.restarts)
     text = f"# {markdown_cell(view.label)}\n\nState: {view.state}, {view.step:,} steps.{restarts}\n"
-    text += f"\n## Results\n\n{tables.results_for_people(view).markdown()}"
+    text += f"\n## Results\n\n{tables.results(view, for_people=True).markdown()}"
     for suite, table in tables.evaluations(view).items():
         text += f"\n## Evaluations: {markdown_cell(suite)}\n\n{table.markdown()}"
     return text
-
-
-def _study_markdown(study: StudyView) -> str:
-    text, best = f"# {markdown_cell(study.name)}\n", study.winner
-    if best is not None:
-        command, remark = study.study.winner_command(best.assignment)
-        what, score = winner_text(study, best)
-        text += f"\nThe winner: {markdown_cell(what)}, {score}. {remark}\n\n```\n{command}\n```\n"
-    text += f"\n## Cells\n\n{cell_table(study).markdown()}"
-    seeds = seed_table(study)
-    return text + (f"\n## Over the seeds\n\n{seeds.markdown()}" if seeds else "")
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None) -> str:
-    """The whole page.
-
-    Args:
-        views: the runs; of a study those that have begun.
-        charts: of the runs, as `charts.charts` describes them.
-        study: the study that the runs belong to.
-    """
+    """The whole page of some runs with their charts, or of a study with its runs that have begun."""
     script = f'(() => {{\n"use strict";\n{_asset("chart.js")}\n{_asset("page.js")}\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sweeps = sweep_charts(study) if study else []
@@ -202,11 +187,11 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         "settings": [changed, [row for row in rows if row not in changed]],
         "environment": _environment(views),
     }
-    data = json.dumps(payload(views, [*charts, *sweeps], looks(study) if study else ()), allow_nan=False)
+    data = json.dumps(payload(views, [*charts, *sweeps], tones(study) if study else ()), allow_nan=False)
     for character in "<>&":  # ASCII without a character that HTML gives a meaning: it can stand in a script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     context = {
-        **(_study_head(study) if study else _head(views)), **parts,
+        **_head(views, study), **parts,
         "views": views, "study": study, "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
         "style": Markup(_asset("page.css")), "script": Markup(script), "script_hash": f"sha256-{digest}",
@@ -215,7 +200,7 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         "heat": heat_map(study) if study else None,
         "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
         "comparison": tables.comparison(views, tables.PRINCIPAL) if len(views) > 1 else None,
-        "measures": tables.results_for_people(views[0], each_evaluation=False) if len(views) == 1 else None,
+        "measures": tables.results(views[0], for_people=True) if len(views) == 1 else None,
         "evaluations": tables.evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show,
         "sample_limit": SAMPLES,
     }  # fmt: skip
@@ -230,7 +215,7 @@ def _asset(name: str) -> str:
     return (resources.files("windlass.reports") / name).read_text(encoding="utf-8")
 
 
-def payload(views: Sequence[RunView], charts: Sequence[Chart], looks: Sequence[Look] = ()) -> dict[str, Any]:
+def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[float] = ()) -> dict[str, Any]:
     """The runs and charts as plain values. Series that have the same steps share them: `at` is a place in `axes`."""
     axes: dict[bytes, tuple[int, dict[str, Any]]] = {}
 
@@ -242,24 +227,20 @@ def payload(views: Sequence[RunView], charts: Sequence[Chart], looks: Sequence[L
         band = None if one.low is None or one.high is None else [numbers(one.low), numbers(one.high)]
         return {name: getattr(one, name) for name in names} | {"at": axes[key][0], "y": numbers(one.y), "band": band}
 
+    names = ("id", "zero", "x_label", "x_names", "x_log")
     drawn = [
-        {
-            "id": chart.id, "zero": chart.zero, "x_label": chart.x_label, "x_values": numbers(chart.x_values),
-            "x_names": chart.x_names, "x_log": chart.x_log, "series": [series(one) for one in chart.series],
-        }
+        {name: getattr(chart, name) for name in names}
+        | {"x_values": numbers(chart.x_values), "series": [series(one) for one in chart.series]}
         for chart in charts
-    ]  # fmt: skip
-    runs = [
-        {
-            "label": view.label, "tone": tone,
-            "restarts": [
-                dict(zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True))
-                | {"what": r.what, "text": f"{view.label}: {r.what} at step {r.step:,.0f} ({r.time})"}
-                for r in view.restarts
-            ],
-        }
-        for view, (tone, _) in zip(views, looks or [(None, 0)] * len(views), strict=True)
-    ]  # fmt: skip
+    ]
+    runs: list[dict[str, Any]] = []
+    for view, tone in zip(views, tones or itertools.repeat(None, len(views)), strict=True):
+        restarts = [
+            dict(zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True))
+            | {"what": r.what, "text": f"{view.label}: {r.what} at step {r.step:,.0f} ({r.time})"}
+            for r in view.restarts
+        ]
+        runs.append({"label": view.label, "tone": tone, "restarts": restarts})
     return {"runs": runs, "charts": drawn, "axes": [one for _, one in axes.values()], "smoothing": smoothing(charts)}
 
 
@@ -270,83 +251,40 @@ def numbers(values: Iterable[float]) -> list[float | int | None]:
     return [(int(x) if w else x) if math.isfinite(x) else None for x, w in zip(rounded, whole, strict=True)]
 
 
-# --- the head of the page --------------------------------------------------------------------------------------------
-
-
-def _head(views: Sequence[RunView]) -> dict[str, Any]:
-    """Kicker, title, lede, notes and figures of one run's page or of a comparison."""
+def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
+    """Kicker, title, state, lede, notes, winner and figures (name, value, remark) at the top of the page."""
     values = [measures(view) for view in views]
-    if len(views) > 1:
-        names, states = [view.label for view in views], Counter(view.state for view in views)
-        scored = [(v["best_eval_loss"], name) for v, name in zip(values, names, strict=True) if "best_eval_loss" in v]
-        figures = [("Best validation loss", show(min(scored)[0], "loss"), min(scored)[1])] if scored else []
-        return {
-            "kicker": "A comparison of runs", "title": ", ".join(names) if len(names) <= 3 else f"{len(names)} runs",
-            "state": "", "lede": f"{len(views)} runs: {', '.join(f'{n} {state}' for state, n in states.items())}",
-            "notes": "",
-            "figures": [*figures, ("Runs", str(len(views)), ""), *_totals(values)],
-        }  # fmt: skip
-    view, own = views[0], values[0]
-    planned, world = view.settings.get("train.steps"), own.get("world")
-    lede = [f"{view.step:,} of {planned:,} steps" if isinstance(planned, int) else f"{view.step:,} steps"]
-    lede += [f"{show(own['parameters'], 'count')} parameters"] if "parameters" in own else []
-    lede += [f"{show(world, 'count')} rank{'' if world == 1 else 's'}"] if world else []
-    lede += [f"started {1 + len(view.restarts)} times and drawn as one curve"] if view.restarts else []
-    return {
-        "kicker": "A run", "title": view.label, "state": view.state, "lede": ", ".join(lede),
-        "notes": view.settings.get("run.notes") or "", "figures": _figures(own),
-    }  # fmt: skip
-
-
-def _figures(values: Mapping[str, Value]) -> Figures:
-    """The figures at the top of the page of one run, each with a remark."""
-    remarks = {"goodput": "of wall time in steps"}
-    if "best_eval_loss" in values and values["best_eval_loss"] != values.get("eval_loss"):
-        at = show(values["best_eval_step"], "count")
-        remarks["eval_loss"] = f"best {show(values['best_eval_loss'], 'loss')} at step {at}"
-    if "best_score" in values:
-        remarks["best_score"] = f"at step {show(values['best_score_step'], 'count')}"
-    if "device_hours" in values:
-        remarks["runtime_s"] = f"{show(values['device_hours'], 'hours')} device-hours"
-    shown = {
-        "eval_loss": ("Validation loss", "loss"), "best_score": (f"Best {values.get('best_measure')}", "score"),
-        "train_loss": ("Training loss", "loss"), "tokens": ("Tokens", "compact"),
-        "train_tokens_per_s": ("Tokens per second", "count"), "mfu": ("MFU", "share"), "goodput": ("Goodput", "share"),
-        "runtime_s": ("Runtime", "duration"),
-    }  # fmt: skip
-    return [
-        (name, show(values[key], kind), remarks.get(key, "")) for key, (name, kind) in shown.items() if key in values
-    ]
-
-
-def _totals(values: Sequence[Mapping[str, Value]]) -> Figures:
-    kinds = (
-        ("Tokens", "tokens", "compact"),
-        ("Runtime", "runtime_s", "duration"),
-        ("Device-hours", "device_hours", "hours"),
-    )
-    totals = [(name, kind, sum(float(one.get(key) or 0) for one in values)) for name, key, kind in kinds]
-    return [(f"{name} in all", show(total, kind), "") for name, kind, total in totals if total]
-
-
-def _study_head(study: StudyView) -> dict[str, Any]:
-    best, figures, winner = study.winner, [], None
-    if best is not None:
-        figures.append((f"Best {study.title}", show(best.median, "loss"), best.label))
-        what, score = winner_text(study, best)
-        command, remark = study.study.winner_command(best.assignment)
-        rows = [place for place, result in enumerate(study.results) if result in best.results]
-        winner = {"what": what, "score": score, "command": command, "remark": remark, "rows": rows}
-    figures.append(("Cells", str(len(study.results)), study.states))
-    swept = "; ".join(f"{key}: {', '.join(map(show, values))}" for key, values in study.swept.items())
-    return {
-        "kicker": "A study", "title": study.name, "state": "", "notes": "", "winner": winner,
-        "lede": f"{len(study.results)} cells: {study.states}. {swept}",
-        "figures": [*figures, *_totals([measures(view) for view in study.views])],
-    }  # fmt: skip
-
-
-# --- the sections of the page ----------------------------------------------------------------------------------------
+    head: dict[str, Any] = {"state": "", "notes": "", "winner": None, "figures": (figures := [])}
+    if study:
+        swept = "; ".join(f"{key}: {', '.join(map(show, values))}" for key, values in study.swept.items())
+        head |= {"kicker": "A study", "title": study.name, "lede": swept}
+        if best := study.winner:
+            figures.append((f"Best {study.title}", show(best.median, "loss"), best.label))
+            command, remark = study.study.winner_command(best.assignment)
+            rows = [place for place, result in enumerate(study.results) if result in best.results]
+            head["winner"] = {"text": winner_text(study, best), "command": command, "remark": remark, "rows": rows}
+        figures.append(("Cells", str(len(study.results)), study.states))
+    elif len(views) == 1:
+        (view,), (own,) = views, values
+        lede = [f"{view.step:,} of {view.settings['train.steps']} steps"]
+        lede += [f"{show(own['parameters'], 'count')} parameters"] if "parameters" in own else []
+        lede += [f"started {1 + len(view.restarts)} times and drawn as one curve"] if view.restarts else []
+        figures += [(HEADLINES[name], show(own[name], label(name)[1]), "") for name in HEADLINES if name in own]
+        head |= {"kicker": "A run", "title": view.label, "state": view.state, "lede": ", ".join(lede)}
+        return head | {"notes": view.settings["run.notes"]}
+    else:
+        lede = [f"{count} {state}" for state, count in Counter(view.state for view in views).items()]
+        head |= {"kicker": "A comparison of runs", "title": f"{len(views)} runs", "lede": ", ".join(lede)}
+        losses = sorted(
+            (own["best_eval_loss"], view.label)
+            for own, view in zip(values, views, strict=True)
+            if "best_eval_loss" in own
+        )
+        figures += [("Best validation loss", show(loss, "loss"), name) for loss, name in losses[:1]]
+    for name in ("tokens", "runtime_s", "device_hours"):
+        if total := sum(float(own.get(name) or 0) for own in values):
+            figures.append((f"{HEADLINES[name]} in all", show(total, label(name)[1]), ""))
+    return head
 
 
 def _times(views: Sequence[RunView]) -> list[dict[str, Any]]:
@@ -366,8 +304,7 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
     samples = []
     for run, view in enumerate(views):
         steps = sorted({sample["step"] for sample in view.samples})
-        if len(steps) > SAMPLES:
-            steps = [steps[round(i * (len(steps) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+        steps = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(len(steps), SAMPLES))]
         for one in view.samples:
             if one["step"] in steps:
                 prompt = str(one.get("prompt") or "")
@@ -378,13 +315,7 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
 
 def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
     """A row a fact: its name, and its value in each run; what differs between the runs first."""
-
-    def text(value: Any) -> str:
-        if not isinstance(value, list):
-            return show(value)
-        return ", ".join(" ".join(f"{k} {v}" for k, v in x.items()) if isinstance(x, dict) else str(x) for x in value)
-
-    facts = [{key: text(value) for key, value in flatten(view.run.environment).items()} for view in views]
+    facts = [{key: show(value) for key, value in flatten(view.run.environment).items()} for view in views]
     names = dict.fromkeys(name for one in facts for name in one)
     rows = [(name, *(one.get(name, MISSING) for one in facts)) for name in names]
     return sorted(rows, key=lambda row: len(set(row[1:])) == 1)

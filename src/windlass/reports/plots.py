@@ -19,36 +19,30 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
-from windlass.reports.charts import Chart, Look, smoothed, smoothing
+from windlass.reports.charts import Chart, smoothed, smoothing
 from windlass.reports.study import Heat, short
-from windlass.reports.tables import PARTS, goodput
 from windlass.reports.text import show
 from windlass.reports.view import RunView
 
 INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"
+# eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#d2691e", "#2e8b6f", "#a8328c", "#8a6d1d", "#5b4bb0", "#b3352f", "#2b8aa5")
-"""Eight colours that stay apart for colour-blind readers and in print."""
-RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])
-"""From low to high values of a swept setting."""
+RAMP = LinearSegmentedColormap.from_list("windlass", ["#2d4fa8", "#2e8b6f", "#e0a03a"])  # by a swept setting's value
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.2, 1.6)))
 RING: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgewidth": 1.2}
 SIZE, DPI = (6.4, 3.6), 200
 
 STYLE: dict[str, Any] = {
-    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "axes.titlesize": 10,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 9, "axes.edgecolor": SOFT,
-    "axes.labelcolor": INK, "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": HAIR, "grid.linewidth": 0.8, "text.color": INK,
-    "xtick.color": SOFT, "ytick.color": SOFT, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.major.width": 0.8,
-    "ytick.major.size": 0, "legend.frameon": False, "legend.fontsize": 8.5, "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round", "figure.facecolor": "white", "savefig.facecolor": "white", "text.usetex": False,
-    "text.parse_math": False, "axes.unicode_minus": True, "path.simplify": True,
+    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 9,
+    "axes.edgecolor": SOFT, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": HAIR, "xtick.color": SOFT, "ytick.color": SOFT,
+    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "ytick.major.size": 0, "legend.frameon": False,
+    "legend.fontsize": 8.5, "text.parse_math": False,
 }  # fmt: skip
 
 
 def write_plots(
-    views: Sequence[RunView], charts: Sequence[Chart], folder: Path, skip: int | None = None, looks: Sequence[Look] = (),
+    views: Sequence[RunView], charts: Sequence[Chart], folder: Path, skip: int | None = None, tones: Sequence[float] = (),
     heat: Heat | None = None,
 ) -> dict[str, Path]:  # fmt: skip
     """Draw every chart into `folder`, one PNG each; returns their paths by the chart's id.
@@ -60,14 +54,12 @@ def write_plots(
     weight = smoothing(charts)
     with style.context(STYLE, after_reset=True):  # ours, and nothing of the user's own
         for chart in charts:
-            figures[chart.id] = draw(chart, views, looks, weight)
+            figures[chart.id] = draw(chart, views, tones, weight)
             if chart.id == "loss":
                 first = skip if skip is not None else math.ceil(max(view.step for view in views) / 10)
                 if any((view.train["step"] >= first).sum() > 1 for view in views):
                     late = replace(chart, title=f"Loss from step {first:,} on")
-                    figures["loss-late"] = draw(late, views, looks, weight, first)
-        if any(goodput(view) for view in views):
-            figures["goodput"] = goodput_figure(views)
+                    figures["loss-late"] = draw(late, views, tones, weight, first)
         if heat:
             figures["heat-map"] = heat_figure(heat)
         for name, figure in figures.items():
@@ -85,18 +77,17 @@ def new_figure(title: str, x_label: str, unit: str, size: tuple[float, float] = 
 
 
 def draw(
-    chart: Chart, views: Sequence[RunView], looks: Sequence[Look] = (), weight: float = 0, first_step: float = 0
+    chart: Chart, views: Sequence[RunView], tones: Sequence[float] = (), weight: float = 0, first_step: float = 0
 ) -> Figure:
     """One chart over optimizer steps, or over a swept setting; `weight`: see `charts.smoothed`, 0 for none."""
     figure, axes = new_figure(chart.title, chart.x_label or "optimizer steps", chart.unit)
     several = len(views) > 1
-    tones = [None if tone is None else to_hex(RAMP(tone)) for tone, _ in looks] or [None] * len(views)
+    colours = [to_hex(RAMP(tone)) for tone in tones] or [PALETTE[run % len(PALETTE)] for run in range(len(views))]
     named: set[str] = set()
     for series in chart.series:
         keep = series.step >= first_step
         x, y = series.step[keep], series.y[keep]
-        own = (tones[series.run] if series.run >= 0 else None) or PALETTE[series.run % len(PALETTE)]
-        colour = own if series.colour is None else PALETTE[series.colour % len(PALETTE)]
+        colour = colours[series.run] if series.colour is None else PALETTE[series.colour % len(PALETTE)]
         if series.low is not None and series.high is not None:
             axes.fill_between(x, series.low[keep], series.high[keep], color=colour, alpha=0.14, linewidth=0)
         drawn = y
@@ -118,7 +109,7 @@ def draw(
                 color=PALETTE[6], label=f"not finite{f', {series.name}' if several else ''}",
             )  # fmt: skip
     for run, view in enumerate(views if not chart.x_label else ()):
-        colour = (tones[run] or PALETTE[run % len(PALETTE)]) if several else SOFT
+        colour = colours[run] if several else SOFT
         for restart in view.restarts:
             if restart.step >= first_step:
                 label = None if restart.what in named else restart.what
@@ -126,8 +117,11 @@ def draw(
                 axes.axvline(restart.step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), label=label, zorder=1)
     _axes(axes, chart, first_step)
     names = axes.get_legend_handles_labels()[1]
-    if len(names) > 4 or max(map(len, names), default=0) > 24:
-        _legend_below(figure, names)
+    longest = max(map(len, names), default=0)
+    if len(names) > 4 or longest > 24:  # below the axes in columns, for which the figure grows
+        columns = max(1, min(4, len(names), 96 // (longest + 9)))
+        figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
+        figure.legend(loc="outside lower center", ncols=columns)
     elif names:
         axes.legend(loc="best")
     return figure
@@ -157,34 +151,6 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
     if axes.get_xlim()[1] >= 20_000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
-
-
-def _legend_below(figure: Figure, names: Sequence[str]) -> None:
-    """Many or long names stand below the axes in columns, for which the figure grows."""
-    columns = max(1, min(4, len(names), 96 // (max(map(len, names)) + 9)))
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + 0.19 * -(-len(names) // columns))
-    figure.legend(loc="outside lower center", ncols=columns)
-
-
-def goodput_figure(views: Sequence[RunView]) -> Figure:
-    """A bar a run: wall time by phase, in percent."""
-    parts = {view.label: spent for view in views if (spent := goodput(view))}
-    names = [name for name in PARTS if any(name in spent for spent in parts.values())]
-    size = (SIZE[0], 1.15 + 0.34 * len(parts))
-    figure, axes = new_figure("Where the time went", "% of wall time", "", size)
-    left = np.zeros(len(parts))
-    for name in names:
-        widths = np.array([100 * spent.get(name, 0.0) / sum(spent.values()) for spent in parts.values()])
-        text, colour = PARTS[name]
-        label = text + (f" {widths[0]:.1f} %" if len(parts) == 1 else "")
-        axes.barh(range(len(parts)), widths, left=left, height=0.6, color=PALETTE[colour], label=label)
-        left += widths
-    axes.set_yticks(range(len(parts)), list(parts) if len(parts) > 1 else [""])
-    axes.set(xlim=(0, 100), ylim=(len(parts) - 0.5, -0.5))
-    axes.grid(False)
-    _legend_below(figure, axes.get_legend_handles_labels()[1])
-    return figure
 
 
 def heat_figure(heat: Heat) -> Figure:

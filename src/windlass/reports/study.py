@@ -15,13 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS, better
-from windlass.reports.charts import Chart, Look, Series
+from windlass.reports.charts import Chart, Series
 from windlass.reports.tables import Column, Table, label, measures
 from windlass.reports.text import show
 from windlass.reports.view import Numbers, RunView, view
 from windlass.study.grid import SEED
 from windlass.study.grid import label as label_of
 from windlass.study.study import CellResult, Group, Study
+
+OF_CELL = (
+    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "train_tokens_per_s", "device_hours",
+)  # fmt: skip
+"""The measures in the table of cells."""
 
 
 @dataclass(frozen=True)
@@ -75,29 +80,16 @@ def short(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def winner_text(seen: StudyView, group: Group) -> tuple[str, str]:
+def winner_text(seen: StudyView, group: Group) -> str:
     """What the winner sets, and its score with the number of seeds that it is the median of."""
     what = ", ".join(f"{key} = {show(value)}" for key, value in group.assignment.items()) or "the recipe as it is"
     of = f"median of the best {seen.title} over {group.seeds}" if group.seeds else f"best {seen.title}"
-    return what, f"{of}: {show(group.median, 'loss')}"
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
+    return f"{what}, {of}: {show(group.median, 'loss')}"
 
 
 def cell_table(seen: StudyView) -> Table:
     """A row a cell, in the order of the grid: what it sets, its state, scores, tokens, speed and device-hours."""
-    names = [
-        "state",
-        "steps",
-        "tokens",
-        "train_loss",
-        "eval_loss",
-        "best_eval_loss",
-        "train_tokens_per_s",
-        "device_hours",
-    ]
-    columns = [Column(name, *label(name)) for name in names]
+    columns = [Column(name, *label(name)) for name in OF_CELL]
     columns += [] if seen.study.measure == LOSS else [Column("score", f"Best {seen.title}", "score")]
     columns += [Column("reason", "Reason")] if any(r.reason for r in seen.results) else []
     runs, rows = {one.run.path: measures(one) for one in seen.views}, []
@@ -123,25 +115,15 @@ def seed_table(seen: StudyView) -> Table | None:
     return Table([*(Column(key) for key in seen.study.keys if key != SEED), *columns], rows)
 
 
-# --- charts ----------------------------------------------------------------------------------------------------------
+def tones(seen: StudyView) -> list[float]:
+    """For each run its place on the colour ramp from 0 to 1, by the first numeric swept setting.
 
-
-def looks(seen: StudyView) -> list[Look]:
-    """For each run its place on the colour ramp, by the first numeric swept setting, and its kind of dash.
-
-    Runs that differ in other settings only share the colour and differ in dash; seeds share both. Empty where no numeric
-    setting has more than two values: then each run has a colour of its own.
+    Empty where no numeric setting has more than two values: then each run has a colour of its own.
     """
-    key, values = next(((k, v) for k, v in seen.swept.items() if len(v) > 2 and numeric(v)), ("", []))
-    if not key:
-        return []
-    rest = [label_of({k: v for k, v in r.cell.assignment.items() if k not in (key, SEED)}) for r in seen.results]
-    dashes = list(dict.fromkeys(rest))
-    return [
-        (values.index(r.cell.assignment[key]) / (len(values) - 1), dashes.index(others))
-        for r, others in zip(seen.results, rest, strict=True)
-        if r.begun
-    ]
+    for key, values in seen.swept.items():
+        if len(values) > 2 and numeric(values):
+            return [values.index(r.cell.assignment[key]) / (len(values) - 1) for r in seen.results if r.begun]
+    return []
 
 
 def sweep_charts(seen: StudyView) -> list[Chart]:
@@ -158,13 +140,12 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
             others.setdefault(label_of({k: v for k, v in group.assignment.items() if k != key}), []).append(group)
         series = []
         for colour, (name, groups) in enumerate(others.items()):
-            scores = [(at[values.index(g.assignment[key])], g.median, g.scores) for g in groups if g.median is not None]
-            medians = [(x, median) for x, median, _ in scores]
-            every = [(x, score) for x, _, seeds in scores for score in seeds]
-            several = len(every) > len(medians)
-            for pairs, title, points in (
-                (medians, name, "" if several else "line"),
-                (every if several else [], "", "only"),
+            finished = [(at[values.index(g.assignment[key])], g) for g in groups if g.median is not None]
+            medians = [(x, group.median) for x, group in finished]
+            seeds = [(x, score) for x, group in finished for score in group.scores]
+            for title, points, pairs in (
+                (name, "line", medians),
+                ("", "only", seeds if len(seeds) > len(medians) else []),
             ):
                 if pairs:
                     x, y = np.array(pairs, dtype=np.float64).T
@@ -189,8 +170,7 @@ class Heat(NamedTuple):
     rows: list[Any]
     columns: list[Any]
     cells: list[list[float | None]]
-    shares: Numbers
-    """How good each value is among the others, from 0 to 1; NaN where there is none."""
+    shares: Numbers  # how good each value is among the others, from 0 to 1; NaN where there is none
 
 
 def heat_map(seen: StudyView) -> Heat | None:

@@ -55,8 +55,8 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "util_pct": ("Device utilisation while training, mean (%)", "rate", lambda v: on_ranks(v, "util_pct")),
     "util_std_pct": ("Device utilisation while training, deviation (%)", "rate", lambda v: on_ranks(v, "util_pct", "std")),
     "mfu": ("Model FLOPs utilisation", "share", lambda v: getattr(v.speed, "mfu", None)),
-    "goodput": ("Goodput", "share", lambda v: v.wall["train"] / v.wall["total"] if v.wall else None),
-    "runtime_s": ("Runtime", "duration", lambda v: v.wall.get("total")),
+    "goodput": ("Goodput", "share", lambda v: v.wall["train"] / v.wall["total"] if v.wall["total"] else None),
+    "runtime_s": ("Runtime", "duration", lambda v: v.wall["total"] or None),
     "predicted_s": (
         "Time to finish, predicted after 5 % of the steps", "duration", lambda v: v.outcome.predicted_seconds),
     "actual_s": ("Time it took, without repeated steps and restarts", "duration", lambda v: v.outcome.actual_seconds),
@@ -81,14 +81,9 @@ PARTS = {
 }  # fmt: skip
 """What wall time is spent on, in the order it is shown: the name for people, and a place in the palette."""
 
-MANY_EVALUATIONS = 12
-"""Up to this many evaluations have a line each in the results table; more have a table of their own only."""
-
+MANY_EVALUATIONS = 12  # have a line each in the results table; more have a table of their own only
 NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
 """Settings that always tell runs apart, and do not explain how they differ."""
-
-
-# --- measures --------------------------------------------------------------------------------------------------------
 
 
 def measures(view: RunView) -> dict[str, Value]:
@@ -164,11 +159,10 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of raw values under columns. `kinds`: of each row, where the rows and not the columns differ in kind."""
+    """Rows of raw values under columns."""
 
     columns: Sequence[Column]
     rows: list[tuple[Any, ...]]
-    kinds: Sequence[str] = ()
 
     @property
     def headings(self) -> list[str]:
@@ -183,13 +177,7 @@ class Table:
 
     def shown(self) -> list[list[str]]:
         """The cells as people read them."""
-        return [
-            [
-                show(cell, column.kind or (kind if i else ""))
-                for i, (cell, column) in enumerate(zip(row, self.columns, strict=True))
-            ]
-            for row, kind in zip(self.rows, self.kinds or [""] * len(self.rows), strict=True)
-        ]
+        return [[show(cell, c.kind) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows]
 
     def markdown(self) -> str:
         """As a Markdown table."""
@@ -200,26 +188,21 @@ class Table:
         return csv_text([column.name for column in self.columns], self.rows)
 
 
-def results(view: RunView, each_evaluation: bool = True) -> Table:
-    """A row a measure: its name in CSV, its label, its value; with the loss of each evaluation where these are few."""
+def results(view: RunView, for_people: bool = False) -> Table:
+    """A row a measure, with the loss of each evaluation where these are few; `for_people`: as text, without CSV names."""
     track, each = view.evals.get("loss"), []
-    if each_evaluation and track is not None and 1 < len(track) <= MANY_EVALUATIONS:
-        names = evaluation_names(track, view.settings.get("eval.every"))
-        each = list(zip(names, map(float, track["loss"]), strict=True))
+    if track is not None and 1 < len(track) <= MANY_EVALUATIONS:
+        each = list(zip(evaluation_names(track, view.settings.get("eval.every")), track["loss"], strict=True))
     rows: list[tuple[Any, ...]] = []
-    kinds: list[str] = []
     for name, value in measures(view).items():
         text, kind = label(name)
-        rows.append((name, text, value))
-        rows += [(f"{name} {what}", f"{text}, {what}", loss) for what, loss in each if name == "eval_loss"]
-        kinds += [kind] * (len(rows) - len(kinds))
-    return Table([Column("name"), Column("measure", "Measure"), Column(view.label)], rows, kinds)
-
-
-def results_for_people(view: RunView, each_evaluation: bool = True) -> Table:
-    """`results` without the names of CSV."""
-    full = results(view, each_evaluation)
-    return Table(full.columns[1:], [row[1:] for row in full.rows], full.kinds)
+        rows.append((name, text, value, kind))
+        if name == "eval_loss":
+            rows += [(f"{name} {what}", f"{text}, {what}", float(loss), kind) for what, loss in each]
+    if for_people:
+        shown = [(text, show(value, kind)) for _, text, value, kind in rows]
+        return Table([Column("Measure"), Column(view.label)], shown)
+    return Table([Column("name"), Column("measure"), Column(view.label)], [row[:3] for row in rows])
 
 
 def comparison(views: Sequence[RunView], only: Sequence[str] = ()) -> Table:
@@ -255,7 +238,7 @@ def evaluations(view: RunView) -> dict[str, Table]:
         measured = [Column(x, *special.get(x, (x.replace("_", " ").capitalize(), "loss"))) for x in names]
         columns = [*place, *measured]
         titles = evaluation_names(track, view.settings.get("eval.every"))
-        rows = [(title, *(plain(track[c.name][i]) for c in columns)) for i, title in enumerate(titles)]
+        rows = [(title, *(float(track[c.name][i]) for c in columns)) for i, title in enumerate(titles)]
         tables[suite] = Table([Column("evaluation", "Evaluation"), *columns], rows)
     return tables
 
@@ -278,7 +261,7 @@ def evaluation_names(track: Track, every: Any) -> list[str]:
 def curves(view: RunView) -> Table:
     """The `train` lines in full precision: what the charts are drawn from."""
     names = ["step", *(name for name in view.train.columns if name not in ("step", "hours")), "hours"]
-    rows = [tuple(map(plain, row)) for row in zip(*(view.train[name] for name in names), strict=True)]
+    rows = list(zip(*(view.train[name].tolist() for name in names), strict=True))
     return Table([Column(name) for name in names], rows)
 
 
@@ -287,17 +270,9 @@ def stacked(parts: Sequence[tuple[tuple[str, ...], Table]], names: Iterable[str]
     columns = {column.name: column for _, table in parts for column in table.columns}
     rows = []
     for what, table in parts:
-        for row in table.rows:
-            cells = dict(zip((column.name for column in table.columns), row, strict=True))
-            rows.append((*what, *(cells.get(name) for name in columns)))
+        own = [column.name for column in table.columns]
+        rows += [(*what, *map(dict(zip(own, row, strict=True)).get, columns)) for row in table.rows]
     return Table([*(Column(name) for name in names), *columns.values()], rows)
-
-
-def plain(value: float) -> float | int | None:
-    """A float of a track as a value of a table: None for NaN, an integer where it is one."""
-    if math.isnan(value):
-        return None
-    return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

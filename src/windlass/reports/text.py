@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from windlass.reports.view import Numbers, RunView
-from windlass.telemetry.console import duration, short
+from windlass.reports.view import RunView
+from windlass.telemetry.console import duration
 
 MISSING = "–"
 
@@ -32,8 +32,8 @@ def show(value: Any, kind: str = "") -> str:
 
     Args:
         value: anything that a recipe or a ledger holds; None is shown as a dash.
-        kind: `loss`, `score`, `rate`, `count`, `compact` (`3.28M`), `amount` (with a fraction), `mb`,
-            `share` (a fraction, shown as %), `duration` (seconds), `hours`; empty: six significant digits.
+        kind: `loss`, `score`, `rate`, `count`, `amount` (with a fraction), `mb`, `share` (a fraction, shown as %),
+            `duration` (seconds), `hours`; empty: six significant digits.
     """
     if value is None or value == "":
         return MISSING
@@ -41,6 +41,8 @@ def show(value: Any, kind: str = "") -> str:
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         return ", ".join(show(v) for v in value) or "none"
+    if isinstance(value, dict):
+        return " ".join(f"{key} {show(v)}" for key, v in value.items())
     if not isinstance(value, (int, float)):
         return str(value)
     if not math.isfinite(value):
@@ -52,8 +54,6 @@ def show(value: Any, kind: str = "") -> str:
             return f"{value:.1f}s" if value < 60 else duration(value)
         case "share":
             return f"{100 * value:.1f} %"
-        case "compact":
-            return short(value)
         case "count":
             return f"{value:,.0f}"
         case "amount":
@@ -63,14 +63,9 @@ def show(value: Any, kind: str = "") -> str:
 
 def fixed(value: float, decimals: int) -> str:
     """So many decimals, thousands separated; small numbers keep three significant digits, huge ones go scientific."""
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size >= 1e12 or size < 10 ** -(decimals + 2):
+    if 0 < abs(value) < 10**-decimals * 100 or abs(value) >= 1e12:
         return f"{value:.3g}"
-    if size < 10**-decimals * 100:
-        return f"{value:.{2 - math.floor(math.log10(size))}f}" if decimals else f"{value:.2g}"
-    return f"{value:,.{decimals}f}"
+    return f"{value:,.{decimals}f}" if value else "0"
 
 
 def printable(text: Any) -> str:
@@ -108,25 +103,6 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return out.getvalue()
 
 
-# --- the terminal ----------------------------------------------------------------------------------------------------
-
-
-def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
-    """The training loss over steps as a curve, the validation loss as `o`; empty where nothing was logged.
-
-    Args:
-        view: the run.
-        width: characters in a line; None: as wide as the terminal, at most 100.
-        height: lines of the curve itself.
-    """
-    width = width or min(100, shutil.get_terminal_size((80, 24)).columns)
-    evals, nothing = view.evals.get("loss"), np.array([])
-    marks = (evals["step"], evals["loss"]) if evals is not None else (nothing, nothing)
-    drawn = plot(view.train["step"], view.train["loss"], marks, width, height)
-    legend = "loss in nats per token: ⠒⠒ training" + (", o validation" if len(marks[0]) else "")
-    return f"{legend}\n\n{drawn}" if drawn else ""
-
-
 def last_sample(view: RunView) -> str:
     """The last generated text, indented; empty where there is none."""
     if not view.samples:
@@ -135,36 +111,32 @@ def last_sample(view: RunView) -> str:
     return f"sample at step {view.samples[-1]['step']:,}:\n{lines}"
 
 
-def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, height: int) -> str:
-    """A curve over steps as text with axes; empty where no value is finite.
+def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
+    """The training loss over steps as lines of text with axes, the validation loss as `o`; empty without a finite value.
 
-    Args:
-        x: [n] rising.
-        y: [n]; what is not finite is left out.
-        marks: x and y of points that are set as `o` over the curve.
-        width: characters in a line.
-        height: lines of the curve itself.
+    `width`: characters in a line (None: as wide as the terminal, at most 100); `height`: lines of the curve itself.
     """
-    every_x, every_y = np.concatenate([x, marks[0]]), np.concatenate([y, marks[1]])
-    good = np.isfinite(every_x) & np.isfinite(every_y)
+    evals = view.evals.get("loss")
+    x, y = ([track[name] for track in (view.train, evals) if track is not None] for name in ("step", "loss"))
+    good = np.isfinite(np.concatenate(y))
     if not good.any():
         return ""
-    left, right = float(every_x[good].min()), float(every_x[good].max())
-    bottom, top = float(every_y[good].min()), float(every_y[good].max())
-    right, top = right if right > left else left + 1, top if top > bottom else bottom + 1
-    digits = max(0, 2 - math.floor(math.log10(top - bottom)))
-    values = [top - (top - bottom) * row / (height - 1) for row in range(height)]
+    all_x, all_y = np.concatenate(x)[good], np.concatenate(y)[good]
+    left, bottom = float(all_x.min()), float(all_y.min())
+    across, up = float(all_x.max()) - left or 1.0, float(all_y.max()) - bottom or 1.0
+    digits = max(0, 2 - math.floor(math.log10(up)))
+    values = [bottom + up * row / (height - 1) for row in reversed(range(height))]
     ticks = [f"{value:.{digits}f}" if row % 4 == 0 else "" for row, value in enumerate(values)]
     gutter = max(map(len, ticks)) + 1
-    columns = max(10, width - gutter - 2)
+    columns = max(10, (width or min(100, shutil.get_terminal_size((80, 24)).columns)) - gutter - 2)
 
     # A character is 2 × 4 dots. In each column of dots is the mean of what falls into it, joined to the one before.
     bits = np.zeros((height, columns), dtype=np.int64)
-    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-    places = ((x - left) / (right - left) * (2 * columns - 1)).round()
+    steps, losses = x[0][np.isfinite(y[0])], y[0][np.isfinite(y[0])]
+    places = ((steps - left) / across * (2 * columns - 1)).round()
     before = None
     for at in np.unique(places).astype(int):
-        dot = round((top - float(y[places == at].mean())) / (top - bottom) * (4 * height - 1))
+        dot = round((1 - (float(losses[places == at].mean()) - bottom) / up) * (4 * height - 1))
         from_at, from_dot = before or (at, dot)
         for share in np.linspace(0, 1, 1 + max(at - from_at, abs(dot - from_dot), 1)):
             column, row = round(from_at + (at - from_at) * share), round(from_dot + (dot - from_dot) * share)
@@ -172,12 +144,13 @@ def plot(x: Numbers, y: Numbers, marks: tuple[Numbers, Numbers], width: int, hei
         before = (at, dot)
     canvas = [[chr(0x2800 + int(cell)) if cell else " " for cell in line] for line in bits]
 
-    for at, value in zip(*marks, strict=True):
-        if math.isfinite(at) and math.isfinite(value):
-            row = round((top - value) / (top - bottom) * (height - 1))
-            canvas[row][round((at - left) / (right - left) * (columns - 1))] = "o"
-    lines = [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]
-    first, last = show(left, "count"), f"{show(right, 'count')} steps"
+    for step, loss in zip(*(x[1], y[1]) if evals is not None else ((), ()), strict=True):
+        if math.isfinite(loss):
+            canvas[round((1 - (loss - bottom) / up) * (height - 1))][round((step - left) / across * (columns - 1))] = (
+                "o"
+            )
+    first, last = show(left, "count"), f"{show(left + across, 'count')} steps"
+    lines = ["loss in nats per token: ⠒⠒ training" + (", o validation" if evals is not None else ""), ""]
+    lines += [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]
     lines.append(f"{'':>{gutter}} └{'─' * columns}")
-    lines.append(f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}"])

@@ -33,10 +33,7 @@ BOOKKEEPING = (
 STARTS = {"started": "started again", "resumed": "resumed", "branched": "branched", "rewound": "rewound"}
 """Events that begin an attempt, and what a chart calls the restart."""
 
-DEVICE_FIELDS = (
-    "util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "peak_reserved_mb", "rss_mb",
-    "power_w", "temperature_c",
-)  # fmt: skip
+DEVICE_FIELDS = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "peak_alloc_mb", "rss_mb", "power_w")
 MAX_DEVICE_BYTES = 8_000_000
 """The sample files of all ranks are parsed whole up to this size together; of larger ones every n-th line."""
 
@@ -49,12 +46,9 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def timestamp(text: Any) -> float:
-    """An ISO 8601 time as seconds since 1970; NaN for anything else."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
-        return math.nan
+def timestamp(text: str) -> float:
+    """An ISO 8601 time as seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp()
 
 
 @dataclass(frozen=True)
@@ -111,8 +105,7 @@ class RunView:
     start: Line  # the last event of starting, with what it lacks from those before
     summary: Line
     speed: Throughput | None
-    wall: Mapping[str, float]
-    """Seconds by phase over all starts, and their `total`; empty where the ledger has no times."""
+    wall: Mapping[str, float]  # seconds by phase over all starts, and their `total`
     device_hours: float | None
     outcome: PredictedAndActual
 
@@ -136,24 +129,18 @@ class Clock:
     """Converts times of day into hours of training."""
 
     def __init__(self, ledger: Sequence[Line]):
-        spans: dict[int, list[float]] = {}
-        starts: dict[int, float] = {}
+        lines: dict[int, list[Line]] = {}
         for line in ledger:
-            attempt, at, event = int(line.get("attempt", 0)), timestamp(line.get("time")), line.get("event")
-            if math.isnan(at):
-                continue
-            if event in STARTS:
-                starts.setdefault(attempt, at)
             # other events may come from steps that were done again
-            if line["kind"] != "event" or event in (*STARTS, "checkpoint", "finished"):
-                spans.setdefault(attempt, []).append(at)
+            if line["kind"] != "event" or line.get("event") in (*STARTS, "checkpoint", "finished"):
+                lines.setdefault(int(line.get("attempt", 0)), []).append(line)
         self.attempts: list[Attempt] = []
         before = 0.0
-        for attempt in sorted(spans):
-            start = starts.get(attempt, min(spans[attempt]))
-            end = max(start, *spans[attempt])
-            self.attempts.append(Attempt(attempt, start, end, before))
-            before += end - start
+        for attempt, own in sorted(lines.items()):
+            times = [timestamp(line["time"]) for line in own]
+            start = next((at for line, at in zip(own, times, strict=True) if line.get("event") in STARTS), min(times))
+            self.attempts.append(Attempt(attempt, start, max(times), before))
+            before += max(times) - start
 
     def hours(self, at: float, attempt: int | None = None) -> float:
         """Hours of training at a time of day; NaN in a pause or in work that was done again.
@@ -161,12 +148,9 @@ class Clock:
         Without `attempt` (device samples do not have one) it is the attempt that ran at that time.
         """
         begun = [a for a in self.attempts if (a.start <= at if attempt is None else a.number == attempt)]
-        if not begun or math.isnan(at):
+        if not begun or (attempt is None and at > begun[-1].end and begun[-1] is not self.attempts[-1]):
             return math.nan
-        current = begun[-1]
-        if attempt is None and at > current.end and current is not self.attempts[-1]:
-            return math.nan
-        return (current.before + max(0.0, at - current.start)) / 3600
+        return (begun[-1].before + max(0.0, at - begun[-1].start)) / 3600
 
 
 def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Numbers:
@@ -182,17 +166,12 @@ def view(run: Run, label: str | None = None) -> RunView:
     ledger = effective(raw)
     clock = Clock(ledger)
     train = _track([line for line in ledger if line["kind"] == "train"], clock)
-    wall = wall_time(raw)
-    suites: dict[str, list[Line]] = {}
-    for line in ledger:
-        if line["kind"] == "eval":
-            suites.setdefault(str(line.get("suite") or "loss"), []).append(line)
-    # `tokens` of an `eval` line are those evaluated on; a chart's axis needs those trained on
-    evals = {suite: _track(lines, clock) for suite, lines in suites.items()}
-    evals = {
-        suite: Track({**track.columns, "tokens": interpolate(train, "step", track["step"], "tokens")})
-        for suite, track in evals.items()
-    }
+    evals = {}
+    for suite in dict.fromkeys(line.get("suite", "loss") for line in ledger if line["kind"] == "eval"):
+        own = [line for line in ledger if line["kind"] == "eval" and line.get("suite", "loss") == suite]
+        columns = _track(own, clock).columns
+        # `tokens` of an `eval` line are those evaluated on; a chart's axis needs those trained on
+        evals[suite] = Track({**columns, "tokens": interpolate(train, "step", columns["step"], "tokens")})
     events = [line for line in ledger if line["kind"] == "event"]
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     start: Line = {}
@@ -220,19 +199,16 @@ def view(run: Run, label: str | None = None) -> RunView:
         start=start,
         summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
         speed=throughput(ledger),
-        wall=wall if wall["total"] else {},
-        device_hours=device_hours(raw) if wall["total"] else None,
+        wall=wall_time(raw),
+        device_hours=device_hours(raw) or None,
         outcome=predicted_and_actual(run),
     )
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
-    """Read several runs, each under a label of its own: the name, with its parent where names repeat."""
+    """Read several runs, each under a label of its own: the name, or the path where names repeat."""
     names = [run.name for run in runs]
-    parents = [f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
-    labels = [parents[i] if names.count(name) > 1 else name for i, name in enumerate(names)]
-    labels = [f"{name} ({i + 1})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]
-    return [view(run, label) for run, label in zip(runs, labels, strict=True)]
+    return [view(run, run.name if names.count(run.name) == 1 else str(run.path)) for run in runs]
 
 
 def _track(lines: Sequence[Line], clock: Clock) -> Track:
@@ -241,7 +217,7 @@ def _track(lines: Sequence[Line], clock: Clock) -> Track:
         key for line in lines for key, value in line.items() if key == "loss" or not math.isnan(number(value))
     )
     columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
-    hours = [clock.hours(timestamp(line.get("time")), int(line.get("attempt", 0))) for line in lines]
+    hours = [clock.hours(timestamp(line["time"]), int(line.get("attempt", 0))) for line in lines]
     columns |= {"step": np.array([line["step"] for line in lines], dtype=np.float64), "hours": np.array(hours)}
     columns.setdefault("tokens", np.full(len(lines), math.nan))
     return Track(columns)
@@ -254,7 +230,7 @@ def _rank(path: Path, limit: int, clock: Clock) -> Track:
         with suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                rows.append((clock.hours(timestamp(line.get("time"))), line))
+                rows.append((clock.hours(timestamp(line["time"])), line))
     rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
     columns = {
         name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64)
