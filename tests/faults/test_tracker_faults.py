@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -28,15 +28,11 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 20
 
 
-def prepare(run: Path, *names: str, flush_seconds: float = 60.0) -> Recipe:
-    recipe = Recipe.model_validate({"telemetry": {"trackers": list(names), "flush_seconds": flush_seconds}})
-    run.mkdir(parents=True)
-    (run / "recipe.toml").write_text(recipe.toml())
-    return recipe
-
-
-def started_for(run: Path, recipe: Recipe) -> Trackers:
-    return Trackers(run, recipe.telemetry.trackers, recipe.telemetry.flush_seconds)
+def open_trackers(run: Path, *names: str) -> Trackers:
+    """The trackers of a run that has no trainer, its recipe written where a run has it."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "recipe.toml").write_text(Recipe().toml())
+    return Trackers(run, names, 60.0)
 
 
 def train(run: Path, handles: list) -> list:
@@ -99,7 +95,7 @@ def hung_imports(tmp_path, monkeypatch):
 
 def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_imports):
     run = tmp_path / "run"
-    handle = started_for(run, prepare(run, "tensorboard", "mlflow", "wandb"))
+    handle = open_trackers(run, "tensorboard", "mlflow", "wandb")
     started = pids(handle)
     assert train(run, [handle]) == []
     notes = handle.finish(0.5)
@@ -110,7 +106,7 @@ def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_
 
 def test_an_exporter_that_dies_is_reported_once(tmp_path, hung_imports):
     run = tmp_path / "run"
-    handle = started_for(run, prepare(run, "mlflow"))
+    handle = open_trackers(run, "mlflow")
     os.kill(pids(handle)[0], signal.SIGKILL)
     handle.processes["mlflow"].wait()
     notes = train(run, [handle]) + handle.finish(0.1)
@@ -121,27 +117,21 @@ def test_an_exporter_that_dies_is_reported_once(tmp_path, hung_imports):
 
 
 @contextmanager
-def black_hole():
+def black_hole(backlog: int = 0, fill: int = 3):
     """An address that takes no more connections and does not say so: its queue is full."""
-    with socket.socket() as server:
+    with socket.socket() as server, ExitStack() as stack:
         server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        fillers = [socket.socket() for _ in range(3)]
-        for filler in fillers:
+        server.listen(backlog)
+        for _ in range(fill):
+            filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(server.getsockname())
         yield server.getsockname()[1]
-        for filler in fillers:
-            filler.close()
 
 
-@contextmanager
 def silent():
     """A server that takes connections and never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(64)
-        yield server.getsockname()[1]
+    return black_hole(64, 0)
 
 
 @contextmanager
@@ -167,10 +157,10 @@ def broken():
 
 
 @contextmanager
-def full_disk(kilobytes: int):
-    """What is started in here can make no file longer than this."""
+def full_disk():
+    """What is started in here can make no file longer than a kilobyte."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
     try:
         yield
     finally:
@@ -182,10 +172,10 @@ def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{KEY}@127.0.0.1:{free.getsockname()[1]}")
-    handles = [started_for(refusing, prepare(refusing, "mlflow"))]
-    recipe = prepare(filled, "tensorboard")
-    with full_disk(kilobytes=1):
-        handles.append(started_for(filled, recipe))
+    handles = [open_trackers(refusing, "mlflow")]
+    open_trackers(filled)
+    with full_disk():
+        handles.append(Trackers(filled, ["tensorboard"], 60.0))
     started = [pid for handle in handles for pid in pids(handle)]
     notes = train(filled, handles) + train(refusing, handles)
 
@@ -214,7 +204,7 @@ def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        handle = started_for(run, prepare(run, name))
+        handle = open_trackers(run, name)
         started = pids(handle)
         notes = train(run, [handle]) + handle.finish(60.0)
     assert unharmed(run) and all(gone(pid) for pid in started)
@@ -231,9 +221,9 @@ def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
 def test_a_full_disk_under_the_other_trackers(tmp_path, monkeypatch, name):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "runs" / "run"
-    recipe = prepare(run, name)
-    with full_disk(kilobytes=1):
-        handle = started_for(run, recipe)
+    open_trackers(run)
+    with full_disk():
+        handle = Trackers(run, [name], 60.0)
     notes = train(run, [handle]) + handle.finish(30.0)
     assert unharmed(run)
     assert len([note for note in notes if note.warning]) == 1
@@ -244,12 +234,10 @@ def test_a_full_disk_under_the_other_trackers(tmp_path, monkeypatch, name):
 PARENT = """
 import sys, time
 from pathlib import Path
-from windlass.recipe import Recipe
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import Trackers
 run = Path(sys.argv[1])
-telemetry = Recipe.load(run / "recipe.toml").telemetry
-handle = Trackers(run, telemetry.trackers, telemetry.flush_seconds)
+handle = Trackers(run, ["tensorboard"], float(sys.argv[2]))
 ledger = Ledger(run / "metrics.jsonl")
 ledger.write("event", 0, event="started", world=1)
 for step in range(1, 21):
@@ -264,32 +252,32 @@ def test_an_exporter_outlives_a_killed_run_only_to_send_the_rest(tmp_path, reque
     if hung:
         request.getfixturevalue("hung_imports")
     run = tmp_path / "run"
-    prepare(run, "tensorboard", flush_seconds=0.5 if hung else 60.0)
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(run)], stdout=subprocess.PIPE, text=True) as parent:
+    open_trackers(run)
+    command = [sys.executable, "-c", PARENT, str(run), "0.5" if hung else "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert select.select([parent.stdout], [], [], 60)[0]
         (pid,) = map(int, parent.stdout.readline().split())
         os.kill(parent.pid, signal.SIGKILL)
     wait_until(lambda: gone(pid))
     assert unharmed(run)
-    assert hung or shown_by_tensorboard(run) == list(range(1, 21))
+    assert hung or shown_by_tensorboard(run) == list(range(1, STEPS + 1))
 
 
 def test_compiled_code_that_never_lets_go_is_ended_too(tmp_path, monkeypatch):
     """No Python thread runs in such an exporter; the alarm that ends it comes from the system."""
     run = tmp_path / "run"
-    prepare(run, "mlflow")
+    open_trackers(run)
     train(run, [])
     put_first(monkeypatch, tmp_path, 'import re\nre.match("(a+)+$", "a" * 60 + "b")\n', "mlflow")
     code = "from windlass.telemetry.trackers import exporter_process as e; e.WATCH_SECONDS = 0.1; "
-    code += f"e.main({str(run)!r}, 'mlflow', '0.2')"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"{code} e.main({str(run)!r}, 'mlflow', '0.2')"]
     done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, timeout=60, process_group=0)
     assert done.returncode == -signal.SIGALRM
 
 
 def test_a_run_that_fails_lets_go_without_waiting(tmp_path):
     run = tmp_path / "run"
-    handle = started_for(run, prepare(run, "tensorboard"))
+    handle = open_trackers(run, "tensorboard")
     (pid,) = pids(handle)
     train(run, [handle])
     handle.close()
@@ -301,9 +289,9 @@ def test_a_run_that_fails_lets_go_without_waiting(tmp_path):
 def test_two_exporters_do_not_write_into_one_tracker(tmp_path):
     """The one of a run that was killed still sends the rest; the next start's waits for it."""
     run = tmp_path / "run"
-    recipe = prepare(run, "tensorboard")
+    (run / "trackers").mkdir(parents=True)
     with FileLock(run / "trackers" / "tensorboard.lock"):
-        handle = started_for(run, recipe)
+        handle = open_trackers(run, "tensorboard")
         notes = train(run, [handle])
         time.sleep(3)
         assert not list(run.glob("tensorboard/*"))

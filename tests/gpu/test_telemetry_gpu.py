@@ -35,31 +35,21 @@ def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
         patch.setattr(torch.cuda.Event, "synchronize", waited)
         patch.setattr(torch.cuda, "synchronize", waited)
         for _ in range(3):
-            with timer.phase("forward"):
-                work(100)
-            with timer.phase("backward"):
-                work(200)
-            with timer.phase("optimizer"):
-                work(10)
-            with timer.outside():
-                work(300)
-    found = timer.read()
-    assert 1.5 < found["backward_ms"] / found["forward_ms"] < 2.5
-    assert found["step_ms"] == pytest.approx(
-        found["forward_ms"] + found["backward_ms"] + found["optimizer_ms"], rel=0.2
-    )
+            for phase, products in (("forward", 100), ("backward", 200), ("optimizer", 10), ("outside", 300)):
+                with timer.phase(phase):
+                    work(products)
+    ms = timer.read()
+    assert 1.5 < ms["backward_ms"] / ms["forward_ms"] < 2.5
+    assert ms["step_ms"] == pytest.approx(ms["forward_ms"] + ms["backward_ms"] + ms["optimizer_ms"], rel=0.2)
 
 
-def test_the_probe_finds_this_device(tmp_path):
-    held = torch.zeros(64, 1024, 1024, dtype=torch.uint8, device="cuda")
-    found = CudaProbe(torch.cuda.current_device()).read()
-    assert (
-        found["mem_alloc_mb"] >= 67.1
-        and found["peak_reserved_mb"] >= found["mem_reserved_mb"] >= found["mem_alloc_mb"] - 1
-    )
-    del held
+def test_the_probe_finds_this_device():
+    block = torch.zeros(64, 1024, 1024, dtype=torch.uint8, device="cuda")
+    sample = CudaProbe(torch.cuda.current_device()).read()
+    assert block.nbytes / 1e6 <= sample["mem_alloc_mb"] <= sample["mem_reserved_mb"] + 1
+    assert sample["mem_reserved_mb"] <= sample["peak_reserved_mb"]
     if pytest.importorskip("pynvml"):
-        assert found["mem_used_mb"] > 67 and 0 <= found["util_pct"] <= 100
+        assert sample["mem_used_mb"] > 67 and 0 <= sample["util_pct"] <= 100
 
 
 def test_the_sampler_sees_a_busy_device(tmp_path):
@@ -72,6 +62,4 @@ def test_the_sampler_sees_a_busy_device(tmp_path):
     sampler.stop()
     lines = [json.loads(line) for line in sampler.path.read_text().splitlines()]
     assert sampler.warning is None and lines[0]["memory_mb"] > 1000
-    utils = [line["util_pct"] for line in lines if "util_pct" in line]
-    if utils:
-        assert max(utils) > 50
+    assert max((line["util_pct"] for line in lines if "util_pct" in line), default=100) > 50

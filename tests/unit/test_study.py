@@ -11,7 +11,6 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.run import Run
 from windlass.study.study import Study, diverged
 from windlass.study.sweep import Halving
 
@@ -24,13 +23,10 @@ def study(tmp_path):
 
 
 def test_given_again_it_is_opened(study):
-    assert (
-        Study.create(Recipe.load("quickstart"), ["optim.lr=0.01,0.001", "run.seed=1,2"], study.path).cells
-        == study.cells
-    )
+    recipe = Recipe.load("quickstart")
+    for axes in (["optim.lr=0.01,0.001", "run.seed=1,2"], {"optim.lr": [1e-2, 1e-3], "run.seed": [1, 2]}):
+        assert Study.create(recipe, axes, study.path).cells == study.cells
     assert Study.open(study.path) == study
-    mapping = Study.create(Recipe.load("quickstart"), {"optim.lr": [1e-2, 1e-3], "run.seed": [1, 2]}, study.path)
-    assert mapping.cells == study.cells
 
 
 @pytest.mark.parametrize(
@@ -47,20 +43,19 @@ def test_given_again_with_another_setting_it_is_refused_with_the_key(study, sett
     assert AXES[1] in str(error.value) and "--dir" in str(error.value)
 
 
-def test_a_cell_that_would_be_another_recipe_is_one_error(study):
-    file = study.path / "recipe.toml"
-    file.write_text(file.read_text().replace("layers = 4", "layers = 3"))
-    assert Recipe.load(file).model.layers == 3
+@pytest.mark.parametrize(
+    ("name", "before", "after", "words"),
+    [
+        ("recipe.toml", "layers = 4", "layers = 3", ["recipe.toml", "--dir"]),
+        ("study.json", '"key"', '"other"', ["study.json"]),
+    ],
+)
+def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after, words):
+    text = (study.path / name).read_text()
+    (study.path / name).write_text(text.replace(before, after))
     with pytest.raises(UserError) as error:
         Study.open(study.path)
-    assert "recipe.toml" in str(error.value) and "--dir" in str(error.value)
-
-
-def test_a_damaged_study_is_said(study):
-    (study.path / "study.json").write_text('{"axes": [], "cells": [{"run": "x"}]}')
-    with pytest.raises(UserError) as error:
-        Study.open(study.path)
-    assert "study.json" in str(error.value)
+    assert all(word in str(error.value) for word in words)
 
 
 def fail(path, number):
@@ -77,32 +72,25 @@ def test_statuses_written_at_the_same_time_are_all_kept(tmp_path):
 
 def test_an_interruption_is_shown_but_leaves_the_cell_open(study):
     cell = study.cells[0]
+    run = study.run_of(cell)
 
-    def state():
+    def state(event="", attempt=0, step=0):
+        if event:
+            line = {"kind": "event", "step": step, "attempt": attempt, "event": event, "reason": "r"}
+            with run.metrics_path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         result = study.result(cell)
         return result.state, result.reason
 
     study.set_status(cell, "interrupted", "killed by signal 9")
     assert state() == ("interrupted", "killed by signal 9")
-    run = Run(study.run_of(cell).path)
     run.path.mkdir(parents=True)
-
-    def event(name, attempt, step=0):
-        with run.metrics_path.open("a") as file:
-            file.write(
-                json.dumps({"kind": "event", "step": step, "attempt": attempt, "event": name, "reason": "r"}) + "\n"
-            )
-
-    event("started", 0)
     run.heartbeat_path.touch()
-    assert state() == ("running", "")
+    assert state("started") == ("running", "")
     run.heartbeat_path.unlink()
-    event("failed", 0, step=9)
-    assert state() == ("failed", "r")
-    event("resumed", 1, step=5)
-    assert state()[0] == "interrupted"  # killed after it was tried again
-    event("finished", 1, step=9)
-    assert state() == ("finished", "")
+    assert state("failed", 0, 9) == ("failed", "r")
+    assert state("resumed", 1, 5)[0] == "interrupted"  # killed after it was tried again
+    assert state("finished", 1, 9) == ("finished", "")
 
 
 @pytest.mark.parametrize(

@@ -70,26 +70,24 @@ TRAINING = textwrap.dedent(
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    """Sweep over seeds, each cell's training as planned: `play(plans, **options)` gives the code, the study and what was said."""
+    """Sweep over seeds, each cell's training as planned: gives the exit code, the study and the messages."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def start(plans, axes=None, show=lambda study: None, **options):
+    def start(plans, axes=None, **options):
         axes = axes or [f"run.seed={','.join(str(n) for n in range(1, len(plans) + 1))}"]
-        study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study")
+        study, messages = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study"), []
 
         def command(_, cell):
             plan = {"steps": STEPS, "losses": [4.0], "pause": 0.0} | plans[study.cells.index(cell)]
             return [sys.executable, "-c", TRAINING, str(study.run_of(cell).path), json.dumps(plan)]
 
-        said: list[str] = []
+        options |= {"notify": messages.append, "command": command, "poll_seconds": 0.02}
         try:
-            Sweep(
-                study, study.cells, show=show, notify=said.append, command=command, poll_seconds=0.02, **options
-            ).run()
+            Sweep(study, study.cells, **options).run()
         except Stopped:
-            return STOPPED, study, said
-        return (DONE if all(s in DONE_STATES for s in states(study)) else 1), study, said
+            return STOPPED, study, messages
+        return (DONE if all(s in DONE_STATES for s in states(study)) else 1), study, messages
 
     return start
 
@@ -107,7 +105,7 @@ def about(study, number=0):
     return json.loads((study.run_of(study.cells[number]).path / "about.json").read_text())
 
 
-def test_a_signal_saves_ends_with_75_and_the_same_command_goes_on(play):
+def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
     def interrupt(study):
         if "running" in states(study) and study.results()[0].step:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -122,10 +120,11 @@ def test_a_signal_saves_ends_with_75_and_the_same_command_goes_on(play):
     assert attempts(study) == ["started", "resumed"]
 
 
-def test_a_cell_that_is_killed_is_tried_again_and_never_judged_as_failed(play):
-    code, study, _ = play([{"killed": RETRIES}, {}])
+@pytest.mark.parametrize(("plan", "resumes"), [({"killed": RETRIES}, RETRIES), ({"taken": 1}, 1)])
+def test_a_cell_that_is_killed_or_that_another_process_trains_is_tried_again(play, plan, resumes):
+    code, study, _ = play([plan, {}])
     assert (code, states(study)) == (DONE, ["finished"] * 2)
-    assert attempts(study) == ["started", *["resumed"] * RETRIES]
+    assert attempts(study)[1:] == ["resumed"] * resumes
 
 
 def test_a_cell_that_is_killed_again_and_again_is_left_to_the_next_sweep(play):
@@ -134,11 +133,6 @@ def test_a_cell_that_is_killed_again_and_again_is_left_to_the_next_sweep(play):
     assert study.results()[0].reason == f"killed by signal 9 ({RETRIES + 1} times)"
     code, study, _ = play([{}, {}])
     assert (code, states(study)) == (DONE, ["finished"] * 2)
-
-
-def test_a_directory_that_another_process_has_is_tried_again(play):
-    code, study, _ = play([{"taken": 1}])
-    assert (code, states(study)) == (DONE, ["finished"])
 
 
 def test_failed_cells_are_left_alone_until_asked_for(play):
@@ -177,7 +171,7 @@ def test_halving_leaves_the_worse_half_behind(play):
     assert study.results()[2].step < STEPS
 
 
-def test_halving_after_a_kill_judges_as_it_did(play):
+def test_halving_after_a_kill_decides_as_before(play):
     """A cell that was to be left behind when everything was killed is left behind when the command is given again."""
     pytest.importorskip("optuna")
     _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "killed": 9, "steps": 9}])
@@ -190,7 +184,7 @@ def test_halving_after_a_kill_judges_as_it_did(play):
     assert study.run_of(last).metrics_path.read_bytes() == before
 
 
-def test_past_evaluations_are_judged_in_the_order_in_which_they_came(tmp_path):
+def test_past_evaluations_count_in_the_order_in_which_they_came(tmp_path):
     """The worse cell came first, and was alone: in the order of the grid it would be left behind."""
     pytest.importorskip("optuna")
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
@@ -203,45 +197,33 @@ def test_past_evaluations_are_judged_in_the_order_in_which_they_came(tmp_path):
     assert [halving.prune(result) for result in study.results()] == ["", ""]
 
 
-def test_workers_share_the_cores(play):
-    code, study, _ = play([{}, {}, {}], workers=2)
+def test_workers_and_ranks_share_the_cores(play):
+    """Every rank of every cell has the same threads, so that their speeds can be compared."""
+    code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4, workers=2)
     assert code == DONE
-    assert about(study)["threads"] == str(thread_share(2))
+    assert [(about(study, n)["world"], about(study, n)["threads"]) for n in (0, 1)] == [
+        (1, str(thread_share(4))), (2, str(thread_share(4)))
+    ]  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     assert (thread_share(1), thread_share(cores), thread_share(4 * cores)) == (cores, 1, 1)
 
 
-def test_the_number_of_ranks_can_be_an_axis(play):
-    """Every rank of every cell has the same threads, so that their speeds can be compared."""
-    code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4)
-    assert code == DONE
-    assert [(about(study, n)["world"], about(study, n)["threads"]) for n in (0, 1)] == [
-        (1, str(thread_share(2))), (2, str(thread_share(2)))
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("devices", "workers", "world", "given", "side_by_side"),
-    [
-        ("0,1", 4, 1, {"0", "1"}, 2),
-        ("3,5", 2, 1, {"3", "5"}, 2),
-        ("0,1,2,3", 4, 2, {"0,1", "2,3"}, 2),
-        ("", 2, 1, {""}, 2),
-    ],
+    ("devices", "workers", "world", "given"),
+    [("3,5", 4, 1, {"3", "5"}), ("0,1,2,3", 4, 2, {"0,1", "2,3"}), ("", 2, 1, {""})],
 )
-def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, world, given, side_by_side):
+def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, world, given):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-    _, study, said = play([{"pause": 0.1}] * 4, workers=workers, world=world)
+    _, study, messages = play([{"pause": 0.1}] * 4, workers=workers, world=world)
     assert states(study) == ["finished"] * 4
     assert {about(study, n)["devices"] for n in range(4)} == given
-    assert len(said) == (workers > side_by_side)
-    assert all(f"{side_by_side} cells side by side, not {workers}" in line for line in said)
+    assert len(messages) == (workers > 2) and all("2 cells side by side, not 4" in line for line in messages)
 
 
 HOLD = "import sys, pathlib\nfrom windlass.training.start import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
 
 
-def test_a_cell_that_another_process_trains_is_taken_up_when_that_one_is_killed(play, tmp_path):
+def test_a_cell_that_another_process_trains_is_resumed_when_that_one_is_killed(play, tmp_path):
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
     run = study.run_of(study.cells[0])
     run.path.mkdir(parents=True)

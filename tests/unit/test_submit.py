@@ -31,22 +31,16 @@ def script_of(study, scheduler, cells, arguments=(), world=1, flags=()):
 
 
 def test_the_array_script_names_the_cells_that_are_left(study):
-    for scheduler, array, index in (
-        ("slurm", "#SBATCH --array=0,2,3", "SLURM_ARRAY_TASK_ID"),
-        ("pbs", "#PBS -J 0-3", "PBS_ARRAY_INDEX"),
+    """PBS Pro has no array of one."""
+    for scheduler, cells, array, index in (
+        ("slurm", [0, 2, 3], "#SBATCH --array=0,2,3", "$SLURM_ARRAY_TASK_ID"),
+        ("slurm", [3], "#SBATCH --array=3", "$SLURM_ARRAY_TASK_ID"),
+        ("pbs", [0, 2, 3], "#PBS -J 0-3", "$PBS_ARRAY_INDEX"),
+        ("pbs", [3], "", "3"),
     ):
-        lines = script_of(study, scheduler, [0, 2, 3], world=2)
-        assert array in lines
-        call = next(line for line in lines if "--only" in line)
-        assert call.endswith(f"--world 2 --only ${index} &")
-
-
-def test_a_single_cell_of_pbs_is_a_plain_job(study):
-    """PBS Pro knows no array of one."""
-    lines = script_of(study, "pbs", [3])
-    assert not [line for line in lines if line.startswith("#PBS -J")]
-    assert any(line.endswith("--only 3 &") for line in lines)
-    assert "#SBATCH --array=3" in script_of(study, "slurm", [3])
+        lines = script_of(study, scheduler, cells, world=2)
+        assert [line for line in lines if "--array" in line or " -J " in line] == [array] * bool(array)
+        assert any(line.endswith(f"--world 2 --only {index} &") for line in lines)
 
 
 def test_a_rank_has_a_core_and_a_gpu_unless_the_recipe_says_cpu(study, tmp_path):
@@ -76,22 +70,15 @@ def test_what_is_submitted(study):
     held.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "event": "started"}))
     held.heartbeat_path.touch()
     messages = []
-    script = submit_sweep(
-        Recipe.load("quickstart"),
-        AXES,
-        "slurm",
-        path=study.path,
-        stop_diverged=True,
-        dry_run=True,
-        notify=messages.append,
-    )
+    recipe, options = Recipe.load("quickstart"), {"path": study.path, "dry_run": True}
+    script = submit_sweep(recipe, AXES, "slurm", stop_diverged=True, notify=messages.append, **options)
     assert "#SBATCH --array=0,3" in script and "--stop-diverged" in script and "--retry-failed" not in script
     assert any("cell 2" in message for message in messages)
-    again = submit_sweep(Recipe.load("quickstart"), AXES, "slurm", path=study.path, retry_failed=True, dry_run=True)
+    again = submit_sweep(recipe, AXES, "slurm", retry_failed=True, **options)
     assert "#SBATCH --array=0,1,3" in again and "--retry-failed" in again
     for scheduler, halving in (("lsf", False), ("slurm", True)):
         with pytest.raises(UserError):
-            submit_sweep(Recipe.load("quickstart"), AXES, scheduler, path=study.path, halving=halving, dry_run=True)
+            submit_sweep(recipe, AXES, scheduler, halving=halving, **options)
 
 
 def test_the_script_is_given_to_the_scheduler(study, tmp_path, monkeypatch):
