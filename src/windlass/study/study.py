@@ -82,7 +82,6 @@ class CellResult:
 
     @property
     def divergence(self) -> str:
-        """Why the loss counts as diverged; empty while it does not."""
         if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
             return ""
         above = f", {DIVERGED_NATS:g} above the first" if math.isfinite(self.loss) else ""
@@ -104,7 +103,6 @@ class Group:
 
     @property
     def scores(self) -> list[float]:
-        """The best value of the measure for each finished cell."""
         return [r.score for r in self.results if r.state == "finished" and r.score is not None]
 
     @property

@@ -36,26 +36,15 @@ STOP_SECONDS = 90.0
 
 
 def sweep(
-    recipe: Recipe,
-    axes: Axes,
-    *,
-    seeds: Sequence[int] = (),
-    path: Path | None = None,
-    world: int = 1,
-    workers: int = 1,
-    stop_diverged: bool = False,
-    halving: bool = False,
-    retry_failed: bool = False,
-    only: int | None = None,
-    show: Callable[[Study], None] = lambda study: None,
-    notify: Callable[[str], None] = lambda text: None,
-) -> Study:
+    recipe: Recipe, axes: Axes, *, seeds: Sequence[int] = (), path: Path | None = None, world: int = 1, workers: int = 1,
+    stop_diverged: bool = False, halving: bool = False, retry_failed: bool = False, only: int | None = None,
+    show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
+) -> Study:  # fmt: skip
     """Train every cell of a grid that is not done yet, and return the study.
 
     Args:
         recipe: what all cells share.
-        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values.
-        seeds: one more axis, `run.seed`.
+        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values; `seeds` are one more axis.
         path: the study's directory; None: `studies/<preset>-<hash>`.
         world: ranks of a cell that does not set `parallel.world` itself.
         workers: cells side by side, each with an equal share of the cores and with devices of its own.
@@ -63,12 +52,9 @@ def sweep(
         halving: asynchronous successive halving by the measure that `checkpoint.best` names.
         retry_failed: train failed and diverged cells again.
         only: the number of the one cell to work on.
-        show: called with the study twice a second.
-        notify: called with messages for the user.
+        show, notify: called with the study twice a second, and with messages for the user.
 
-    Raises:
-        UserError: the directory holds another study, or a cell's recipe is invalid.
-        Stopped: a signal ended the sweep, with everything saved.
+    Raises UserError where the directory holds another study or a cell's recipe is invalid, Stopped after a signal.
     """
     if seeds:
         seed_axis = f"{SEED}={','.join(map(str, seeds))}"
@@ -82,7 +68,6 @@ def sweep(
 
 
 def train_command(study: Study, cell: Cell) -> list[str]:
-    """The command line that trains a cell, without its number of ranks."""
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
     return [sys.executable, "-m", "windlass", "train", str(recipe), *cell.overrides, f"run.dir='{directory}'"]
 
@@ -238,7 +223,6 @@ class CellProcess(subprocess.Popen[bytes]):
             )  # fmt: skip
 
     def kill(self) -> None:
-        """End it and its ranks at once."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self.wait()

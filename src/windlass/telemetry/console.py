@@ -103,18 +103,15 @@ class Console:
         self._print(f"step {line['step']}/{self.steps} | {text}", only_log=self._live is not None)
 
     def eval(self, line: Line) -> None:
-        """An evaluation: an `eval` line of the ledger."""
         shown = [f"{key} {float(line[key]):.4f}" for key in SCORES if key in line]
         if "runtime_s" in line:
             shown.append(f"{line['runtime_s']:.1f} s")
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join([line.get('suite', 'loss'), *shown])}", "green")
 
     def event(self, text: str, step: int | None = None) -> None:
-        """Something that happened: a save, a resume, the end."""
         self._print(text if step is None else f"step {step}/{self.steps} | {text}", style="cyan")
 
     def sample(self, text: str, step: int) -> None:
-        """A generated text, set off from the rest."""
         self._print(f"sample {step}/{self.steps} |")
         for line in text.splitlines() or [""]:
             self._print(f"  | {line}", style="italic")
@@ -128,14 +125,12 @@ class Console:
                 print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Take the bar away and close the log; a second call does nothing."""
-        live, log, self._live, self._log = self._live, self._log, None, None
         with self._while_terminal_is_there():
-            if live is not None:
-                live.stop()
+            if self._live is not None:
+                self._live.stop()  # takes the bar away
         with contextlib.suppress(OSError):
-            if log is not None:
-                log.close()
+            if self._log is not None:
+                self._log.close()
 
     def _print(self, text: str, style: str = "", only_log: bool = False) -> None:
         # control characters made visible, so that a generated text cannot steer the terminal

@@ -129,7 +129,6 @@ class DeviceSampler:
         self._seconds[self._phase] += self._since - since
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Take a last sample and end the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout)

@@ -88,7 +88,6 @@ def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | N
 
 
 def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
-    """Host and device of one rank."""
     import torch
 
     about: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
@@ -108,7 +107,6 @@ def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and memory of this host."""
     import psutil
 
     cpu = platform.processor() or platform.machine()

@@ -118,7 +118,6 @@ class Goodput:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`, then return to the phase before."""
         before = self.enter(name)
         try:
             yield
