@@ -8,6 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
+from helpers import write_ledger
 from windlass.cli import main
 from windlass.cli.sweep import Screen, table
 from windlass.estimate.optimum import resolve_steps
@@ -21,18 +22,14 @@ def study(tmp_path):
 
 
 def finish(study, number, loss):
-    run = study.run_of(study.cells[number])
-    run.path.mkdir(parents=True)
-    (run.path / "recipe.toml").write_text(study.cells[number].recipe.toml())
-    lines = [
-        {"kind": "event", "step": 0, "event": "started", "steps": 400},
+    write_ledger(
+        study.run_of(study.cells[number]),
+        {"kind": "event", "event": "started", "steps": 400},
         {"kind": "train", "step": 400, "loss": loss, "tokens": 819_200, "step_ms": 9.0, "tokens_per_s": 123_456.7},
         {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
         {"kind": "summary", "step": 400, "device_hours": 0.01234},
         {"kind": "event", "step": 400, "event": "finished"},
-    ]
-    times = [{"attempt": 0, "time": f"2026-03-01T09:00:0{n}.000Z"} for n in range(len(lines))]
-    run.metrics_path.write_text("".join(json.dumps(x | t) + "\n" for x, t in zip(lines, times, strict=True)))
+    )
 
 
 def drawn(study):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
 
+from helpers import write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.study.study import Study, diverged
@@ -76,15 +76,13 @@ def test_an_interruption_is_shown_but_leaves_the_cell_open(study):
 
     def state(event="", attempt=0, step=0):
         if event:
-            line = {"kind": "event", "step": step, "attempt": attempt, "event": event, "reason": "r"}
-            with run.metrics_path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            write_ledger(run, {"kind": "event", "step": step, "attempt": attempt, "event": event, "reason": "r"})
         result = study.result(cell)
         return result.state, result.reason
 
     study.set_status(cell, "interrupted", "killed by signal 9")
     assert state() == ("interrupted", "killed by signal 9")
-    run.path.mkdir(parents=True)
+    write_ledger(run)
     run.heartbeat_path.touch()
     assert state("started") == ("running", "")
     run.heartbeat_path.unlink()
@@ -101,24 +99,15 @@ def test_one_rule_for_divergence(first, last, answer):
     assert diverged(first, last) == answer
 
 
-def write_ledger(study, number, *lines):
-    run = study.run_of(study.cells[number])
-    run.path.mkdir(parents=True)
-    (run.path / "recipe.toml").write_text(study.cells[number].recipe.toml())
-    start, end = {"kind": "event", "event": "started", "step": 0}, {"kind": "event", "event": "finished", "step": 9}
-    times = [{"attempt": 0, "time": f"2026-03-01T09:00:{n:02d}.000Z"} for n in range(len(lines) + 2)]
-    text = "".join(json.dumps(x | t) + "\n" for x, t in zip([start, *lines, end], times, strict=True))
-    run.metrics_path.write_text(text)
-
-
 def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path):
     """The best F1 wins, though its loss is the worst."""
     pytest.importorskip("optuna")
     recipe = Recipe.load("gpt-squad", ["checkpoint.best=squad.f1"])
     study = Study.create(recipe, ["optim.lr=1e-2,1e-3,1e-4"], tmp_path / "f1")
     for number, (loss, f1) in enumerate([(1.0, 20.0), (3.0, 80.0), (2.0, 40.0)]):
-        losses = {"kind": "eval", "step": 9, "suite": "loss", "loss": loss}
-        write_ledger(study, number, losses, {"kind": "eval", "step": 9, "suite": "squad", "f1": f1})
+        run, line = study.run_of(study.cells[number]), {"kind": "eval", "step": 9}
+        scores = line | {"suite": "loss", "loss": loss}, line | {"suite": "squad", "f1": f1}
+        write_ledger(run, *scores, {"kind": "event", "event": "finished", "step": 9})
     best = study.winner()
     assert (best.assignment, best.median, study.results()[1].best_loss) == ({"optim.lr": 1e-3}, 80.0, 3.0)
     halving = Halving(study)
@@ -131,5 +120,5 @@ def test_speed_is_work_divided_by_time(study):
         {"kind": "train", "loss": 4.0, "step_ms": 100.0, "step": s, "tokens_per_s": v}
         for s, v in ((1, 5.0), (2, 1000.0), (11, 100.0))
     ]
-    write_ledger(study, 0, *lines)
+    write_ledger(study.run_of(study.cells[0]), *lines)
     assert study.results()[0].tokens_per_s == pytest.approx(190)

@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 
+from helpers import write_ledger
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.recipe import Recipe
 from windlass.study.study import Study
@@ -189,10 +190,8 @@ def test_past_evaluations_count_in_the_order_in_which_they_came(tmp_path):
     pytest.importorskip("optuna")
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
     for cell, loss, second in zip(study.cells, (1.0, 3.0), (30, 10), strict=True):
-        run = study.run_of(cell)
-        run.path.mkdir(parents=True)
         line = {"kind": "eval", "step": 1, "suite": "loss", "loss": loss, "time": f"2026-03-01T09:00:{second}.000Z"}
-        run.metrics_path.write_text(json.dumps(line) + "\n")
+        write_ledger(study.run_of(cell), line)
     halving = Halving(study)
     assert [halving.prune(result) for result in study.results()] == ["", ""]
 
@@ -226,8 +225,7 @@ HOLD = "import sys, pathlib\nfrom windlass.training.start import acquire_run_loc
 def test_a_cell_that_another_process_trains_is_resumed_when_that_one_is_killed(play, tmp_path):
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
     run = study.run_of(study.cells[0])
-    run.path.mkdir(parents=True)
-    run.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "attempt": 0, "event": "started"}) + "\n")
+    write_ledger(run, {"kind": "event", "event": "started"})
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

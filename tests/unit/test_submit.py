@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 
 import pytest
 
-from helpers import windlass
+from helpers import windlass, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.run import Run
 from windlass.study.study import Study
 from windlass.study.submit import array_script, submit_sweep
 
@@ -65,10 +63,9 @@ def test_what_the_user_asks_of_the_scheduler_replaces_ours(study):
 
 def test_what_is_submitted(study):
     study.set_status(study.cells[1], "failed", "bad input")
-    held = Run(study.run_of(study.cells[2]).path)
-    held.path.mkdir(parents=True)
-    held.metrics_path.write_text(json.dumps({"kind": "event", "step": 0, "event": "started"}))
-    held.heartbeat_path.touch()
+    running = study.run_of(study.cells[2])
+    write_ledger(running, {"kind": "event", "event": "started"})
+    running.heartbeat_path.touch()
     messages = []
     recipe, options = Recipe.load("quickstart"), {"path": study.path, "dry_run": True}
     script = submit_sweep(recipe, AXES, "slurm", stop_diverged=True, notify=messages.append, **options)

@@ -159,21 +159,17 @@ def test_samples_are_joined_by_time_each_once(run):
 
 
 class Server:
-    """What the service remembers of one run."""
+    """What the service remembers of one run, as the library's `init` and its run."""
+
+    url, settings = "https://example.org/run", types.SimpleNamespace(_offline=False)
 
     def __init__(self):
         self.rows, self.summary, self.starts, self.ended = [], {}, [], []
 
     def init(self, **arguments):
         self.starts.append(arguments)
-        return FakeRun(self, arguments)
-
-
-class FakeRun:
-    def __init__(self, server, arguments):
-        self.server, self.summary, self.url = server, server.summary, "https://example.org/run"
-        self.resumed, self.step = bool(server.rows), len(server.rows) and server.rows[-1][0] + 1
-        self.settings = types.SimpleNamespace(_offline=False)
+        self.resumed, self.step = bool(self.rows), len(self.rows) and self.rows[-1][0] + 1
+        return self
 
     def define_metric(self, *_, **__):
         pass
@@ -181,19 +177,17 @@ class FakeRun:
     def log(self, row, step=None):
         assert step is None or step >= self.step, "the service drops rows that go back"
         self.step = self.step if step is None else step
-        self.server.rows.append((self.step, row))
-        self.server.summary.update({key: value for key, value in row.items() if key != "_timestamp"})
+        self.rows.append((self.step, row))
+        self.summary |= {key: value for key, value in row.items() if key != "_timestamp"}
 
     def finish(self, exit_code):
-        self.server.ended.append(exit_code)
+        self.ended.append(exit_code)
 
 
 @pytest.fixture
 def server(monkeypatch):
     server, module = Server(), types.ModuleType("wandb")
-    module.init, module.teardown = server.init, lambda: None
-    module.Settings = lambda **settings: settings
-    module.Html = lambda text, inject: ("html", text)
+    module.init, module.teardown, module.Settings = server.init, lambda: None, dict
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.delenv("WANDB_MODE", raising=False)
