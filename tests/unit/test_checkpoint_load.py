@@ -1,0 +1,196 @@
+"""Which checkpoint a reader or a restart takes, the current lineage of a run, and `windlass checkpoints`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import kept
+from windlass import cli
+from windlass.checkpoint.load import choose, find, latest_step, list_checkpoints, open_checkpoint
+from windlass.checkpoint.reshard import Slice, State
+from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.save import Saver
+from windlass.errors import UserError
+from windlass.fileio import Files
+from windlass.recipe import Recipe
+
+
+def saved(run: Path, *steps: int) -> Path:
+    saver = Saver(run / "checkpoints", background=False)
+    for step in steps:
+        saver.save(step, State({"model/x": Slice(torch.ones(50), (50,))}, {}, 200), {"step": step})
+        assert not saver.poll()[0].error
+    return run
+
+
+def at(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def damage(checkpoint: Path) -> None:
+    [shard] = checkpoint.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 4
+    shard.write_bytes(data)
+
+
+def write_ledger(run: Path, *lines: dict[str, Any]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"kind": "eval", **line}) + "\n" for line in lines))
+
+
+def back_to(run: Path, step: int) -> Lineage:
+    write_lineage(run, lineage_at(run, at(run, step), step, {}), Files())
+    lineage = read_lineage(run)
+    assert lineage is not None
+    return lineage
+
+
+def chosen(run: Path, resume: str = "latest", **options: Any) -> int:
+    choice = choose(run, resume, **options)
+    assert choice is not None
+    return choice.step
+
+
+def test_what_resume_means(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert choose(run) is None and choose(run, "never") is None and latest_step(run) == -1
+    saved(run, 5, 10, 20, 15)
+    scores = [(5, 1.0, 0.2), (10, 2.0, 0.9), (20, float("nan"), 0.1)]
+    write_ledger(
+        run,
+        *({"step": step, "suite": "loss", "loss": loss} for step, loss, _ in scores),
+        *({"step": step, "suite": "hellaswag", "acc": acc} for step, _, acc in scores),
+    )
+    assert chosen(run) == 15 == latest_step(run), "the newest commit, not the highest step"
+    assert chosen(run, "best") == 5 and chosen(run, "best", measure="hellaswag.acc") == 10
+    assert chosen(run, "5") == 5 == chosen(run, str(at(run, 5))) and chosen(run, up_to=12) == 10
+    for wrong, remedy in (("7", "5, 10, 15, 20"), ("never", "--fresh"), ("newest", "latest, best, a step")):
+        with pytest.raises(UserError) as error:
+            choose(run, wrong)
+        assert remedy in str(error.value)
+    for source, step in ((run, 15), (f"{run}@5", 5), (f"{run}@best", 5), (at(run, 10), 10)):
+        assert find(source).step == step
+    for missing in (tmp_path / "nothing", f"{run}@6"):
+        with pytest.raises(UserError):
+            find(missing)
+
+
+# -- lineage ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_later_commits_or_the_one_it_started_from(tmp_path: Path) -> None:
+    run = saved(tmp_path, 3, 6, 9)
+    lineage = back_to(run, 3)
+    assert (lineage.checkpoint, lineage.step, lineage.serial) == ("checkpoints/step-00000003", 3, 3)
+    assert chosen(run) == find(run).step == 3
+    saved(run, 5, 6)
+    assert (chosen(run), chosen(run, up_to=5), chosen(run, up_to=4)) == (6, 5, 3)
+    assert choose(run, up_to=2) is None
+
+
+def test_a_reader_gets_the_best_of_the_lineage_too(tmp_path: Path) -> None:
+    run = saved(tmp_path, 3, 6, 9)
+    back_to(run, 3)
+    saved(run, 4)
+    write_ledger(run, *({"step": step, "loss": 10.0 - step} for step in (3, 4, 6)))
+    assert find(f"{run}@best").step == 4, "the checkpoint of step 6 is not the model that has this score"
+
+
+def test_commits_belong_to_the_lineage_though_newer_ones_were_deleted_by_hand(tmp_path: Path) -> None:
+    run = saved(tmp_path, 3, 6, 9)
+    back_to(run, 3)
+    for step in (6, 9):
+        shutil.rmtree(at(run, step))
+    saved(run, 4)
+    assert open_checkpoint(at(run, 4)).manifest.serial == 4 and chosen(run) == 4
+
+
+def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_path: Path) -> None:
+    run = saved(tmp_path, 3, 6)
+    back_to(run, 3)
+    damage(at(saved(run, 4), 4))
+    choice = choose(run)
+    assert choice is not None and (choice.step, choice.damaged) == (3, [at(run, 4)]) and "step 4" in choice.notes[0]
+    shutil.rmtree(at(run, 3))
+    shutil.rmtree(at(run, 4))
+    with pytest.raises(UserError) as error:
+        choose(run)
+    assert str(at(run, 3)) in str(error.value) and "checkpoint.resume=STEP" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 9, "step": 0}', '{"step": -1}'])
+def test_a_lineage_that_cannot_be_read_is_not_guessed(tmp_path: Path, text: str) -> None:
+    assert read_lineage(tmp_path) is None
+    (tmp_path / LINEAGE).write_text(text)
+    with pytest.raises(UserError, match=LINEAGE):
+        read_lineage(tmp_path)
+
+
+# -- `windlass checkpoints` -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with three checkpoints, without the training."""
+    run = saved(tmp_path / "run", 10, 20, 30)
+    recipe = Recipe.load("quickstart", ["checkpoint.keep_every=20", "checkpoint.keep_last=1", "train.global_batch=4"])
+    (run / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
+    started = {"kind": "event", "event": "started", "step": 0, "steps": 40, "samples_per_epoch": 100}
+    write_ledger(run, started, *({"step": s, "loss": loss} for s, loss in ((10, 2.0), (20, 3.0), (25, 1.0))))
+    return run
+
+
+def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, capsys: Any) -> None:
+    assert kept(run) == {10: ["best"], 20: ["every"], 30: ["last"]}
+    damage(at(run, 20))
+    code, text = invoke(capsys, run)
+    lines = text.splitlines()
+    assert code == 0 and lines[0].split() == ["step", "saved", "(UTC)", "size", "loss", "kept", "because", "state"]
+    assert [line.split()[0] for line in lines[1:4]] == ["10", "20", "30"]
+    assert "2.0000" in lines[1] and "best" in lines[1] and "whole" in lines[1] and "--verify" in lines[4]
+    code, text = invoke(capsys, run, "--verify")
+    assert code == 1 and "BAD" in text and text.count("every byte good") == 2
+    code, text = invoke(capsys, run, "--verify", "--json")
+    rows = json.loads(text)["checkpoints"]
+    assert code == 1 and [bool(row["problem"]) for row in rows] == [False, True, False]
+    assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"] and rows[0]["scores"] == {"loss": 2.0}
+
+
+def test_temporary_directories_are_listed_and_do_not_count(run: Path, capsys: Any) -> None:
+    (at(run, 30) / "manifest.sha256").unlink()
+    (run / "checkpoints" / ".saving-00000040-a-1").mkdir()
+    (run / "checkpoints" / "bad-step-00000005").mkdir()
+    listed = list_checkpoints(run)
+    assert [row.step for row in listed.checkpoints] == [10, 20]
+    assert listed.temporary == [".saving-00000040-a-1", "step-00000030"] and listed.set_aside == ["bad-step-00000005"]
+    code, text = invoke(capsys, run)
+    assert code == 0 and "step-00000030 is being written or removed" in text and "2 checkpoints" in text
+
+
+def test_no_run_and_no_checkpoints(tmp_path: Path, run: Path, capsys: Any) -> None:
+    assert invoke(capsys, tmp_path / "nothing")[0] == 2
+    shutil.rmtree(run / "checkpoints")
+    code, text = invoke(capsys, run)
+    assert code == 0 and "no checkpoint yet" in text
+
+
+def test_listing_needs_no_torch(run: Path) -> None:
+    code = (
+        "import sys; from windlass.checkpoint.load import list_checkpoints; "
+        f"assert len(list_checkpoints({str(run)!r}, verify=True).checkpoints) == 3; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def invoke(capsys: Any, *arguments: str | Path) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["checkpoints", *map(str, arguments)])
+    return int(ended.value.code or 0), capsys.readouterr().out
