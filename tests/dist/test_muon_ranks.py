@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import recipe, run_ranks
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -29,22 +29,16 @@ def updated(join, r, shared, steps=3):
         optimizer = build_optimizer(unwrap(model), r.optim, "cpu", group)
         generator = torch.Generator().manual_seed(1)
         for _ in range(steps):
-            for _, p in named_parameters(model):
-                whole = torch.randn(p.shape, generator=generator)
-                p.grad = _like(p, whole)
+            for p in unwrap(model).parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+                if isinstance(p, DTensor):
+                    p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
             optimizer.step()
         return {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone().numpy()
             for name, p in named_parameters(model)
             if p.ndim == 2 and "blocks" in name
         }
-
-
-def _like(p, whole):
-    if not isinstance(p, DTensor):
-        return whole
-    replicated = [torch.distributed.tensor.Replicate()] * p.device_mesh.ndim
-    return DTensor.from_local(whole, p.device_mesh, replicated, run_check=False).redistribute(placements=p.placements)
 
 
 @pytest.mark.dist
@@ -61,7 +55,7 @@ def _like(p, whole):
 )
 def test_every_strategy_makes_the_update_of_one_process(strategy, world, shared):
     (alone,) = run_ranks(updated, 1, recipe(**MODEL), False)
-    for found in run_ranks(updated, world, recipe(**MODEL, parallel__strategy=strategy), shared):
-        assert found.keys() == alone.keys() and len(found) == 12
-        for name, value in found.items():
+    for matrices in run_ranks(updated, world, recipe(**MODEL, parallel__strategy=strategy), shared):
+        assert matrices.keys() == alone.keys() and len(matrices) == 12
+        for name, value in matrices.items():
             assert (value == alone[name]).all(), name

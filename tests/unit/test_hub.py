@@ -34,43 +34,37 @@ class Answers(BaseHTTPRequestHandler):
     """The few paths of the Hub that a download asks for: `some/open`, `some/gated`, and nothing else."""
 
     def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def answer(self, body: bool) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
         parts = self.path.partition("?")[0].strip("/").split("/")
         name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        info: Any = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in FILES]}
         if name == "some/gated":
-            return self.send(403, b"", {"X-Error-Code": "GatedRepo"}, body)
-        if name != "some/open":
-            return self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, body)
-        if "resolve" in parts:
+            self.send(403, b"", {"X-Error-Code": "GatedRepo"})
+        elif name != "some/open":
+            self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+        elif "resolve" in parts:
             content = FILES["/".join(parts[parts.index("resolve") + 2 :])]
-            return self.send(200, content, {"ETag": f'"{len(content)}"', "X-Repo-Commit": COMMIT}, body)
-        if "tree" in parts:
-            tree = [
-                {"type": "file", "path": p, "size": len(c), "oid": f"{i:040x}"}
-                for i, (p, c) in enumerate(FILES.items())
-            ]
-            return self.send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, body)
-        if "revision" in parts and parts[-1] not in ("main", COMMIT):
-            return self.send(404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
-        info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in FILES]}
-        return self.send(200, json.dumps(info).encode(), {"Content-Type": "application/json"}, body)
+            self.send(200, content, {"ETag": f'"{len(content)}"', "X-Repo-Commit": COMMIT})
+        elif "revision" in parts and parts[-1] not in ("main", COMMIT):
+            self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        else:
+            if "tree" in parts:
+                sizes = enumerate(FILES.items())
+                info = [{"type": "file", "path": p, "size": len(c), "oid": f"{i:040x}"} for i, (p, c) in sizes]
+            self.send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
 
-    def send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+    do_HEAD = do_GET
+
+    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        pass
 
 
 @pytest.fixture
@@ -122,33 +116,33 @@ def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked
         named_tokenizer(recipe.with_overrides("model.revision=v9").tokenizer)
 
 
-def test_what_the_hub_refuses_is_said_with_what_to_do(asked: list[str]) -> None:
-    for name, revision, key, words in (
-        ("some/gated", "", "model.name", ["licence", "HF_TOKEN"]),
-        ("some/missing", "", "data.tokenizer", ["private", "HF_TOKEN"]),
-        ("some/open", "v9", "model.name", ["some/open@v9", "commit"]),
-    ):
-        with pytest.raises(UserError) as refused:
-            hub.directory(name, revision, key)
-        assert all(word in str(refused.value) for word in [key, name, *words]), refused.value
-    assert asked
+@pytest.mark.parametrize(("name", "revision", "key", "words"), [
+    ("some/gated", "", "model.name", ["licence", "HF_TOKEN"]),
+    ("some/missing", "", "data.tokenizer", ["private", "HF_TOKEN"]),
+    ("some/open", "v9", "model.name", ["some/open@v9", "commit"]),
+])  # fmt: skip
+def test_what_the_hub_refuses_comes_with_what_to_do(
+    asked: list[str], name: str, revision: str, key: str, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        hub.directory(name, revision, key)
+    assert all(word in str(refused.value) for word in [key, name, *words]) and asked
 
 
-def test_a_missing_package_is_named() -> None:
-    code = "This modeling file requires the following packages that were not found in your environment: einops."
-    for error, words in (
-        (ImportError(name="peft.tuners"), ["peft", "windlass[hf]"]),
-        (ImportError(name="einops"), ["einops"]),
-        (ImportError(code), ["einops"]),
-    ):
-        with pytest.raises(UserError) as refused, hub.explained("model.name: x"):
-            raise error
-        assert all(word in str(refused.value) for word in ["model.name: x", *words])
+@pytest.mark.parametrize(("error", "words"), [
+    (ImportError(name="peft.tuners"), ["peft", "windlass[hf]"]),
+    (ImportError(name="einops"), ["einops"]),
+    (ImportError("requires the following packages that were not found in your environment: einops."), ["einops"]),
+])  # fmt: skip
+def test_a_missing_package_is_named(error: ImportError, words: list[str]) -> None:
+    with pytest.raises(UserError) as refused, hub.explained("model.name: x"):
+        raise error
+    assert all(word in str(refused.value) for word in ["model.name: x", *words])
 
 
 def test_a_local_directory_has_no_commit(tmp_path: Path) -> None:
     assert hub.directory(str(tmp_path)) == tmp_path and hub.commit_of(tmp_path) == ""
-    with pytest.raises(UserError, match="there is no directory"):
+    with pytest.raises(UserError):
         hub.directory(str(tmp_path / "none"))
 
 
