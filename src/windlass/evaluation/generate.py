@@ -50,14 +50,10 @@ class Sampling:
     stop: frozenset[int] = field(default_factory=frozenset)  # tokens that end a text and are not part of it
 
     def __post_init__(self) -> None:
-        for name, in_range, rule in (
-            ("max-tokens", self.max_tokens >= 1, "1 or more"),
-            ("temperature", self.temperature >= 0, "0 (the likeliest token) or more"),
-            ("top-k", self.top_k >= 0, "0 (all tokens) or more"),
-            ("top-p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not in_range:
-                raise UserError(f"{name} must be {rule}, not {getattr(self, name.replace('-', '_'))}")
+        if not (self.max_tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise UserError(
+                f"max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1; not {self}"
+            )
 
 
 def uniform(seed: int, index: int, place: int) -> float:
@@ -117,25 +113,18 @@ def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) 
 
 
 def generate(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    ranks: Ranks | None = None,
-    *,
-    indices: Sequence[int] | None = None,
-    **how: Any,
+    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, *arguments: Any, **how: Any
 ) -> list[list[int]] | None:
     """The tokens that follow each prompt, without the one that stopped it; None where `poll` cut it short.
 
     Arguments as `generate_events`.
     """
-    indices = range(len(prompts)) if indices is None else indices
-    texts: dict[int, list[int]] = {index: [] for index in indices}
+    texts: dict[int, list[int]] = {index: [] for index in how.get("indices") or range(len(prompts))}
     complete = False
 
     def events() -> Iterator[Event]:
         nonlocal complete
-        complete = yield from generate_events(model, prompts, sampling, ranks, indices=indices, **how)
+        complete = yield from generate_events(model, prompts, sampling, *arguments, **how)
 
     for index, token in events():
         texts[index] += [] if token is None else [token]
@@ -143,14 +132,9 @@ def generate(
 
 
 def generate_divided(
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    sampling: Sampling,
-    numbers: Sequence[int],
-    prompt_of: Callable[[int], list[int]],
-    **how: Any,
-) -> dict[int, str] | None:
+    model: Any, tokenizer: Tokenizer, ranks: Ranks, sampling: Sampling, numbers: Sequence[int],
+    prompt_of: Callable[[int], list[int]], **how: Any,
+) -> dict[int, str] | None:  # fmt: skip
     """A text for each of the numbers, each generated on one rank; the same result on every rank."""
     own = numbers[ranks.rank :: ranks.world]
     prompts = [prompt_of(number) for number in own]
@@ -215,13 +199,12 @@ class _Batch:
     """Texts that are continued together: the columns that every prompt has are read in one pass, then one a pass."""
 
     def __init__(self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling):
-        self.model, self.limit, self.sampling = model, window(model), sampling
+        self.model, self.limit, self.sampling, self.cache = model, window(model), sampling, None
         self.rows = [[int(token) for token in prompt] for prompt, _ in members]
         self.prompt_lengths, self.indices = [len(row) for row in self.rows], [index for _, index in members]
         self.active = set(range(len(members)))  # rows that have not ended
         self.column = min(self.prompt_lengths)  # tokens of each row that are read with the next pass
         self.start = max(0, self.column - self.limit)  # the first column that the model still sees
-        self.cache: Any = None
 
     def next_pass(self) -> tuple[list[list[int]], Any]:
         """The tokens [B, T] to read next, and the cache of those before them."""

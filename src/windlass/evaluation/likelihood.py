@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
     from windlass.parallel.dist import Ranks
 
-HELLASWAG = "Rowan/hellaswag"
-"""The data set's name on the Hub."""
+HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
@@ -59,10 +58,7 @@ def evaluate_loss(
         limit: Use the first so many samples; 0: all.
         token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
 
-    Returns:
-        `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`, and
-        `bits_per_byte` where the bytes are known.
-    Raises UserError where every label is masked.
+    Returns `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`.
     """
     started, model = time.perf_counter(), unwrap(model)
     count = min(limit, len(samples)) if limit else len(samples)

@@ -81,9 +81,8 @@ class Suites:
         return None if numbers is None else (numbers, None)
 
     @cached_property
-    def _token_bytes(self) -> Any:
-        sizes = getattr(self.tokenizer, "byte_lengths", None)  # a user's own tokenizer may not have it
-        return sizes() if sizes else None
+    def _token_bytes(self) -> Any:  # a user's own tokenizer may not have it
+        return getattr(self.tokenizer, "byte_lengths", lambda: None)()
 
     @cached_property
     def _questions(self) -> list[squad_data.Question]:
