@@ -31,7 +31,6 @@ NAMES = ["tensorboard", "mlflow", "wandb"]
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
     """What training writes: losses of which no two are equal, an evaluation and a sample every 4 steps."""
     sampler = DeviceSampler(run / "devices", rank=attempt, world=2, every=30.0, attempt=attempt).start()
-    sampler.phase("train")
     sampler.stop()
     ledger = Ledger(run / "metrics.jsonl", attempt, stamp=lambda: {"seconds": {"train": 1.5}})
     ledger.write("event", first, event="resumed" if attempt else "started", world=2, steps=12)

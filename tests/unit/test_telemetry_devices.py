@@ -33,37 +33,23 @@ def until(condition):
         time.sleep(0.002)
 
 
-def test_a_file_a_rank_with_the_phase_of_each_sample(tmp_path):
+def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_interval(tmp_path):
+    """Waiting for data is training."""
+    spent = [{"startup": 4.0}, {"startup": 5.0, "train": 0.4}, {"startup": 5.0, "train": 0.8, "data": 0.5, "eval": 0.8}]
+    spent += [spent[2] | {"eval": 2.0}, spent[2] | {"eval": 2.1, "data": 9.0}]
+
+    def phases():
+        return spent.pop(0) if len(spent) > 1 else spent[0]
+
     probe = Probe()
-    sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe).start()
-    for phase in ("train", "eval"):
-        sampler.phase(phase)
-        until(lambda reads=probe.reads: probe.reads >= reads + 3)
+    sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases).start()
+    until(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
     start, *samples = [json.loads(line) for line in (tmp_path / "rank-00003.jsonl").read_text().splitlines()]
     assert (start["kind"], start["world"], start["device"]) == ("start", 4, "a test")
     assert {(x["rank"], x["attempt"], x["util_pct"]) for x in samples} == {(3, 1, 50.0)}
-    phases = [x["phase"] for x in samples]
-    assert "train" in phases and phases[-1] == "eval"
-    assert phases == sorted(phases, key=["startup", "train", "eval"].index)
-
-
-def test_a_sample_belongs_to_the_phase_that_took_most_of_its_interval(tmp_path, monkeypatch):
-    now = [1.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    sampler, phases = DeviceSampler(tmp_path), []
-    for now[0], name in (
-        (1.0, "data"), (1.1, "save"), (1.2, "train"), (1.5, "eval"), (2.0, ""), (2.9, "train"), (3.0, ""), (4.0, ""),
-    ):  # fmt: skip
-        if name:
-            sampler.phase(name)
-        else:
-            phases.append(sampler.main_phase())
-    assert phases == ["eval", "eval", "train"]
-    sampler.phase("data")
-    now[0] = 5.0
-    assert sampler.main_phase() == "train", "waiting for data is training"
+    assert [x["phase"] for x in samples[:4]] == ["startup", "train", "eval", "train"]
 
 
 def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path):

@@ -89,8 +89,7 @@ def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):
 
 def test_the_parts_of_the_goodput_sum_to_the_whole():
     begin = time.perf_counter()
-    goodput, heard = Goodput(before=3.0), []
-    goodput.listen(heard.append)
+    goodput = Goodput(before=3.0)
     goodput.enter("train")
     for _ in range(50):
         with goodput.phase("data"):
@@ -102,7 +101,7 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
     seconds = goodput.seconds()
     assert sum(seconds.values()) == pytest.approx(time.perf_counter() - begin + 3.0, abs=0.01)
     assert seconds["startup"] >= 3.0
-    assert heard[:3] == ["startup", "train", "data"] and heard[-4:] == ["eval", "train", "sample", "train"]
+    assert set(seconds) <= {"startup", "train", "data", "eval", "save", "sample"}
     age = time.time() - psutil.Process().create_time()
     assert Goodput().seconds()["startup"] == pytest.approx(age, abs=0.5), "since the process was started"
 

@@ -12,7 +12,6 @@ import os
 import statistics
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,44 +88,25 @@ class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`.
 
     Whatever goes wrong is noted in `warning` and ends the sampling, never the run. `device` is `cpu` or `cuda:<index>`,
-    `every` in seconds, `attempt` as in the ledger. A `probe` has `about`, written once a start, and `read()`; None: what
-    fits the device.
+    `every` in seconds, `attempt` as in the ledger, `phases` gives the process's seconds by phase. A `probe` has `about`,
+    written once a start, and `read()`; None: what fits the device.
     """
 
     def __init__(
         self, directory: Path, *, rank: int = 0, world: int = 1, device: Any = "cpu", every: float = 1.0,
-        attempt: int = 0, probe: Any = None,
+        attempt: int = 0, phases: Callable[[], dict[str, float]] = dict, probe: Any = None,
     ):  # fmt: skip
         self.path = Path(directory) / f"rank-{rank:05d}.jsonl"
         self.rank, self.world, self.device, self.every, self.attempt = rank, world, str(device), every, attempt
         self.warning: str | None = None
         self.cpu_seconds = 0.0  # what the thread itself has used
-        self._probe = probe
-        self._phase, self._since = "startup", time.perf_counter()
-        self._seconds: dict[str, float] = defaultdict(float)  # in each phase since the last sample
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._probe, self._phases = probe, phases
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)
 
     def start(self) -> DeviceSampler:
         self._thread.start()
         return self
-
-    def phase(self, name: str) -> None:
-        """From now on the device does `name`: train, eval, save, … Waiting for data belongs to training."""
-        with self._lock:
-            self._count()
-            self._phase = "train" if name == "data" else name
-
-    def main_phase(self) -> str:
-        """The phase that took most of the time since the last call."""
-        with self._lock:
-            self._count()
-            seconds, self._seconds = self._seconds, defaultdict(float)
-        return max(seconds, key=lambda name: seconds[name])
-
-    def _count(self) -> None:
-        since, self._since = self._since, time.perf_counter()
-        self._seconds[self._phase] += self._since - since
 
     def stop(self, timeout: float = 2.0) -> None:
         self._stop.set()
@@ -149,11 +129,15 @@ class DeviceSampler:
                 _, _, index = self.device.partition(":")
                 probe = CudaProbe(int(index or 0)) if self.device.startswith("cuda") else HostProbe()
             write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
-            stopped = False
+            before, stopped = self._phases(), False
             while not stopped:
                 stopped = self._stop.wait(self.every)
-                write({"phase": self.main_phase()} | probe.read())
-                self.cpu_seconds = time.thread_time()
+                phases = self._phases()
+                spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
+                # waiting for data belongs to training
+                spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
+                write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
+                before, self.cpu_seconds = phases, time.thread_time()
         except Exception as error:  # a sampler must never end a run, whatever a driver or a disk does
             self.warning = f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
         finally:

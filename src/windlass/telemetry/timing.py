@@ -92,7 +92,6 @@ class Goodput:
     """
 
     def __init__(self, before: float | None = None):
-        self._listener: Callable[[str], None] = lambda phase: None
         self._since = time.perf_counter_ns()
         self._phase = "startup"
         self._ns = dict.fromkeys(RUN_PHASES, 0)
@@ -102,18 +101,11 @@ class Goodput:
             before = max(time.time() - psutil.Process().create_time(), 0.0)
         self._ns["startup"] = int(before * 1e9)
 
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` (such as `DeviceSampler.phase`) with the present phase, and with each later one."""
-        self._listener = listener
-        listener(self._phase)
-
     def enter(self, name: str) -> str:
         """From now on time counts as `name`; returns the phase that ended."""
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since
         before, self._phase, self._since = self._phase, name, now
-        if before != name:
-            self._listener(name)
         return before
 
     @contextlib.contextmanager
@@ -125,9 +117,9 @@ class Goodput:
             self.enter(before)
 
     def seconds(self) -> Seconds:
-        """Seconds in each phase so far that had any, to the millisecond."""
-        self.enter(self._phase)
-        return {name: round(ns / 1e9, 3) for name, ns in self._ns.items() if ns}
+        """Seconds in each phase so far that had any, to the millisecond. From any thread."""
+        spent = self._ns | {self._phase: self._ns[self._phase] + time.perf_counter_ns() - self._since}
+        return {name: round(ns / 1e9, 3) for name, ns in spent.items() if ns}
 
 
 # --- computed from the ledger ----------------------------------------------------------------------------------------

@@ -300,10 +300,9 @@ def open_recorder(
         write_environment(run.path, {**describe(hosts), **origin})
     sampler = DeviceSampler(
         run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=recipe.telemetry.sample_seconds,
-        attempt=attempt,
+        attempt=attempt, phases=goodput.seconds,
     ).start()  # fmt: skip
     stack.callback(sampler.stop)
-    goodput.listen(sampler.phase)
     trackers = Trackers(run.path, recipe.telemetry.trackers, recipe.telemetry.flush_seconds) if ranks.main else None
     if trackers is not None:
         stack.callback(trackers.close)
