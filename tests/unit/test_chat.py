@@ -218,11 +218,11 @@ def test_rows_of_another_tokenizer_or_template_are_not_taken(tmp_path: Path, mon
     assert fingerprint("kept") == first
     other = tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
     (folder / "chat_template.jinja").write_text(other)
-    with refused("wrong tokenizer", "tok/chat_template.jinja", "data.dir"):
+    with refused("tokenizer_files", "tok/chat_template.jinja", "data.dir"):
         fingerprint("kept")
     second = fingerprint("template")
     tokenizer_fixtures.save("chatml", folder, vocab=300)
-    with refused("wrong tokenizer", "tok/tokenizer.json"):
+    with refused("tokenizer_files", "tok/tokenizer.json"):
         fingerprint("template")
     assert len({first, second, fingerprint("tokenizer")}) == 3
 

@@ -158,7 +158,7 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     recipe = recipe_for(tmp_path / "x.jsonl", tmp_path / "other", tokenizer=f"hf:{file.parent}")
     first = open_data(recipe)
     train_bpe(documents(20, seed=4), 266).save(tmp_path / "mine")
-    with refused("wrong tokenizer", str(file), "data.dir"):
+    with refused("tokenizer_files", str(file), "data.dir"):
         open_data(recipe)
     file.unlink()
     assert open_data(recipe).fingerprint == first.fingerprint  # what was saved beside the shards is enough
@@ -177,7 +177,7 @@ def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data", tokenizer="char")
-    with refused("model.vocab = 5", "write that, or more"):
+    with refused("model.vocab = 5", "write that"):
         open_data(recipe.with_overrides("model.vocab=5"))
     assert len(open_data(recipe.with_overrides("model.vocab=300")).train)
 

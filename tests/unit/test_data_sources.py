@@ -189,7 +189,7 @@ def test_downloads_that_fail(web, tmp_path):
     for url, sha256, words in [
         (f"{web}/input.txt", "0" * 64, [good, "data.sha256"]),
         (f"{web}/missing.txt", good, ["404"]),
-        ("http://127.0.0.1:9/input.txt", good, ["give the file's path"]),
+        ("http://127.0.0.1:9/input.txt", good, ["give the path of a file"]),
         (f"{web}/input.txt", "", ["data.sha256"]),
     ]:
         with refused(*words):

@@ -100,8 +100,8 @@ class Template:
             ends = [m.end() for m in tokenizer.special_pattern.finditer(tail) if m.start() >= content_end]
             if not whole.startswith(head) or not (ends or limit == len(whole)):
                 raise UserError(
-                    "the tokenizer's chat template changes earlier turns when later ones follow, or ends no turn with a "
-                    "special token, so that the answers cannot be told apart; train on conversations with one answer"
+                    "the answers cannot be told apart in the tokenizer's chat template, which changes earlier turns or ends none "
+                    "with a special token; train on conversations with one answer"
                 )
             spans.append((len(head), len(head) + (ends[0] if ends else len(tail))))
         return _cut(whole, spans, tokenizer)

@@ -45,8 +45,7 @@ def open_data(recipe: Recipe) -> Data:
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.vocab > rows:
         raise UserError(
-            f"model.vocab = {rows:,} is smaller than the vocabulary of the tokenizer {recipe.data.tokenizer}, "
-            f"{prepared.vocab:,}; write that, or more, or 0"
+            f"model.vocab = {rows:,}: the tokenizer {recipe.data.tokenizer} has {prepared.vocab:,} ids; write that or 0"
         )
     train, val = open_samples(recipe, prepared)
     template = Template.of_directory(prepared.directory / FOLDER) if recipe.data.format != "text" else None
@@ -72,15 +71,12 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
         if recipe.data.packing == "packed":
             sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
         elif eot is None or not split.last_document or index.source.get(split.stream, {}).get("single_text"):
-            raise UserError(
-                'data.packing = "documents" needs a corpus of many documents; this one is a stream of tokens: write "packed"'
-            )
+            raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
         else:
             sets[name] = DocumentSamples(stream, (split.first_document, split.last_document), context, eot)
         if not len(sets[name]):
-            what = "training" if name == "train" else "validation"
+            tokens = split.stop - split.start
             raise UserError(
-                f"the {what} data in {directory} have {split.stop - split.start:,} tokens, too few for one sample of "
-                f"model.context + 1 = {context + 1:,}"
+                f"{directory}: {tokens:,} tokens ({name}) are too few for one sample of model.context + 1 = {context + 1:,}"
             )
     return sets["train"], sets.get("val")

@@ -101,8 +101,7 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
             tokenizer.save(directory)
         if tokenizer.eot is None and not single_text:
             raise UserError(
-                f"data.tokenizer: {data.tokenizer} has no end-of-text token to separate documents with; use another, or a "
-                "source that is one text"
+                f"data.tokenizer: {data.tokenizer} has no end-of-text token to separate documents; use another"
             )
         resumed = bool(state["streams"])
         for part in stream_parts:
@@ -110,15 +109,7 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
     if not resumed:  # else files that an earlier process wrote are read once before they are used
         remember(directory, file_states(directory, [shard for shards in streams.values() for shard in shards]))
     splits = make_splits(data, directory, streams, tokenizer.eot)
-    files = vocabulary.tokenizer_files(data.tokenizer)
-    return Index(
-        settings=settings,
-        source=source,
-        tokenizer=tokenizer.describe(),
-        tokenizer_files=files,
-        streams=streams,
-        splits=splits,
-    )
+    return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), streams=streams, splits=splits)
 
 
 def _parts(data: DataSettings, progress: Progress) -> list[Part]:
@@ -251,8 +242,7 @@ def make_splits(
     if data.val_shards:
         if data.val_shards >= len(main):
             raise UserError(
-                f"data.val_shards = {data.val_shards}, and the data have {len(main)} shards: none is left for training; "
-                "hold out fewer, or make data.shard_tokens smaller"
+                f"data.val_shards = {data.val_shards} of {len(main)}: none is left; lower it or data.shard_tokens"
             )
         cut = size(main[: data.val_shards])
         return {"train": split(MAIN, cut, end), "val": split(MAIN, (0, 0), cut)}
@@ -262,8 +252,7 @@ def make_splits(
         cut = (tokens - max(1, int(tokens * share)), 0)
     elif documents < 2:
         raise UserError(
-            "data.val_fraction: the corpus is one document, of which none can be held out; give data.eval_source, or "
-            "data.val_fraction = 0"
+            "data.val_fraction: the corpus is one document; give data.eval_source, or write data.val_fraction = 0"
         )
     else:
         document = documents - min(documents - 1, max(1, round(documents * share)))

@@ -1,8 +1,6 @@
-"""Prepare a recipe's data: exactly one process prepares them where they are not there yet, all others wait and check them.
+"""Prepare a recipe's data: one process works where they are not there yet, all others wait and check them.
 
-Documents become token shards (`documents.py`); questions and conversations become rows of tokens, in this file. Prepared
-data are used again where the settings that determine them are the same, refused where they differ, and checked each time
-they are opened.
+Documents become token shards (`documents.py`); questions and conversations become rows of tokens, in this file.
 """
 
 from __future__ import annotations
@@ -92,13 +90,13 @@ def prepare(recipe: Recipe) -> Prepared:
                 index = _ready(recipe, settings, directory)
                 if index is None:
                     index, made = _prepare(recipe, settings, directory, progress), True
-        tokenizer = _check(recipe, directory, index, progress)
+        tokenizer = vocabulary.load_tokenizer(recipe, directory)
+        if tokenizer.fingerprint != index.tokenizer.fingerprint:
+            raise UserError(f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}")
+        shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
         corpora = [d["name"] for d in index.source.values() if not made and has_changed(d["name"], d)]
         if corpora and os.environ.get("RANK", "0") == "0":
-            progress.note(
-                f"{corpora[0]} has changed since it was prepared, and what was prepared is used; delete {directory} to "
-                "prepare it again"
-            )
+            progress.note(f"{corpora[0]} has changed since it was prepared; delete {directory} to prepare it again")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise RunFailed(f"{directory}: {error.strerror}; what is committed stays: start again to resume") from None
@@ -117,22 +115,25 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
-    """Everything that determines the prepared data: settings and, of questions and conversations, every file's content."""
-    data = recipe.data
-    vocab = {"tokenizer_vocab": data.tokenizer_vocab} if data.tokenizer == "bpe" else {}
+    """Everything that determines the prepared data: settings and the content of tokenizers, and of questions and
+    conversations; `tokenizer_files` apart, they name the directory."""
+    data, files = recipe.data, list[Path]()
+    settings: dict[str, Any] = {"tokenizer_files": vocabulary.tokenizer_files(data.tokenizer)}
+    if data.tokenizer == "bpe":
+        settings["tokenizer_vocab"] = data.tokenizer_vocab
     if data.format == "text":
-        python = {"python": platform.python_version()} if data.source == "stdlib" else {}
-        return {**{key: getattr(data, key) for key in TEXT_SETTINGS}, **vocab, **python}
-    files: list[Path] = []
-    for source in (data.source, data.eval_source):
+        if data.source == "stdlib":
+            settings["python"] = platform.python_version()
+        return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
+    for source in filter(None, (data.source, data.eval_source)):
         place = source.removeprefix("squad:").removeprefix("hf:")
-        if source.startswith("hf:") and Path(place).expanduser().is_dir():
+        if source.startswith("hf:"):
             files += [path for path in sorted(Path(place).expanduser().rglob("*")) if path.is_file()]
-        elif source and source != "squad" and not source.startswith("hf:"):
+        elif source != "squad":
             files += find_files(place)
     return {
+        **settings,
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
-        **vocab,
         "tokenizer": recipe.tokenizer,
         "context": recipe.model.context,
         "seed": recipe.run.seed,
@@ -146,7 +147,8 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
     settings = preparing_settings(recipe) if settings is None else settings
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    naming = {key: value for key, value in settings.items() if key != "tokenizer_files"}
+    digest = hashlib.sha256(json.dumps(naming, sort_keys=True).encode()).hexdigest()
     name = slug(recipe.data.source) if recipe.data.format == "text" else recipe.data.format
     return Path("data") / f"{name}-{digest[:8]}"
 
@@ -161,30 +163,12 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
         return None
     there, prefix = index.settings, "data." if recipe.data.format == "text" else ""
     changed = [key for key in sorted({*wanted, *there}) if wanted.get(key) != there.get(key)]
+    if not wanted["tokenizer_files"]:  # where they are gone, what was saved beside the data is enough
+        changed = [key for key in changed if key != "tokenizer_files"]
     if changed:
         lines = [f"  {prefix}{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}" for k in changed]
-        raise UserError(
-            "\n".join([f"{directory} holds data that were prepared otherwise; give another data.dir:", *lines])
-        )
+        raise UserError("\n".join([f"{directory} was prepared otherwise; give another data.dir:", *lines]))
     return index
-
-
-def _check(recipe: Recipe, directory: Path, index: Index, progress: Progress) -> Tokenizer:
-    """Raise UserError where the tokenizer or a shard is another than the index says; returns the tokenizer."""
-    tokenizer, before = vocabulary.load_tokenizer(recipe, directory), index.tokenizer_files
-    now = vocabulary.tokenizer_files(recipe.data.tokenizer)
-    changed = [file for file in sorted({*now, *before}) if now.get(file) != before.get(file)]
-    if tokenizer.fingerprint != index.tokenizer.fingerprint:
-        changed = [str(directory / FOLDER)]
-    elif not now:  # where they are gone, what was saved beside the data is enough
-        changed = []
-    if changed:
-        raise UserError(
-            f"wrong tokenizer: {changed[0]} has changed since the data in {directory} were prepared with it; put the old "
-            "file back, or give another data.dir"
-        )
-    shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
-    return tokenizer
 
 
 @contextlib.contextmanager
@@ -255,5 +239,4 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
             files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    named = vocabulary.tokenizer_files(data.tokenizer)
-    return Index(settings=settings, source={}, tokenizer=tokenizer.describe(), tokenizer_files=named, rows=files)
+    return Index(settings=settings, source={}, tokenizer=tokenizer.describe(), rows=files)

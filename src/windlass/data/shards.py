@@ -73,7 +73,6 @@ class Index(BaseModel):
     settings: dict[str, Any]
     source: dict[str, Any]  # where the text came from, by stream
     tokenizer: Description
-    tokenizer_files: dict[str, str] = {}  # SHA-256 of each local file that `data.tokenizer` names, by path
     streams: dict[str, list[Shard]] = {}
     splits: dict[str, Split] = {}  # `train`, and `val` where there is one
     rows: dict[str, RowsFile] = {}  # the same for questions and conversations
@@ -303,7 +302,7 @@ def read_layout(path: Path) -> tuple[str, int, int]:
             raise UserError(f"the shard {path} is no whole .npy file of tokens: {first_line(error)}") from None
         if array.dtype not in (on_disk("uint16"), on_disk("uint32")) or array.ndim != 1 or not len(array):
             raise UserError(
-                f"the shard {path} holds {array.dtype} of shape {array.shape}; tokens are a row of uint16 or uint32"
+                f"the shard {path} holds {array.dtype} of shape {array.shape}, not a row of uint16 or uint32"
             )
         dtype, offset, tokens = array.dtype.name, array.offset, len(array)
     elif path.suffix != ".bin":
@@ -313,9 +312,7 @@ def read_layout(path: Path) -> tuple[str, int, int]:
         if head[1] != expected:
             raise UserError(f"the shard {path} has llm.c's header of version {head[1]}; version {expected} can be read")
     if not tokens or size != offset + tokens * on_disk(dtype).itemsize:
-        raise UserError(
-            f"the shard {path} is truncated, or no token shard: {size:,} bytes for {tokens:,} tokens of {dtype}"
-        )
+        raise UserError(f"the shard {path} is truncated, or none: {size:,} bytes for {tokens:,} tokens of {dtype}")
     return dtype, offset, tokens
 
 
@@ -331,8 +328,8 @@ def scan(path: Path, vocab: int) -> Shard:
             if int(block.max()) >= vocab:
                 place = int(np.argmax(block >= vocab))
                 raise UserError(
-                    f"the shard {path} holds the token id {int(block[place]):,} at place {done + place:,}, and the "
-                    f"vocabulary has {vocab:,}: it was made with another tokenizer, or is no token shard"
+                    f"the shard {path} holds the token id {int(block[place]):,} at place {done + place:,}, and the vocabulary has "
+                    f"{vocab:,}: it was made with another tokenizer, or is no token shard"
                 )
             done += len(block)
     return Shard(

@@ -138,10 +138,7 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
 def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     for path in files:
         if _suffix(path)[0] in (".bin", ".npy", ".json"):
-            raise UserError(
-                f"data.source: {path} is no text: token shards are written shards:GLOB, and a corpus in JSON is a .jsonl file "
-                "of one object a line"
-            )
+            raise UserError(f"data.source: {path}: write shards:GLOB for token shards; a JSON corpus is a .jsonl file")
     sizes = [path.stat().st_size for path in files]
 
     def read(start: int) -> Iterator[tuple[str, float]]:
@@ -201,8 +198,7 @@ def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
             record = record.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{place} is not UTF-8: byte 0x{record[error.start]:02x} at byte {error.start:,}; convert it first, for "
-                "example with iconv -t utf-8"
+                f"{place} is not UTF-8 (byte 0x{record[error.start]:02x} at byte {error.start:,}); convert it"
             ) from None
         if not is_json:
             return str(record.removeprefix("\ufeff"))
@@ -232,9 +228,7 @@ def _open_stdlib() -> Corpus:
         below[:] = [name for name in below if name not in NOT_PROSE]  # site-packages can be large: don't even look
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
-        raise UserError(
-            f"data.source: there is no source of Python's standard library at {root}; give a text file instead"
-        )
+        raise UserError(f"data.source: {root} has no source of Python's standard library; give a text file")
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
 
     def read(start: int) -> Iterator[tuple[str, float]]:
@@ -269,9 +263,7 @@ def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] 
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         getattr(error, "close", lambda: None)()  # an HTTPError holds the connection
-        raise UserError(
-            f"{url} could not be downloaded ({first_line(error)}); download it by other means and give the file's path"
-        ) from None
+        raise UserError(f"{url} could not be downloaded ({first_line(error)}); give the path of a file") from None
     finally:
         partial.unlink(missing_ok=True)
     return target

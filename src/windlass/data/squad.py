@@ -43,9 +43,7 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
     """
     name, _, path = source.partition(":")
     if name != "squad":
-        raise UserError(
-            f'{key}: {source!r} has no questions; with data.format = "squad" write squad or squad:FILE.json'
-        )
+        raise UserError(f"{key}: {source!r} has no questions; write squad or squad:FILE.json")
     try:
         if path:
             tree = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -75,9 +73,7 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
 def _question(entry: dict[str, Any], context: str, group: str, answers: list[dict[str, Any]]) -> Question:
     texts, start = tuple(str(a["text"]) for a in answers), int(answers[0]["answer_start"])
     if not texts[0] or context[start : start + len(texts[0])] != texts[0]:
-        raise UserError(
-            f"question {entry['id']}: its answer {texts[0]!r} does not stand at character {start} of its context"
-        )
+        raise UserError(f"question {entry['id']}: its answer {texts[0]!r} is not at character {start} of its context")
     return Question(str(entry["id"]), entry["question"].strip(), context, texts, start, group)
 
 
@@ -103,9 +99,7 @@ def split(items: list[Question], share: float) -> tuple[list[Question], list[Que
     """The questions without and with those of the last `share` of the articles."""
     articles = list(dict.fromkeys(item.group for item in items))
     if len(articles) < 2:
-        raise UserError(
-            "data.val_fraction: the questions are of one article, which is not split; give data.eval_source"
-        )
+        raise UserError("data.val_fraction: there is but one article; give data.eval_source")
     first = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
     return [item for item in items if item.group in first], [item for item in items if item.group not in first]
 

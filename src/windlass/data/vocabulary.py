@@ -66,8 +66,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
             raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
     elif kind in ("char", "bpe"):
         raise UserError(
-            f"data.tokenizer: {kind} is made from the corpus, and none is saved in {directory}: run `windlass prepare` first; "
-            "for the shards of another tool name theirs (byte, gpt2, gpt2:DIR, hf:NAME_OR_DIR)"
+            f"data.tokenizer: {kind} is made from the corpus: run `windlass prepare`, or name another for shards:"
         )
     else:
         tokenizer = named_tokenizer(recipe.tokenizer)
@@ -151,8 +150,7 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
                     (Path(folder) / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
             except Exception as error:  # of any kind, from the library behind the download
                 raise UserError(
-                    f"data.tokenizer: GPT-2's vocabulary could not be downloaded ({type(error).__name__}: "
-                    f'{first_line(error)}); put vocab.bpe and encoder.json into a directory and write "gpt2:DIR"'
+                    f"data.tokenizer: no download of GPT-2's ({first_line(error)}); write gpt2:DIR"
                 ) from None
             return gpt2_tokenizer(folder)
     try:
@@ -160,9 +158,7 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
         ids.pop(END_OF_TEXT, None)
         return _byte_level("gpt2", models.BPE(vocab=ids, merges=merges))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(
-            f"data.tokenizer: {directory} does not hold GPT-2's vocab.bpe and encoder.json: {first_line(error)}"
-        ) from None
+        raise UserError(f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}") from None
 
 
 def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> Tokenizer:
@@ -209,7 +205,7 @@ def hf_tokenizer(place: str) -> Tokenizer:
             return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
         except Exception as error:  # of any kind, from the libraries behind it
             raise UserError(
-                f"data.tokenizer: {place} has no {JSON_FILE}, and transformers reads no tokenizer there: {first_line(error)}"
+                f"data.tokenizer: {place} has no {JSON_FILE} nor older files: {first_line(error)}"
             ) from None
     inner, names = _read_json(file), list(END_TOKENS)
     for config in reversed(CONFIG_FILES):
@@ -224,6 +220,4 @@ def _read_json(file: Path) -> Any:
     try:
         return Inner.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(
-            f"data.tokenizer: {file} is no tokenizer of the `tokenizers` library: {first_line(error)}"
-        ) from None
+        raise UserError(f"data.tokenizer: {file} is no tokenizer.json: {first_line(error)}") from None
