@@ -73,7 +73,8 @@ def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     pieces = [[eot] + [next(count) for _ in range(n)] for n in lengths]
     stream, _ = stream_of(tmp_path_factory.mktemp("x"), pieces, shard_tokens)
     first, last = len(pieces) // 3, len(pieces)
-    samples = DocumentSamples(stream, (first, last), context, eot)
+    start, stop = sum(map(len, pieces[:first])), len(stream)
+    samples = DocumentSamples(stream, start, stop, context, eot)
     assert len(samples) == last - first
     tokens, labels = samples.read(np.arange(len(samples)))
     valid = 0

@@ -116,13 +116,14 @@ def test_a_prompt_for_generation_does_not_look_at_the_answer() -> None:
 def test_files_become_splits_by_article_and_sizes_by_seed(tmp_path: Path) -> None:
     file = write(tmp_path / "s.json", articles=5, count=4)
 
-    def questions(**data: Any) -> tuple[list[Question], list[Question]]:
+    def questions(**data: Any) -> list[list[Question]]:
         return squad.read_splits(recipe(f"squad:{file}", tmp_path / "d", **data))
 
     train, held_out = questions(val_fraction=0.2)
     assert len(train) == 16 and {q.group for q in held_out} == {"Land 4"}
-    assert questions(train_size=5)[0] == questions(train_size=5)[0] and len(questions(train_size=5)[0]) == 5
-    assert len(questions(eval_source=f"squad:{file}", eval_size=3)[1]) == 3
+    sizes = {"eval_source": f"squad:{file}", "train_size": 5, "eval_size": 3}
+    data = open_data(recipe(f"squad:{file}", tmp_path / "d", **sizes))
+    assert (len(data.train), len(data.val or ())) == (5, 3)
 
 
 def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(tmp_path: Path) -> None:

@@ -30,23 +30,19 @@ from windlass.fileio import read_json
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-LAYOUT = "chat 3"
-"""Changes with the rows that a conversation gives: rows of another layout are prepared again."""
+LAYOUT = "chat 3"  # changes with the rows that a conversation gives: rows of another layout are prepared again
 ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
-"""`role` and `content`."""
-Piece = tuple[str | int, bool]
-"""A text, or a special token by its id; and whether it counts in the loss."""
+Message = dict[str, str]  # `role` and `content`
+Piece = tuple[str | int, bool]  # a text, or a special token by its id; and whether it counts in the loss
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} {{ m.content | trim }}{{ end_of_text }}"
     "{% endgeneration %}{% else %}{{ m.role | capitalize }}: {{ m.content | trim }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-TODAY = date(2024, 7, 26)
-"""The date that a template is given, so that the same rows come out on every day; Llama 3's own default."""
+TODAY = date(2024, 7, 26)  # for templates, so that the same rows come out on every day; Llama 3's own default
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+# Where generation blocks are; like MARK of Unicode's noncharacters, which are for use inside a program alone.
 BEGIN, END = "\ufdd1", "\ufdd2"
-"""Where generation blocks are; like MARK of Unicode's noncharacters, which are for use inside a program alone."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,7 @@ class Template:
     """How a conversation is written down, in the language of `transformers`' chat templates."""
 
     source: str = ""  # empty: PLAIN
-    special: tuple[tuple[str, str], ...] = ()
-    """Names and texts of special tokens that the template uses, such as `bos_token`."""
+    special: tuple[tuple[str, str], ...] = ()  # names and texts of tokens that the template uses, such as `bos_token`
 
     @staticmethod
     def of_directory(directory: Path) -> Template:
@@ -199,21 +194,17 @@ def row(
 # -- files
 
 
-def read_splits(recipe: Recipe) -> tuple[list[list[Message]], list[list[Message]]]:
-    """The training and evaluation conversations of a recipe, `train_size` and `eval_size` of them as `run.seed` chooses."""
-    data, seed = recipe.data, recipe.run.seed
-    train, held_out = read(data.source, data.split), list[list[Message]]()
+def read_splits(recipe: Recipe) -> list[list[list[Message]]]:
+    """The training and evaluation conversations of a recipe."""
+    data = recipe.data
+    train = read(data.source, data.split)
     if data.eval_source or (data.eval_split and data.source.startswith("hf:")):
-        held_out = read(data.eval_source or data.source, data.eval_split or data.split, "data.eval_source")
-    elif data.val_fraction and len(train) > 1:
+        return [train, read(data.eval_source or data.source, data.eval_split or data.split, "data.eval_source")]
+    places: set[int] = set()
+    if data.val_fraction and len(train) > 1:
         count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
-        places = set(choose(map(str, range(len(train))), count, seed, "split"))
-        held_out = [item for i, item in enumerate(train) if i in places]
-        train = [item for i, item in enumerate(train) if i not in places]
-    return (
-        [train[i] for i in choose(map(str, range(len(train))), data.train_size, seed, "train")],
-        [held_out[i] for i in choose(map(str, range(len(held_out))), data.eval_size, seed, "eval")],
-    )
+        places = set(choose(map(str, range(len(train))), count, recipe.run.seed, "split"))
+    return [[item for i, item in enumerate(train) if (i in places) == held_out] for held_out in (False, True)]
 
 
 def read(source: str, split: str = "train", setting: str = "data.source") -> list[list[Message]]:

@@ -67,13 +67,13 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
         if damage:
             raise UserError(f"{directory / name}.npz is damaged ({damage}); {prepare_again(directory)}")
     for name, split in index.splits.items():
-        stream = Stream(directory, index.streams[split.stream])
-        if recipe.data.packing == "packed":
-            sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
-        elif eot is None or not split.last_document or index.source.get(split.stream, {}).get("single_text"):
-            raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
+        stream, documents = Stream(directory, index.streams[split.stream]), recipe.data.packing == "documents"
+        if documents and eot is not None:
+            sets[name] = DocumentSamples(stream, split.start, split.stop, context, eot)
         else:
-            sets[name] = DocumentSamples(stream, (split.first_document, split.last_document), context, eot)
+            sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
+        if documents and (eot is None or not len(sets[name])):
+            raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
         if not len(sets[name]):
             tokens = split.stop - split.start
             raise UserError(

@@ -6,7 +6,9 @@ byte of it. Workers are threads, because the tokenizers release Python's lock: n
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -28,15 +30,12 @@ from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.recipe import DataSettings, Recipe
 
-PROGRESS = "progress.json"
-"""What an interrupted preparation has committed, of each stream (`resume` as in `ShardWriter`), and of what work."""
-BPE_CHARACTERS = 200_000_000
-"""Characters of the corpus that a byte-pair vocabulary is learned from, at most."""
-BATCH_CHARACTERS = 1 << 18
-"""Text that a worker gets at once: enough that the hand-over costs nothing."""
+PROGRESS = "progress.json"  # what an interrupted preparation has committed, of each stream, and of what work
+BPE_CHARACTERS = 200_000_000  # of the corpus, that byte pairs are learned from at most
+BATCH_CHARACTERS = 1 << 18  # that a worker gets at once: enough that the hand-over costs nothing
 LINE_SECONDS = 10.0
+# The name of a shard of another tool that is for validation, as `val.bin`, `edufineweb_val_000000.npy`.
 VALIDATION_NAME = r"(^|[^a-z])val(idation)?([^a-z]|$)"
-"""In the name of a shard of another tool: it is for validation, as `val.bin`, `edufineweb_val_000000.npy`."""
 
 
 class Progress:
@@ -70,8 +69,8 @@ class Progress:
             self._bar.stop()
 
 
+# A stream of documents on its way into shards: its name, where it comes from, and how many tokens are enough (0: all).
 Part = tuple[str, Corpus, Fraction]
-"""A stream of documents on its way into shards: its name, where it comes from, and how many tokens are enough (0: all)."""
 
 
 def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
@@ -229,42 +228,39 @@ def make_splits(
     documents (of the tokens, where documents are not known).
     """
 
-    def size(shards: list[Shard]) -> tuple[int, int]:
-        return sum(s.tokens for s in shards), sum(s.documents for s in shards)
-
-    def split(stream: str, start: tuple[int, int], stop: tuple[int, int]) -> Split:
-        return Split(stream=stream, start=start[0], stop=stop[0], first_document=start[1], last_document=stop[1])
+    def split(stream: str, start: int, stop: int) -> Split:
+        return Split(stream=stream, start=start, stop=stop)
 
     main, share = streams[MAIN], Fraction(str(data.val_fraction))
-    tokens, documents = end = size(main)
+    edges = [0, *itertools.accumulate(s.tokens for s in main)]
+    counts = [0, *itertools.accumulate(s.documents for s in main)]
+    end, documents = edges[-1], counts[-1]
     if EVAL in streams:
-        return {"train": split(MAIN, (0, 0), end), "val": split(EVAL, (0, 0), size(streams[EVAL]))}
+        return {"train": split(MAIN, 0, end), "val": split(EVAL, 0, sum(s.tokens for s in streams[EVAL]))}
     if data.val_shards:
         if data.val_shards >= len(main):
             raise UserError(
                 f"data.val_shards = {data.val_shards} of {len(main)}: none is left; lower it or data.shard_tokens"
             )
-        cut = size(main[: data.val_shards])
-        return {"train": split(MAIN, cut, end), "val": split(MAIN, (0, 0), cut)}
+        cut = edges[data.val_shards]
+        return {"train": split(MAIN, cut, end), "val": split(MAIN, 0, cut)}
     if not share:
-        return {"train": split(MAIN, (0, 0), end)}
+        return {"train": split(MAIN, 0, end)}
     if not documents:
-        cut = (tokens - max(1, int(tokens * share)), 0)
+        cut = end - max(1, int(end * share))
     elif documents < 2:
         raise UserError(
             "data.val_fraction: the corpus is one document; give data.eval_source, or write data.val_fraction = 0"
         )
     else:
         document = documents - min(documents - 1, max(1, round(documents * share)))
-        counts = np.cumsum([0, *(s.documents for s in main)])
-        place = int(np.searchsorted(counts, document, side="right")) - 1  # of the shard that the document starts in
-        starts = Stream(directory, main).document_starts(eot or 0, [place])
-        cut = (int(starts[document - counts[place]]), document)
-    return {"train": split(MAIN, (0, 0), cut), "val": split(MAIN, cut, end)}
+        place = bisect.bisect_right(counts, document) - 1  # of the shard that the document starts in
+        cut = int(Stream(directory, main).document_starts(eot or 0, [place])[document - counts[place]])
+    return {"train": split(MAIN, 0, cut), "val": split(MAIN, cut, end)}
 
 
+# Number of the document, tokens of a part of it (int64 [n]), whether it is its last part.
 Encoded = tuple[int, np.ndarray, bool]
-"""Number of the document, tokens of a part of it (int64 [n]), whether it is its last part."""
 
 
 def encode_documents(

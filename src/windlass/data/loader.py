@@ -23,20 +23,16 @@ from windlass.data.samples import Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
-CLOSE_SECONDS = 0.2
-"""How long `close` waits for the thread, which may be in a slow source; then the thread is abandoned."""
+CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is abandoned
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass of one rank: number `k` in the step, over all ranks; tokens and labels int64 [B, T].
-
-    A label is -100 where the token does not count.
-    """
+    """Samples of one forward pass of one rank: number `k` in the step, over all ranks; tokens and labels int64 [B, T]."""
 
     k: int
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor  # -100 where the token does not count
 
 
 @dataclass(frozen=True)
@@ -51,26 +47,21 @@ class StepBatch:
 
 
 class Loader:
-    """Yields one `StepBatch` after another, without end; close it, or use it in a `with`.
-
-    Args:
-        samples: The training set.
-        batch: How a step's samples are divided among ranks and micro-batches.
-        rank: Whose share is read.
-        seed: The run's seed.
-        kind: `data.order`.
-        device: Where the tensors go; to CUDA from pinned memory, without waiting.
-        prefetch: Steps read ahead; 0: read when asked.
-        first_step: Steps already done.
-        skipped: Ranges [start, stop) of global sample numbers that are left out.
-        length_buckets: Sort the samples of a step by length before they are divided: less padding in a micro-batch.
-    """
+    """Yields one `StepBatch` after another, without end; close it, or use it in a `with`."""
 
     def __init__(
-        self, samples: Samples, batch: BatchPlan, rank: int, seed: int, kind: str = "shuffled",
-        device: torch.device | str = "cpu", prefetch: int = 2, first_step: int = 0,
-        skipped: Sequence[tuple[int, int]] = (), length_buckets: bool = False,
-    ):  # fmt: skip
+        self,
+        samples: Samples,
+        batch: BatchPlan,  # how a step's samples are divided among ranks and micro-batches
+        rank: int,  # whose share is read
+        seed: int,
+        kind: str = "shuffled",  # `data.order`
+        device: torch.device | str = "cpu",  # where the tensors go; to CUDA from pinned memory, without waiting
+        prefetch: int = 2,  # steps read ahead; 0: read when asked
+        first_step: int = 0,  # steps already done
+        skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of global sample numbers that are left out
+        length_buckets: bool = False,  # sort the samples of a step by length first: less padding in a micro-batch
+    ):
         if not len(samples):
             raise ValueError("there is no sample to load")
         self.device = torch.device(device)

@@ -46,13 +46,9 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 class Order:
     """The order of one epoch: `order[place]` is the number of the sample at that place, for an int or an array of them.
 
-    Args:
-        kind: `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in epoch 0, in a new order
-            from epoch 1 on, the samples of a shard in order) or `sequential`.
-        seed: The run's seed.
-        epoch: Counted from 0.
-        n: Samples in an epoch.
-        shards: With `shards-shuffled`: the number of samples in each shard; they add up to `n`.
+    `kind` is `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in epoch 0, in a new order
+    from epoch 1 on, the samples of a shard in order) or `sequential`; `epoch` counts from 0; `n` and `shards` are the number
+    of samples in all and in each shard.
     """
 
     def __init__(self, kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None):

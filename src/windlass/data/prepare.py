@@ -5,14 +5,13 @@ Documents become token shards (`documents.py`); questions and conversations beco
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
 from windlass.data.documents import PROGRESS, Progress, prepare_text
-from windlass.data.samples import Rows
+from windlass.data.samples import Rows, choose
 from windlass.data.shards import Index, RowsFile
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
@@ -29,13 +28,12 @@ from windlass.recipe import Recipe
 
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.2
+# What determines the shards; the rest (order, packing, workers ...) is about how they are read.
 TEXT_SETTINGS = (
     "source", "eval_source", "sha256", "tokenizer", "text_key", "split", "eval_split", "max_documents", "max_tokens",
     "val_fraction", "val_shards", "shard_tokens",
 )  # fmt: skip
-"""The settings that determine the shards; the rest (order, packing, workers ...) is about how they are read."""
 ROWS_SETTINGS = ("format", "source", "eval_source", "val_fraction", "train_size", "eval_size", "split", "eval_split")
-"""The settings that determine the rows; `model.context`, `run.seed` and the content of the files do too."""
 
 
 @dataclass(frozen=True)
@@ -171,24 +169,19 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
     return index
 
 
-@contextlib.contextmanager
-def _lock(directory: Path, progress: Progress) -> Iterator[None]:
+def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
     """Hold the directory's lock. It is the kernel's: it goes with its process however that ends."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(directory / LOCK)
+    lock = FileLock(directory / LOCK, poll_interval=LOCK_POLL_SECONDS)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=1, poll_interval=LOCK_POLL_SECONDS)
+        return lock.acquire(timeout=1)
     except Timeout:
         progress.note(f"waiting for another process that prepares or checks {directory}")
-        lock.acquire(poll_interval=LOCK_POLL_SECONDS)
+        return lock.acquire()
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _prepare(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
@@ -206,6 +199,9 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
     data, context, is_squad = recipe.data, recipe.model.context, recipe.data.format == "squad"
     splits: Any = squad.read_splits(recipe) if is_squad else chat.read_splits(recipe)
+    for i, (size, purpose) in enumerate([(data.train_size, "train"), (data.eval_size, "eval")]):
+        keys = [item.id if is_squad else str(number) for number, item in enumerate(splits[i])]
+        splits[i] = [splits[i][place] for place in choose(keys, size, recipe.run.seed, purpose)]
     template = chat.Template()
     if is_squad:
         layouts = [(squad.PROMPT.format(question=q.question, context=q.context), *q.answers) for q in splits[0]]

@@ -40,8 +40,7 @@ class PackedSamples:
 
     def __init__(self, stream: Stream, start: int, stop: int, context: int, *, ragged: bool = False):
         self.stream, self.start, self.context = stream, start, context
-        self.tokens = stop - start
-        """Tokens, including those after the last row."""
+        self.tokens = stop - start  # those after the last row included
         self.valid_tokens = max(0, stop - start - 1)
         if not ragged:
             self.valid_tokens -= self.valid_tokens % context
@@ -68,11 +67,11 @@ class PackedSamples:
 class DocumentSamples:
     """One document a row, from its end-of-text token on, cut at `context`; the padding masked."""
 
-    def __init__(self, stream: Stream, documents: tuple[int, int], context: int, eot: int):
-        starts, (first, last) = stream.document_starts(eot), documents
-        sizes = np.append(starts[1:], len(stream)) - starts
+    def __init__(self, stream: Stream, start: int, stop: int, context: int, eot: int):
+        starts = stream.document_starts(eot)
+        sizes, chosen = np.append(starts[1:], len(stream)) - starts, (starts >= start) & (starts < stop)
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts, self._sizes = starts[first:last], sizes[first:last]
+        self._starts, self._sizes = starts[chosen], sizes[chosen]
         self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
         self.valid_tokens = int(np.minimum(self._sizes, context).sum())
 

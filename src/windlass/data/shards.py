@@ -27,12 +27,10 @@ from windlass.fileio import Files, read_json, write_atomic
 
 FORMAT = 3
 INDEX, VERIFIED = "index.json", "verified.json"
-MAIN, EVAL = "shard", "eval-shard"
-"""The two streams of tokens that a data directory can hold, by the first part of their files' names."""
+MAIN, EVAL = "shard", "eval-shard"  # the streams of tokens in a data directory, by the first part of their files' names
 OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
-LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""llm.c's magic numbers: GPT-2's tokens as version 1 in 16 bits, Llama 3's as version 7 in 32 bits."""
+LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic number: version, GPT-2's tokens and Llama 3's
 BLOCK_TOKENS = 1 << 21
 
 
@@ -50,13 +48,11 @@ class Shard(BaseModel):
 
 
 class Split(BaseModel):
-    """The range of a stream's tokens, and of its documents, that is for training or for validation."""
+    """The range of a stream's tokens that is for training or for validation."""
 
     stream: str
     start: int
     stop: int
-    first_document: int
-    last_document: int
 
 
 class RowsFile(BaseModel):
@@ -203,10 +199,18 @@ class Stream:
             shard, dtype, begin = self.shards[place], self._dtypes[place], start + done - int(self.edges[place])
             count = min(len(out) - done, shard.tokens - begin)
             size = count * dtype.itemsize
+            path = self._directory / shard.file
             with self._lock:
-                raw = os.pread(self._descriptor(place), size, shard.offset + begin * dtype.itemsize)
+                if place not in self._open:
+                    if len(self._open) >= OPEN_FILES:
+                        os.close(self._open.pop(next(iter(self._open))))
+                    try:
+                        self._open[place] = os.open(path, os.O_RDONLY)
+                    except OSError as error:
+                        raise UserError(f"the shard {path} cannot be read: {error}") from None
+                raw = os.pread(self._open[place], size, shard.offset + begin * dtype.itemsize)
             if len(raw) != size:
-                raise UserError(f"{self._directory / shard.file} ends too early: it was truncated after it was checked")
+                raise UserError(f"{path} ends too early: it was truncated after it was checked")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
             place += 1
@@ -216,17 +220,6 @@ class Stream:
         out = np.empty(stop - start, dtype=np.int64)
         self.read_into(start, out)
         return out
-
-    def _descriptor(self, place: int) -> int:
-        if place not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            path = self._directory / self.shards[place].file
-            try:
-                self._open[place] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise UserError(f"the shard {path} cannot be read: {error}") from None
-        return self._open[place]
 
     def document_starts(self, eot: int, places: Iterable[int] | None = None) -> np.ndarray:
         """Where in the row each document of these shards (None: all) starts, int64 [documents]: an end-of-text token is there

@@ -77,31 +77,25 @@ def _question(entry: dict[str, Any], context: str, group: str, answers: list[dic
     return Question(str(entry["id"]), entry["question"].strip(), context, texts, start, group)
 
 
-def read_splits(recipe: Recipe) -> tuple[list[Question], list[Question]]:
-    """The training and evaluation questions of a recipe, `train_size` and `eval_size` of them as `run.seed` chooses.
+def read_splits(recipe: Recipe) -> list[list[Question]]:
+    """The training and evaluation questions of a recipe.
 
     Without `data.eval_source`: the Hub's validation split for `squad`; of a file the last `data.val_fraction` of the
     articles.
     """
-    data, seed = recipe.data, recipe.run.seed
-    train, held_out = read_questions(data.source), []
+    data, train = recipe.data, read_questions(recipe.data.source)
     if elsewhere := data.eval_source or ("squad" if data.source == "squad" else ""):
-        held_out = read_questions(elsewhere, "validation", "data.eval_source")
-    elif data.val_fraction:
-        train, held_out = split(train, data.val_fraction)
-    return (
-        [train[i] for i in choose([q.id for q in train], data.train_size, seed, "train")],
-        [held_out[i] for i in choose([q.id for q in held_out], data.eval_size, seed, "eval")],
-    )
+        return [train, read_questions(elsewhere, "validation", "data.eval_source")]
+    return split(train, data.val_fraction) if data.val_fraction else [train, []]
 
 
-def split(items: list[Question], share: float) -> tuple[list[Question], list[Question]]:
+def split(items: list[Question], share: float) -> list[list[Question]]:
     """The questions without and with those of the last `share` of the articles."""
     articles = list(dict.fromkeys(item.group for item in items))
     if len(articles) < 2:
         raise UserError("data.val_fraction: there is but one article; give data.eval_source")
     first = set(articles[: min(len(articles) - 1, max(1, round(len(articles) * (1 - share))))])
-    return [item for item in items if item.group in first], [item for item in items if item.group not in first]
+    return [[item for item in items if (item.group in first) == learned] for learned in (True, False)]
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:

@@ -25,19 +25,18 @@ from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
-MARK = "\ufdd0"
-"""After a character of a text that is no special token, whatever it looks like (`windlass.data.chat`)."""
+MARK = "\ufdd0"  # after a character of a text that is no special token, whatever it looks like (`windlass.data.chat`)
+# How GPT-2 cuts a text into words before pairs are merged (Radford et al. 2019, released code).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""How GPT-2 cuts a text into words before pairs are merged (Radford et al. 2019, released code)."""
-STRETCH = 1 << 20
-"""Characters of a text that one worker encodes at once."""
-LONGEST_PIECE = 400_000
-"""Characters that go to `tiktoken` at once: its regular expressions run out of stack on a million of white space."""
+STRETCH = 1 << 20  # characters of a text that one worker encodes at once
+LONGEST_PIECE = (
+    400_000  # characters for `tiktoken` at once: its expressions run out of stack on a million of white space
+)
+# A text whose ids tell tokenizers with equal vocabularies apart.
 PROBE = (
     "def f(x):\n\treturn x ** 2  # It's 3.14159, isn't it?\r\n\r\n    Žluťoučký kůň 12345 中文字符 "
     "Ελλάδα кот 🙂👩‍👩‍👧 e\u0301 ﬁ №  \u00a0end <|endoftext|></s>"
 )
-"""A text whose ids tell tokenizers with equal vocabularies apart."""
 
 
 class Description(BaseModel):
@@ -52,10 +51,8 @@ class Description(BaseModel):
 class Tokenizer:
     """A tokenizer of a kind (`byte`, `char`, `gpt2`, `bpe`, `hf`).
 
-    Args:
-        kind: The kind.
-        inner: The `tokenizers.Tokenizer` that gives the same ids.
-        eot: The id that separates documents; None where a corpus is one text and needs none.
+    `inner` is the `tokenizers.Tokenizer` that gives the same ids; `eot` the id that separates documents, None where a corpus
+    is one text and needs none.
     """
 
     def __init__(self, kind: str, inner: Any, eot: int | None):
@@ -64,18 +61,17 @@ class Tokenizer:
         inner.no_truncation()
         inner.encode_special_tokens = True  # what looks like a special token in a text is text
         pieces = inner.get_vocab(with_added_tokens=True)
-        self.vocab = max(pieces.values()) + 1
-        """The number of token ids, the special ones included."""
+        self.vocab = max(pieces.values()) + 1  # number of ids, the special ones included
         content = [sorted(pieces.items()), eot, inner.encode(PROBE, add_special_tokens=False).ids]
+        # Equal for tokenizers that give the same ids for every text.
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        """Equal for tokenizers that give the same ids for every text."""
+        # Texts and ids of the special tokens: what a chat template writes, and a user does not.
         self.special: dict[str, int] = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
-        """Texts and ids of the special tokens: what a chat template writes, and a user does not."""
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
+        # What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not.
         encoded = inner.encode("a")
         self.bos: tuple[int, ...] = tuple(encoded.ids[: [*encoded.special_tokens_mask, 0].index(0)])
-        """What the tokenizer's post-processor puts before a text, as in `transformers`; `encode` does not."""
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
@@ -113,8 +109,7 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?".
 
-        Raises:
-            UserError: A character tokenizer is given a character that its corpus does not have.
+        Raises UserError where a character tokenizer is given a character that its corpus does not have.
         """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
@@ -123,7 +118,7 @@ class Tokenizer:
             ids: np.ndarray = self._fast[np.minimum(points, len(self._fast) - 1)]
             if (ids < 0).any():
                 named = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
-                raise UserError(f"the character tokenizer has no {named}: its corpus has none of them")
+                raise UserError(f"the character tokenizer's corpus has no {named}")
             return ids
         text = text.encode("utf-8", "replace").decode()
         if self.kind == "gpt2":
@@ -136,8 +131,7 @@ class Tokenizer:
         """The text in parts that can be encoded one by one with the same result, so that many workers share a long text."""
         if self.kind in ("byte", "char"):
             return (text[i : i + STRETCH] for i in range(0, len(text), STRETCH))
-        # What another tokenizer's normaliser does across a cut cannot be foreseen.
-        return cut_at_lines(text) if self.kind == "gpt2" else [text]
+        return cut_at_lines(text) if self.kind == "gpt2" else [text]  # other normalisers may work across a cut
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
@@ -167,12 +161,11 @@ class Tokenizer:
             letters = byte_letters() if '"ByteLevel"' in "".join(states) else {}
             space = " " if "\u2581" in states[0] else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
+                sizes[i] = len(piece.replace("\u2581", space).encode())
                 if letters and all(c in letters for c in piece):
                     sizes[i] = len(piece)
                 elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
                     sizes[i] = 1  # a byte on its own, as sentencepiece writes it
-                else:
-                    sizes[i] = len(piece.replace("\u2581", space).encode())
             for i, token in self.inner.get_added_tokens_decoder().items():
                 sizes[i] = len(token.content.encode())  # as it stands
         sizes[list(self.special.values())] = 0

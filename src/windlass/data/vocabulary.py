@@ -19,20 +19,17 @@ from windlass.fileio import read_json
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
+# GPT-2's ids and merges, with the SHA-256 of those that are downloaded.
 GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-"""GPT-2's ids and merges, with the SHA-256 of those that are downloaded."""
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-HF_FILES = (
-    JSON_FILE, *CONFIG_FILES, "chat_template.jinja",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
-)  # fmt: skip
-"""What makes a tokenizer in a directory of `transformers`."""
+LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
+OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
+# How well-known tokenizers write the end of a text, where no configuration has it.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
-"""How well-known tokenizers write the end of a text, where no configuration has it."""
 
 
 def kind_of(setting: str) -> str:
@@ -51,9 +48,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     """The tokenizer saved in `directory`, or, where none is saved, the one that `data.tokenizer` names.
 
     A model that is trained from scratch on texts learns no token that stands before a text: its tokenizer writes no BOS.
-
-    Raises:
-        UserError: What is saved was changed since; or nothing is saved and the tokenizer is made from the corpus.
+    Raises UserError where what is saved has changed, or nothing is saved and the tokenizer is made from the corpus.
     """
     kind, folder = kind_of(recipe.data.tokenizer), Path(directory or "nowhere") / FOLDER
     if directory is not None and (folder / DESCRIPTION).is_file():
@@ -79,9 +74,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
 def named_tokenizer(setting: str) -> Tokenizer:
     """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`."""
     kind, place = kind_of(setting), setting.partition(":")[2]
-    if kind == "byte":
-        return byte_tokenizer()
-    return gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place)
+    return byte_tokenizer() if kind == "byte" else gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place)
 
 
 def tokenizer_files(setting: str) -> dict[str, str]:
@@ -89,21 +82,21 @@ def tokenizer_files(setting: str) -> dict[str, str]:
     kind, path = kind_of(setting), Path(setting.partition(":")[2]).expanduser()
     if ":" not in setting:
         return {}
-    files = [path / name for name in (GPT2_FILES if kind == "gpt2" else HF_FILES)]
+    files = [path / name for name in (GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES))]
     if path.is_file():
-        files = [path, *(path.parent / name for name in HF_FILES[1:4])]
+        files = [path, *(path.parent / name for name in LAYOUT_FILES)]
     return {str(file): sha256_of(file) for file in files if file.is_file()}
 
 
 # -- the kinds
 
 
-def _byte_level(kind: str, model: Any, use_regex: bool = True) -> Tokenizer:
-    """A tokenizer over bytes, whose last id ends a text."""
+def _byte_level(kind: str, ids: dict[str, int], merges: Any, use_regex: bool = True) -> Tokenizer:
+    """Byte pairs, whose last id ends a text."""
     from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
-    inner = Inner(model)
+    inner = Inner(models.BPE(vocab=ids, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     inner.decoder = decoders.ByteLevel()
     return Tokenizer(kind, inner, _add_end(inner))
@@ -118,9 +111,7 @@ def _add_end(inner: Any) -> int:
 
 def byte_tokenizer() -> Tokenizer:
     """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a text."""
-    from tokenizers import models
-
-    return _byte_level("byte", models.BPE(vocab=byte_letters(), merges=[]), use_regex=False)
+    return _byte_level("byte", byte_letters(), [], use_regex=False)
 
 
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
@@ -156,14 +147,13 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     try:
         ids, merges = models.BPE.read_file(*(str(Path(directory).expanduser() / name) for name in GPT2_FILES))
         ids.pop(END_OF_TEXT, None)
-        return _byte_level("gpt2", models.BPE(vocab=ids, merges=merges))
+        return _byte_level("gpt2", ids, merges)
     except Exception as error:  # the library raises a bare Exception
         raise UserError(f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}") from None
 
 
 def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> Tokenizer:
-    """Byte pairs learned from the first `characters` of texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, of which 0
-    ends a text."""
+    """Byte pairs learned from so many characters of texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, 0 ends a text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -171,8 +161,7 @@ def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> To
         left = characters
         for text in texts:
             yield text[:left].encode("utf-8", "replace").decode()
-            left -= len(text)
-            if left <= 0:
+            if (left := left - len(text)) <= 0:
                 return
 
     inner = Inner(models.BPE())
@@ -189,8 +178,8 @@ def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> To
 def hf_tokenizer(place: str) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, of a directory, or of a name on the Hub (`NAME` or `NAME@REVISION`).
 
-    The text ends with the token that the configuration beside the file names, or with one of the usual names. A directory
-    without a `tokenizer.json` is read through `transformers`, which makes one of older files.
+    The text ends with the token that the configuration beside the file names, or with one of the usual names. Older files
+    are read through `transformers`.
     """
     # The threads are ours; the library would warn that they were forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
