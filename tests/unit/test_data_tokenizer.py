@@ -15,7 +15,6 @@ from windlass.data import tokenizer as tokenizer_module
 from windlass.data.chat import Template
 from windlass.data.tokenizer import END_OF_TEXT, cut_at_lines
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, load_tokenizer, named_tokenizer, train_bpe
-from windlass.errors import UserError
 from windlass.interop.export import save_tokenizer
 from windlass.recipe import Recipe
 
@@ -196,8 +195,11 @@ def test_wrong_files(tmp_path, data_files, monkeypatch):
         named_tokenizer(f"hf:{tmp_path}")
     with refused("/nowhere/at/all"):
         named_tokenizer("hf:/nowhere/at/all")
-    monkeypatch.setattr(
-        "tiktoken.load.read_file_cached", lambda url, sha256: (_ for _ in ()).throw(ConnectionError("no route"))
-    )
-    with pytest.raises(UserError, match="gpt2:DIR"):
+    monkeypatch.setattr("windlass.hub.tokenizer_directory", lambda place: tmp_path)
+    with refused("tokenizer.json"):
         named_tokenizer("gpt2")
+    (tmp_path / "tokenizer.json").write_bytes((data_files / "gpt2" / "gpt2-tokenizer.json").read_bytes())
+    whole = named_tokenizer(f"gpt2:{data_files / 'gpt2'}")
+    text = f"{SAMPLE}{END_OF_TEXT}"
+    assert named_tokenizer("gpt2").encode(text).tolist() == whole.encode(text).tolist()
+    assert named_tokenizer("gpt2").fingerprint == whole.fingerprint

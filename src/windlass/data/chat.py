@@ -10,7 +10,6 @@ What is unusual:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -74,7 +73,7 @@ class Template:
 
     def prompt(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         """The text after which the assistant answers, in pieces."""
-        return _cut(self._render(messages, tokenizer, ask=True)[0], [], tokenizer)
+        return _cut(self._render(messages, tokenizer, ask=True), tokenizer)
 
     def pieces(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         """The conversation up to its last answer, in pieces, each with whether it counts.
@@ -84,22 +83,24 @@ class Template:
         the template writes earlier turns differently once later ones are there.
         """
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        whole, spans = self._render(messages[: places[-1] + 1], tokenizer, ask=False)
+        whole = self._render(messages[: places[-1] + 1], tokenizer, ask=False)
         if GENERATION.search(self.source or PLAIN):
-            return _cut(whole, spans, tokenizer)
+            return _cut(whole, tokenizer)
         # An answer follows the text that asks for it, and ends with the first special token after its content.
-        heads = [self._render(messages[:place], tokenizer, ask=True)[0] for place in places]
-        for place, head, limit in zip(places, heads, [*map(len, heads[1:]), len(whole)], strict=True):
+        heads = [self._render(messages[:place], tokenizer, ask=True) for place in places]
+        limits = [*map(len, heads[1:]), len(whole)]
+        for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
             tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"], tokenizer).strip()
             content_end = tail.find(answer) + len(answer) if answer in tail else 0  # a template may change it
             ends = [m.end() for m in tokenizer.special_pattern.finditer(tail) if m.start() >= content_end]
-            if not whole.startswith(head) or not (ends or limit == len(whole)):
+            if not whole.startswith(head) or not (ends or limit == limits[-1]):
                 raise UserError(
                     "the answers cannot be told apart in the tokenizer's chat template, which changes earlier turns or ends none "
                     "with a special token; train on conversations with one answer"
                 )
-            spans.append((len(head), len(head) + (ends[0] if ends else len(tail))))
-        return _cut(whole, spans, tokenizer)
+            end = len(head) + (ends[0] if ends else len(tail))
+            whole = head + BEGIN + whole[len(head) : end] + END + whole[end:]
+        return _cut(whole, tokenizer)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -114,23 +115,14 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        names: dict[str, Any] = {
-            "raise_exception": raise_exception,
-            "strftime_now": TODAY.strftime,
-            "mark_generation": lambda caller: f"{BEGIN}{caller()}{END}",
-        }
-        environment.globals |= names
         # A generation block is a call block of jinja's that puts its text between two marks.
-        return environment.from_string(
-            GENERATION.sub(
-                lambda m: f"{m[1]}{'endcall' if m[2] else 'call mark_generation()'}{m[3]}", self.source or PLAIN
-            )
-        )
+        names = {"strftime_now": TODAY.strftime, "mark": lambda caller: f"{BEGIN}{caller()}{END}"}
+        environment.globals.update(names, raise_exception=raise_exception)
+        tags = {None: "call mark()", "end": "endcall"}
+        return environment.from_string(GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN))
 
-    def _render(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered conversation, its messages guarded, and where in it the template's generation blocks are."""
+    def _render(self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool) -> str:
+        """The rendered conversation, its messages guarded, generation blocks between BEGIN and END."""
         from jinja2 import TemplateError
 
         guarded = [{**message, "content": _guarded(message["content"], tokenizer)} for message in messages]
@@ -138,12 +130,9 @@ class Template:
         # `transformers` gives None for what a caller leaves out, and templates ask for that.
         names = {"tools": None, "documents": None, "end_of_text": end, **dict(self.special)}
         try:
-            text = str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **names))
+            return str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **names))
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the tokenizer's chat template does not take this conversation: {error}") from None
-        parts = re.split(f"[{BEGIN}{END}]", text)  # outside, inside, outside, ...
-        edges = list(itertools.accumulate(map(len, parts)))
-        return "".join(parts), list(zip(edges[:-1:2], edges[1::2], strict=True))
 
 
 def _guarded(text: str, tokenizer: Tokenizer) -> str:
@@ -152,18 +141,15 @@ def _guarded(text: str, tokenizer: Tokenizer) -> str:
     return tokenizer.special_pattern.sub(lambda m: "".join(c + MARK for c in m[0]), text)
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> list[Piece]:
-    """A rendered text in pieces: texts and special tokens, those in `spans` counted."""
-    edges = [0, *(edge for span in spans for edge in span), len(text)]
-    pieces: list[Piece] = []
-    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
-        part, at, counts = text[start:stop], 0, number % 2 == 1
-        for match in tokenizer.special_pattern.finditer(part):
-            pieces += [(part[at : match.start()], counts), (tokenizer.special[match[0]], counts)]
-            at = match.end()
-        pieces.append((part[at:], counts))
-    whole = [(piece.replace(MARK, "") if isinstance(piece, str) else piece, counts) for piece, counts in pieces]
-    return [piece for piece in whole if piece[0] != ""]
+def _cut(text: str, tokenizer: Tokenizer) -> list[Piece]:
+    """A rendered text in pieces: texts and special tokens, those between BEGIN and END counted."""
+    pieces, counts = list[Piece](), False
+    for number, part in enumerate(re.split(f"([{BEGIN}{END}]|{tokenizer.special_pattern.pattern})", text)):
+        if part in (BEGIN, END):
+            counts = part == BEGIN
+        elif part:  # separators have the odd numbers
+            pieces.append((tokenizer.special[part] if number % 2 else part.replace(MARK, ""), counts))
+    return pieces
 
 
 # -- tokens and rows

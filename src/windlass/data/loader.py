@@ -46,7 +46,7 @@ class StepBatch:
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
-class Loader:
+class Loader(Iterator[StepBatch]):
     """Yields one `StepBatch` after another, without end; close it, or use it in a `with`."""
 
     def __init__(
@@ -78,9 +78,6 @@ class Loader:
                 target=self._read_ahead, args=(self._queue, self._next), name="windlass-loader", daemon=True
             )
             self._thread.start()
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return self
 
     def __next__(self) -> StepBatch:
         return cast(StepBatch, self.poll(None))

@@ -264,7 +264,7 @@ def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None
     `tick` gets the share that is read. Raises UserError, naming the file.
     """
     states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
-    changed = [file for file, state in states.items() if verified.get(file) != state]
+    changed = [file for file in states if verified.get(file) != states[file]]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         actual = pool.map(lambda file: sha256_of(directory / file), changed)
         for done, (file, sha256) in enumerate(zip(changed, actual, strict=True), 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -19,12 +18,7 @@ from windlass.fileio import read_json
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-# GPT-2's ids and merges, with the SHA-256 of those that are downloaded.
-GPT2_FILES = {
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
 OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -129,21 +123,11 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
 
 
 def gpt2_tokenizer(directory: str = "") -> Tokenizer:
-    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else through `tiktoken`'s download."""
+    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the Hub."""
+    if not directory:
+        return Tokenizer("gpt2", _read_json(hub.tokenizer_directory(GPT2_NAME) / JSON_FILE), GPT2_EOT)
     from tokenizers import models
 
-    if not directory:
-        from tiktoken import load  # downloads each file once and checks its SHA-256
-
-        with TemporaryDirectory() as folder:
-            try:
-                for name, sha256 in GPT2_FILES.items():
-                    (Path(folder) / name).write_bytes(load.read_file_cached(f"{GPT2_URL}/{name}", sha256))
-            except Exception as error:  # of any kind, from the library behind the download
-                raise UserError(
-                    f"data.tokenizer: no download of GPT-2's ({first_line(error)}); write gpt2:DIR"
-                ) from None
-            return gpt2_tokenizer(folder)
     try:
         ids, merges = models.BPE.read_file(*(str(Path(directory).expanduser() / name) for name in GPT2_FILES))
         ids.pop(END_OF_TEXT, None)
