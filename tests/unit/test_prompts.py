@@ -125,7 +125,7 @@ def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_pat
         assert len(prompt) <= room and prompt[: len(ours.bos)] == list(ours.bos)
         assert theirs.decode(prompt).endswith(" Answer:")
     long = Question("long", "who are you " * 300, context, item.answers, item.start)
-    assert squad.row(long, ours, 150, theirs.eos_token_id) is None
+    assert squad.row(long, ours, 150) is None
     for room in (1, 2, 40):
         prompt = squad.prompt(long, ours, room)
         assert len(prompt) == room and (room < 3 or prompt[: len(ours.bos)] == list(ours.bos))
