@@ -52,7 +52,7 @@ def test_ids_past_the_embedding_of_a_model_of_ones_own(tmp_path):
     table.weight, table.num_embeddings = torch.nn.Parameter(table.weight[:3].detach().clone()), 3
     with pytest.raises(UserError) as error:
         train(recipe(tmp_path / "run"), mine, page["data"])
-    assert "3 rows" in str(error.value) and "vocab" in str(error.value)
+    assert "3 token embeddings" in str(error.value) and "vocab" in str(error.value)
 
 
 def test_it_stops_and_goes_on_to_the_same_end(tmp_path):

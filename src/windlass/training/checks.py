@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.errors import RunFailed, UserError
+from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import clean_name, named_parameters, unwrap
 
@@ -95,22 +94,6 @@ def fingerprint(tensor: Tensor) -> int:
         places = torch.arange(start, start + chunk.numel(), device=chunk.device)
         total += (chunk * (places * 0x9E3779B1 + 1 | 1)).sum()
     return int(total)
-
-
-def check_ids(model: nn.Module, tokens: np.ndarray) -> None:
-    """Raise UserError where a user's own model has no embedding row for one of these token ids.
-
-    A model with `vocab` is compared with the tokenizer instead; one with several embeddings cannot be checked.
-    """
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if hasattr(model, "vocab") or len(tables) != 1:
-        return
-    rows, low, high = tables[0].num_embeddings, int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= rows:
-        raise UserError(
-            f"the model's embedding has {rows:,} rows, and the data has the token ids {low} to {high}: it needs a row for "
-            "every token. A model with an attribute `vocab` is compared with the tokenizer"
-        )
 
 
 def uses_dropout(model: nn.Module) -> bool:

@@ -67,13 +67,6 @@ def decide_nonfinite(
     return Decision(policy, f"step {step}: {what}")
 
 
-def decide_spike(loss: float, step: int, settings: TrainSettings) -> Decision:
-    """The policy `train.on_spike` for a step whose loss is a spike; its update was not made."""
-    assert settings.on_spike != "ignore"
-    limit = f"more than {settings.spike_sigmas:g} standard deviations"
-    return Decision(settings.on_spike, f"step {step}: the loss {loss:.4f} is a spike of {limit} (train.on_spike)")
-
-
 def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
     """Whether `loss` lies `sigmas` standard deviations above the mean of the last SPIKE_WINDOW losses."""
     if len(window) < SPIKE_MIN:
@@ -85,9 +78,8 @@ def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
 def check_is_deferred(device: torch.device, optimizer: torch.optim.Optimizer, offload: bool) -> bool:
     """Whether the device decides about the update, and the host looks later.
 
-    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy a `found_inf` of the GPU there
-    without waiting for it (`found_inf.to(device, non_blocking=True)` in `torch/optim/adamw.py`), so that the update could
-    read the flag before it is written. The host waits for offloaded gradients in any case.
+    Not with offloaded parameters: their optimizer is on the CPU, and torch would copy `found_inf` there without waiting
+    (`non_blocking=True` in `torch/optim/adamw.py`), so that the update could read the flag before it is written.
     """
     return device.type == "cuda" and not offload and getattr(optimizer, "_step_supports_amp_scaling", False)
 
@@ -114,8 +106,11 @@ class BadSteps:
         self._bad = self._count = self._loss_bad = self._zero
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
-    def observe(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Look at a step before its update; 1.0 (on the device) where that must not be made."""
+    def observe(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, float | None]:
+        """Look at a step before its update: 1.0 (on the device) where that must not be made; the loss if it is a spike.
+
+        For the latter the host waits, unless `train.on_spike` is `ignore`.
+        """
         loss_bad = (~torch.isfinite(loss)).float()
         self._loss_bad = torch.maximum(self._loss_bad, loss_bad)
         # The norm is the same on all ranks, a loss is not; and a loss may be infinite where its gradient is finite.
@@ -125,20 +120,16 @@ class BadSteps:
         self._count = self._count + self._bad
         self._in_a_row = (self._in_a_row + 1) * self._bad
         self._longest = torch.maximum(self._longest, self._in_a_row)
-        return self._bad
-
-    def find_spike(self, loss: Tensor) -> float | None:
-        """A step's loss over all ranks where it is a spike, for which the host waits; with `ignore` always None."""
         if self.settings.on_spike == "ignore":
-            return None
+            return self._bad, None
         value, window = float(collectives.sum_over_ranks(loss.clone(), self.ranks)), self.state.spike_window
         if is_spike(window, value, self.settings.spike_sigmas):
-            return value
+            return self._bad, value
         if math.isfinite(value):  # what is not finite is the other policy's
             window.append(value)
             del window[:-SPIKE_WINDOW]
             self._spikes_in_a_row = 0
-        return None
+        return self._bad, None
 
     def read(self) -> Counts:
         """The counts since the last call. Waits for the device."""
@@ -164,12 +155,13 @@ class BadSteps:
                 scale = float(self.scaler.scale) if self.scaler is not None else None
                 more = {"count": counts.bad, "in_a_row": counts.in_a_row, "loss_scale": scale}
                 self._skipped("skipped", decision.reason, counts.bad, counts.longest, more)
-        if spike is not None and decision.action in ("continue", "skip"):
-            decision = decide_spike(spike, state.step, settings)
+        if spike is not None and settings.on_spike != "ignore" and decision.action in ("continue", "skip"):
+            reason = f"the loss {spike:.4f} is a spike of more than {settings.spike_sigmas:g} standard deviations"
+            decision = Decision(settings.on_spike, f"step {state.step}: {reason} (train.on_spike)")
             if decision.action == "skip":
                 self._spikes_in_a_row += 1
-                more = {"in_a_row": self._spikes_in_a_row}
-                self._skipped("spike", decision.reason, 1, self._spikes_in_a_row, more)
+                in_a_row = self._spikes_in_a_row
+                self._skipped("spike", decision.reason, 1, in_a_row, {"in_a_row": in_a_row})
         if decision.action == "stop":
             raise RunFailed(decision.reason)
         return decision

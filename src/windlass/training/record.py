@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import psutil
 import torch
 from torch import nn
 
-from windlass.checkpoint.load import latest_step
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
 from windlass.data.chat import stop_tokens
@@ -148,6 +147,12 @@ class Recorder:
         memory = torch.cuda.memory_allocated(self.ranks.device) if cuda else psutil.Process().memory_info().rss
         self.console.step(line | {"mem_mb": memory / 1e6})
 
+    @contextlib.contextmanager
+    def outside(self, phase: str) -> Iterator[None]:
+        """What is no part of a step: its time counts as `phase`."""
+        with self.timer.outside(), self.goodput.phase(phase):
+            yield
+
     def beat(self) -> None:
         """Touch the heartbeat file where it is time; costs a clock reading otherwise."""
         now = time.monotonic()
@@ -209,8 +214,6 @@ class Measurements:
     recipe: Recipe
     model: nn.Module
     data: Data
-    ranks: Ranks
-    horizon: Horizon
     suites: Suites
     recorder: Recorder
     scores: dict[int, float] = field(default_factory=dict)  # of `checkpoint.best` by step, from the ledger and since
@@ -218,13 +221,13 @@ class Measurements:
     def evaluation_due(self, step: int) -> bool:
         """Whether the suites are measured after `step`: before the first and after the last, and by `eval.every`."""
         every = self.recipe.eval.every
-        ends = step in (0, self.horizon.steps)
-        return self.data.val is not None and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
+        ends = step in (0, self.recorder.horizon.steps)
+        return self.data.val is not None and every not in (0, 0.0) and (ends or self.recorder.horizon.due(every, step))
 
     def sample_due(self, step: int) -> bool:
         """Whether a text is generated after `step`; a user's own model or tokenizer may not be able to."""
         able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
-        return able and self.horizon.due(self.recipe.eval.sample_every, step)
+        return able and self.recorder.horizon.due(self.recipe.eval.sample_every, step)
 
     def read_ledger(self, step: int) -> set[str]:
         """Take the scores up to `step`; returns which kinds of lines (`eval`, `sample`) there are of `step` itself."""
@@ -232,22 +235,22 @@ class Measurements:
         def read() -> list[Line]:
             return [x for x in self.recorder.run.ledger() if x["kind"] in ("eval", "sample") and x["step"] <= step]
 
-        lines = decide_on_rank_0(self.ranks, "measured", read)
+        lines = decide_on_rank_0(self.recorder.ranks, "measured", read)
         self.scores = scores_by_step(lines, self.recipe.checkpoint.best)
         return {line["kind"] for line in lines if line["step"] == step}
 
     def evaluate(self, step: int, poll: Poll) -> bool:
         """Every suite of `eval.suites`, into the ledger; False where a stop cut one short: then nothing is written."""
         measured, recorder = [], self.recorder
-        with recorder.timer.outside(), recorder.goodput.phase("eval"):
-            self.ranks.mark(step, "evaluation")
+        with recorder.outside("eval"):
+            recorder.ranks.mark(step, "evaluation")
             for suite in self.recipe.eval.suites:
                 result = self.suites.measure(suite, self.model, poll)
                 if result is None:
                     return False
                 numbers, predictions = result
                 measured.append({"suite": suite, **numbers})
-                if predictions and self.ranks.main:
+                if predictions and recorder.ranks.main:
                     try:
                         write_predictions(recorder.run.path / "eval", step, predictions)
                     except OSError as error:  # the scores are in the ledger
@@ -267,11 +270,11 @@ class Measurements:
             max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k,
             seed=self.recipe.run.seed, stop=stop_tokens(tokenizer, self.data.template),
         )  # fmt: skip
-        with recorder.timer.outside(), recorder.goodput.phase("sample"):
-            self.ranks.mark(step, "sample")
+        with recorder.outside("sample"):
+            recorder.ranks.mark(step, "sample")
             generated = generate(
-                self.model, [prompt] * settings.sample_count, sampling, self.ranks, vocab=tokenizer.vocab,
-                autocast=partial(autocast, self.recipe, self.ranks.device), poll=poll,
+                self.model, [prompt] * settings.sample_count, sampling, recorder.ranks, vocab=tokenizer.vocab,
+                autocast=partial(autocast, self.recipe, recorder.ranks.device), poll=poll,
             )  # fmt: skip
         if generated is None:
             return False
@@ -279,7 +282,7 @@ class Measurements:
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
-            if self.ranks.main:
+            if recorder.ranks.main:
                 folder = recorder.run.samples_dir
                 with contextlib.suppress(OSError):  # the text is in the ledger
                     folder.mkdir(exist_ok=True)
@@ -292,29 +295,28 @@ class Saves:
     """The checkpoints of a run: saved in the background, and reported when they are committed or have failed."""
 
     saver: Saver
-    ranks: Ranks
     model: nn.Module
     optimizer: Optimizer
-    state: TrainState
     scaler: LossScaler | None
     recorder: Recorder
     measurements: Measurements
     meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch
     step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
+    committed: int  # the newest step that a restart would resume from
     failed_in_a_row: int = 0
 
     def save(self, reason: str = PERIODIC) -> None:
         """Copy the state to the host; it is written in the background."""
-        recorder, state = self.recorder, self.state
+        recorder, state = self.recorder, self.recorder.state
         reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
-        with recorder.timer.outside(), recorder.goodput.phase("save"):
-            self.ranks.mark(state.step, "save")
+        with recorder.outside("save"):
+            recorder.ranks.mark(state.step, "save")
             if self.scaler is not None:
                 self.scaler.save(state)
             meta = self.meta | {
                 "reason": reason, "train_loss": recorder.last_loss, "samples": state.samples, "tokens": state.tokens,
             }  # fmt: skip
-            tensors = gather_state(self.model, self.optimizer, self.ranks.rank, self.ranks.world)
+            tensors = gather_state(self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world)
             scores = self.measurements.scores
             self.saver.save(state.step, tensors, state.to_json(), meta, scores, while_waiting=recorder.beat)
         self.step = state.step
@@ -325,17 +327,18 @@ class Saves:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for what is being written, at most so many seconds; whether all of it is committed."""
-        with self.recorder.timer.outside(), self.recorder.goodput.phase("save"):
+        with self.recorder.outside("save"):
             good = self._report(self.saver.wait(timeout, self.recorder.beat))
         return good and not self.saver.busy
 
     def commit(self, reason: str) -> bool:
         """Have the present step committed: wait for a save in progress, and try one that failed once more."""
-        if self.step == self.state.step:
+        step = self.recorder.state.step
+        if self.step == step:
             self.wait()
-        if any(self.ranks.all_gather_object("unsaved", self.step != self.state.step)):
+        if any(self.recorder.ranks.all_gather_object("unsaved", self.step != step)):
             self.save(reason)
-        return self.wait() and self.step == self.state.step
+        return self.wait() and self.step == step
 
     def _report(self, outcomes: list[Outcome]) -> bool:
         recorder = self.recorder
@@ -346,8 +349,8 @@ class Saves:
                 recorder.event("save_failed", outcome.step, reason=outcome.error)
                 recorder.console.warning(f"the checkpoint of step {outcome.step} was not saved: {outcome.error}")
                 continue
-            self.failed_in_a_row = 0
-            if self.ranks.main:
+            self.failed_in_a_row, self.committed = 0, outcome.step
+            if recorder.ranks.main:
                 recorder.ledger.sync()  # the lines up to a committed step must survive what the checkpoint survives
                 recorder.event(
                     "checkpoint", outcome.step, path=f"checkpoints/{outcome.path.name}", bytes=outcome.bytes,
@@ -360,24 +363,15 @@ class Saves:
 
     def expected_seconds(self) -> float:
         """How long a save that begins now may take: as the last one, after the rest of one that is being written."""
-        earlier = [e["write_s"] for e in self.recorder.run.events if e["event"] == "checkpoint"]
-        # Before its first save, a start goes by what an earlier start of the run measured.
-        return (self.saver.last_seconds or (earlier or [0.0])[-1]) + self.saver.remaining_seconds()
-
-    def newest(self) -> int:
-        """The newest committed step that a restart would resume from; 0 where there is none."""
-        return max(latest_step(self.recorder.run.path), 0)
+        return (self.saver.last_seconds or 0.0) + self.saver.remaining_seconds()
 
 
-def start_profiler(steps: int, path: Path, console: Console) -> torch.profiler.profile:
-    """Trace `steps` steps of this rank, after one that is left out and one to warm up, into a file for Perfetto."""
-
-    def write(profiler: torch.profiler.profile) -> None:
-        path.parent.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        console.event(f"profile: {path}; open it at https://ui.perfetto.dev (drag the file into the page)")
-
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True)
+def start_profiler(steps: int, path: Path) -> torch.profiler.profile:
+    """Trace `steps` steps of this rank, after one that is left out and one to warm up, for https://ui.perfetto.dev."""
+    path.parent.mkdir(exist_ok=True)
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1), record_shapes=True,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+    )  # fmt: skip
     profiler.start()
     return profiler

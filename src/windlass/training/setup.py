@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -46,7 +45,7 @@ from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
 from windlass.telemetry.trackers import Trackers
 from windlass.training import start
-from windlass.training.checks import check_ids, tie_groups, uses_dropout
+from windlass.training.checks import tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
@@ -133,22 +132,26 @@ def set_up(
         device=ranks.device, background=recipe.checkpoint.background,
     )  # fmt: skip
     recorder = open_recorder(plan, ranks, horizon, facts, state, model, goodput, attempt, stack)
-    if ranks.main:
-        notes += warn_if_disk_is_short(recipe, model, optimizer, recorder)
+    if ranks.main:  # the optimizer has no state before its first step: 8 bytes a parameter are to come
+        size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.parameters)
+        present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
+        count = checkpoints_to_come(recipe, horizon, state.step, present)
+        if count and (missing := shortage(plan.run.path, count * size, "the run")):
+            notes.append(missing)
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
         "micro_batch": batch.micro_batch,
     }  # fmt: skip
     suites = Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch)
-    measurements = Measurements(recipe, model, data, ranks, horizon, suites, recorder)
-    newest = state.step if choice is not None else -1
+    measurements = Measurements(recipe, model, data, suites, recorder)
+    newest = (state.step, state.step) if choice is not None else (-1, 0)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     return Trainer(
         recipe=recipe, plan=plan, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
-        saves=Saves(saver, ranks, model, optimizer, state, scaler, recorder, measurements, meta, newest),
+        saves=Saves(saver, model, optimizer, scaler, recorder, measurements, meta, *newest),
         measurements=measurements, recorder=recorder, resumed_from=str(choice.path) if choice is not None else "",
         notes=notes, on_step=on_step, stop_at=stop_at,
     )  # fmt: skip
@@ -224,14 +227,13 @@ def prepare_model(
     """The model on this rank, parallelized, with its initial weights; a user's own module with the weights it has."""
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     model = build_model(recipe, data.vocab, device="meta", run=run.path) if custom is None else custom
-    rows = getattr(model, "vocab", data.vocab)
+    # The rows of a user's own model: by its attribute `vocab`, or of its embedding, if it has one alone.
+    tables = [m.num_embeddings for m in model.modules() if custom is not None and isinstance(m, nn.Embedding)]
+    rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)
     if data.vocab > rows:
         raise UserError(
-            f"the model has {rows:,} token embeddings, and the tokenizer {data.vocab:,} tokens: set model.vocab to 0 or to "
-            "at least that"
+            f"model.vocab: {rows:,} token embeddings, and the data has {data.vocab:,} tokens; set 0, or more rows"
         )
-    if custom is not None:
-        check_ids(custom, data.train.read(np.arange(min(len(data.train), recipe.train.global_batch)))[0])
     precision, device_name, peak = resolve_precision(recipe.train.precision, ranks.device), "CPU", None
     if ranks.device.type == "cuda":
         device_name = torch.cuda.get_device_name(ranks.device)
@@ -309,16 +311,3 @@ def open_recorder(
     return Recorder(
         run, ranks, facts, horizon, state, ledger, console, StepTimer(ranks.device, goodput), goodput, sampler, trackers
     )
-
-
-def warn_if_disk_is_short(
-    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
-) -> list[str]:
-    """A warning where the disk will not hold what the run is going to save; on rank 0."""
-    run, step = recorder.run, recorder.state.step
-    present = len(list(run.checkpoints_dir.glob("step-????????")))
-    count = checkpoints_to_come(recipe, recorder.horizon, step, present)
-    size = gather_state(model, optimizer, 0, 1).total_bytes
-    size += 0 if step else 8 * recorder.facts.parameters  # the optimizer has no state before its first step
-    missing = shortage(run.path, count * size, "the run") if count else ""
-    return [missing] if missing else []

@@ -75,20 +75,17 @@ def resolve_start(
     fresh = fresh and not restarted
     if fresh or not exists:
         if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
-            raise UserError(
-                f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to set it aside"
-            )
+            raise UserError(f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to rename it")
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
-        resume = recipe.checkpoint.resume
-        if not branch_from and resume not in ("latest", "best", "never"):  # refused before --fresh sets anything aside
-            inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
-            if resume.isdigit() or inside or not Path(resume).is_dir():
-                raise UserError(
-                    f"checkpoint.resume is {resume!r}, and the new run {run.path} will not have that checkpoint: leave "
-                    f"out checkpoint.resume{' or --fresh' if fresh else ''}"
-                )
         checkpoint = _branch_checkpoint(recipe, Run.open(origin), int(step)) if branch_from else None
+        resume = recipe.checkpoint.resume
+        if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
+            inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
+            if inside or resume.isdigit() or not Path(resume).is_dir():
+                raise UserError(
+                    f"checkpoint.resume: a new run {run.path} will not have {resume}; leave it or --fresh out"
+                )
         return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
     steps, extends_from = run.recipe.train.steps, 0
@@ -98,18 +95,18 @@ def resolve_start(
         recipe = recipe.with_overrides(f"train.steps={extend_to}")
         extends_from = steps if extend_to > steps else 0  # equal: the same command again
     refuse_changes(
-        f"{run.path} holds a run of another recipe:",
-        changed_settings(run.recipe, recipe, allowed=("train.steps",) if extends_from else ()),
-        "give another run.dir, or --fresh to set the old run aside, or undo the changes; to change the number of steps "
-        "alone, use --extend-to (more) or --stop-at (fewer)",
-    )
+        f"{run.path} holds a run of another recipe:", run.recipe, recipe, ("train.steps",) if extends_from else (),
+        "undo the changes, or give another run.dir, or --fresh to rename the old run; for another number of steps use "
+        "--extend-to or --stop-at",
+    )  # fmt: skip
     lineage = read_lineage(run.path)
-    if branch_from and lineage is not None and Path(lineage.checkpoint).is_absolute():
-        checkpoint = step_dir(Path(origin).resolve() / "checkpoints", int(step))
-        changed = (
-            [f"--branch-from: {lineage.checkpoint} -> {checkpoint}"] if str(checkpoint) != lineage.checkpoint else []
-        )
-        refuse_changes(f"{run.path} is a branch of another checkpoint:", changed, "give another run.dir")
+    begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
+    if (
+        branch_from
+        and begins_at.is_absolute()
+        and begins_at != step_dir(Path(origin).resolve() / "checkpoints", int(step))
+    ):
+        raise UserError(f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir")
     finished = not extends_from and run.state == "finished"
     if finished and isinstance(steps, int):  # a run whose extension was killed has an earlier end in its ledger
         finished = steps == max(line["step"] for line in run.events if line["event"] == "finished")
@@ -124,27 +121,20 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, step: int) -> Path:
     if not checkpoint.is_dir():
         steps = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
         raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {steps}")
-    refuse_changes(
-        f"a branch keeps model, data, seed and batch of {origin.path}:",
-        changed_settings(origin.recipe, recipe, allowed=BRANCH_MAY_CHANGE),
-        "undo the changes",
-    )
+    problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
+    refuse_changes(problem, origin.recipe, recipe, BRANCH_MAY_CHANGE, "undo the changes")
     if isinstance(recipe.train.steps, int) and recipe.train.steps <= step:
         raise UserError(f"train.steps = {recipe.train.steps} is not past the step {step} to branch from")
     return checkpoint
 
 
-def changed_settings(old: Recipe, new: Recipe, allowed: tuple[str, ...] = ()) -> list[str]:
-    """Settings that change the training and differ, one line each: `optim.lr: 0.001 -> 0.002`."""
+def refuse_changes(problem: str, old: Recipe, new: Recipe, allowed: tuple[str, ...], advice: str) -> None:
+    """Raise UserError where a setting that changes the training differs: `optim.lr: 0.001 -> 0.002`, one line each."""
     before, after = old.semantic_settings(), new.semantic_settings()
     differ = [key for key in before | after if before.get(key) != after.get(key) and not key.startswith(allowed)]
-    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differ]
-
-
-def refuse_changes(problem: str, changed: list[str], advice: str) -> None:
-    """Raise UserError where any setting was changed."""
-    if changed:
-        raise UserError("\n".join([problem, *(f"  {line}" for line in changed), advice]))
+    if differ:
+        changes = [f"  {key}: {before.get(key)!r} -> {after.get(key)!r}" for key in differ]
+        raise UserError("\n".join([problem, *changes, advice]))
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -210,15 +200,13 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
         return paths
     paths = checkpoints.candidates(run, resume, measure=recipe.checkpoint.best)
     if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):  # another run's: the same recipe?
-        saved, origin = checkpoints.open_checkpoint(paths[0], deep=False).meta, Run(paths[0].resolve().parent.parent)
-        if saved.get("line") != hash_without_steps(recipe) and saved.get("recipe") != recipe.config_hash:
-            changed = [f"config hash: {saved.get('recipe')} -> {recipe.config_hash}"]
+        other, origin = checkpoints.open_checkpoint(paths[0], deep=False), Run(paths[0].resolve().parent.parent)
+        if other.meta.get("line") != hash_without_steps(recipe):
+            problem = f"checkpoint.resume: {paths[0]} is of another recipe:"
             if origin.recipe_path.is_file():
-                changed = changed_settings(origin.recipe, recipe, allowed=("train.steps",)) or changed
-            refuse_changes(
-                f"checkpoint.resume: {paths[0]} is of another recipe:", changed,
-                "undo the changes, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps",
-            )  # fmt: skip
+                advice = "undo them, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps"
+                refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
+            raise UserError(f"{problem} config hash {other.meta.get('recipe')}, and here {recipe.config_hash}")
     return paths
 
 
@@ -241,17 +229,12 @@ def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files
 
 
 def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
-    """Rename a run directory out of the way (`--fresh`); returns its new path, None where there was no directory.
-
-    Raises UserError where a process trains in it, or may do so on another host: it would continue under the new name.
-    """
+    """Rename a run directory (`--fresh`) and return its new path; UserError where a process trains in it, or may."""
     if not path.exists():
         return None
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
-        raise UserError(
-            f"{path} has a fresh heartbeat: a process on another host may train in it; try again in a minute"
-        )
+        raise UserError(f"{path} has a fresh heartbeat: another host may train in it; try again in a minute")
     lock = acquire_run_lock(path, seconds)
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
@@ -265,8 +248,7 @@ def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
 def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] | None:
     """Hold the lock of a run directory until the returned file is closed or this process ends, however it ends.
 
-    None where the file system has no locks. Raises UserError, naming the holder, where another process still trains in
-    the directory after `seconds`.
+    None where the file system has no locks; UserError, naming the holder, where it is still held after `seconds`.
     """
     end = time.monotonic() + seconds
     while True:
@@ -274,7 +256,7 @@ def acquire_run_lock(run: Path, seconds: float = LOCK_WAIT_SECONDS) -> IO[str] |
         file = (run / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # --fresh in another process may have renamed the directory while we waited: then this lock is of the old one.
+            # --fresh in another process may have renamed the directory meanwhile: then this lock is of the old one.
             if os.path.samestat(os.fstat(file.fileno()), (run / LOCK).stat()):
                 break
         except FileNotFoundError:

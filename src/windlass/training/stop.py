@@ -32,8 +32,8 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.number = 0  # the first stop signal; 0: none
-        self.received_at = 0.0
+        self.requested, self.received_at = False, 0.0  # whether and when this rank received the first signal
+        self.name = "a stop signal on another rank"  # or that of the first signal here
         self.training = False  # whether the first optimizer step has begun: from then on a signal is a flag
         self.before_exit: Callable[[str], object] = lambda name: None  # called with the signal's name before that
         self._previous: dict[int, Any] = {}
@@ -48,31 +48,21 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if not self.training:
             if number == signal.SIGINT and hasattr(sys, "ps1"):
                 raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
             # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so the
             # line goes to the descriptor; a progress bar has hidden the terminal's cursor, so that is shown again.
-            name, cursor = signal.Signals(number).name, "\x1b[?25h" if os.isatty(2) else ""
             with contextlib.suppress(Exception):
-                os.write(2, f"{cursor}windlass: {before_training(name)}\n".encode())
+                os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {before_training(name)}\n").encode())
                 self.before_exit(name)
             os._exit(STOPPED)
-        if self.number and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             os._exit(INTERRUPTED)
-        if not self.number:
-            self.number, self.received_at = number, time.monotonic()
-
-    @property
-    def requested(self) -> bool:
-        """Whether this rank received a stop signal."""
-        return self.number != 0
-
-    @property
-    def name(self) -> str:
-        """The signal's name; the other ranks do not know which one a rank received."""
-        return signal.Signals(self.number).name if self.number else "a stop signal on another rank"
+        if not self.requested:
+            self.requested, self.name, self.received_at = True, name, time.monotonic()
 
     def seconds_since(self) -> float:
         """Seconds since the first signal on this rank; 0 where there was none."""
-        return time.monotonic() - self.received_at if self.number else 0.0
+        return time.monotonic() - self.received_at if self.requested else 0.0

@@ -138,7 +138,7 @@ class Trainer:
         profiler = None
         if profile and ranks.main:
             trace = recorder.run.path / "profile" / f"trace-{recorder.ledger.attempt}.json"
-            profiler = start_profiler(profile, trace, recorder.console)
+            profiler = start_profiler(profile, trace)
         agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps:
@@ -220,8 +220,7 @@ class Trainer:
         with timer.phase("optimizer"):
             grad_norm = collectives.global_grad_norm(self.parameters, ranks)
             grad_norm = grad_norm if scale is None else grad_norm / scale
-            spike = self.bad_steps.find_spike(loss)
-            bad = self.bad_steps.observe(loss, grad_norm)
+            bad, spike = self.bad_steps.observe(loss, grad_norm)
             if self.bad_steps.deferred:
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined] # the device leaves the update out where it is 1
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
@@ -276,7 +275,7 @@ class Trainer:
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
                 raise RunFailed(
                     f"stopped by {self.stop.name}: rank {self.ranks.rank} has waited for the data of step {step + 1} longer "
-                    f"than checkpoint.grace_seconds; {step - self.saves.newest()} steps since the last checkpoint are lost"
+                    f"than checkpoint.grace_seconds; {step - self.saves.committed} steps since the last checkpoint are lost"
                 )
 
     def poll_stop(self) -> bool:
@@ -341,7 +340,7 @@ class Trainer:
             recorder.event("preempted", reason=reason, saved=False)
             raise RunFailed(
                 f"stopped by {reason} at step {step}: a save takes about {needed:.0f} s and only {left:.0f} s are left, so the "
-                f"last checkpoint stands and {step - saves.newest()} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
+                f"last checkpoint stands and {step - saves.committed} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
             )
         if not saves.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
