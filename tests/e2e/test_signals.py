@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -227,29 +226,6 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
     there = sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*"))
     assert there == ([3, 5] if saved else [3])
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
-    assert train(recipe).state == "finished"
-
-
-def test_the_grace_is_held_against_a_save_of_an_earlier_start(corpus, tmp_path):
-    """Before the first save of its own a start knows how long that of an earlier one took."""
-    more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.every": 100}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=4)
-    run = Run(tmp_path / "run")
-    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-    for line in lines:
-        if line.get("event") == "checkpoint":
-            line["write_s"] = 70.0
-    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def on_step(step: int, _: object) -> None:
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(RunFailed) as error:
-        train(recipe, on_step=on_step)
-    assert says(error, "70 s", "2 steps are lost")
     assert train(recipe).state == "finished"
 
 

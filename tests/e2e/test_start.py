@@ -78,7 +78,7 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     longer = recipe.with_overrides("train.steps=16")
     train(recipe)
     whole = train(longer.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    for name in ("candidate_checkpoints", "prepare_model", "open_recorder"):
+    for name in ("candidate_checkpoints", "prepare_model", "Recorder"):
         with monkeypatch.context() as patch, pytest.raises(RunFailed):
             patch.setattr(setup, name, lambda *_: die(0, None))
             train(recipe, extend_to=16)

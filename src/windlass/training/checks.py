@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import clean_name, named_parameters, unwrap
-
-if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
 
 HASH_WORDS = 2**20
 """Words that are hashed at once: three temporary tensors of 8 MB, whatever the size of the parameter."""
@@ -29,9 +26,9 @@ def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: st
     problems = [
         *([f"master weights are not {wanted}: {', '.join(wrong[:4])}"] if wrong else []),
         *(
-            f"{' and '.join(group)} were tied in the model and are not here"
-            for group in tied_before
-            if group not in tied
+            f"{' and '.join(names)} were tied in the model, and no longer are"
+            for names in tied_before
+            if names not in tied
         ),
         *norm_probe(model, ranks),
         *replicas(model, ranks),
@@ -98,10 +95,6 @@ def fingerprint(tensor: Tensor) -> int:
 
 def uses_dropout(model: nn.Module) -> bool:
     """Whether a module of the model draws random numbers in training."""
-    return any(
-        isinstance(value, float)
-        and value > 0
-        and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__))
-        for module in model.modules()
-        for name, value in vars(module).items()
-    )
+    settings = [(type(m).__name__, name, value) for m in model.modules() for name, value in vars(m).items()]
+    rates = [value for kind, name, value in settings if "dropout" in name or (name == "p" and "Dropout" in kind)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
-
-if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
-    from windlass.recipe.settings import TrainSettings
-    from windlass.training.record import Recorder
-    from windlass.training.state import LossScaler, TrainState
+from windlass.parallel.dist import Ranks
+from windlass.recipe.settings import TrainSettings
+from windlass.training.record import Recorder
+from windlass.training.state import LossScaler, TrainState
 
 SPIKE_WINDOW, SPIKE_MIN = 128, 16
 """Losses that a spike is measured against; fewer than 16 say nothing about their spread."""
@@ -60,10 +58,8 @@ def decide_nonfinite(
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
         step = step if fp16 else step - counts.bad + 1  # without fp16 no update was made since the first bad step
-        what += (
-            f" (gradient norm {grad_norm}). The update was not made. Look at the samples of this step, lower optim.lr, or "
-            "set train.on_nonfinite to skip or rewind"
-        )
+        advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
+        what += f" (gradient norm {grad_norm}). The update was not made: {advice}"
     return Decision(policy, f"step {step}: {what}")
 
 
@@ -170,7 +166,5 @@ class BadSteps:
         self.recorder.event(event, reason=reason, **fields)
         self.state.updates_skipped += count
         if in_a_row >= self.settings.max_skips:
-            raise RunFailed(
-                f"step {self.state.step}: {in_a_row} updates in a row were skipped, the last because of: {reason}; lower "
-                "optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
-            )
+            advice = "lower optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
+            raise RunFailed(f"{in_a_row} updates in a row were skipped, the last because of: {reason}; {advice}")

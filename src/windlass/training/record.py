@@ -9,41 +9,37 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
+from windlass.checkpoint.save import Outcome, Saver
 from windlass.data.chat import stop_tokens
+from windlass.data.dataset import Data
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.suites import Suites, write_predictions
+from windlass.model.size import HfSizes
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
-from windlass.run import Line, Run, read_lines
-from windlass.telemetry.devices import summarise_devices
-from windlass.telemetry.timing import device_hours, mfu, throughput, wall_time
-from windlass.training.start import decide_on_rank_0
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from windlass.checkpoint.save import Outcome, Saver
-    from windlass.data.dataset import Data
-    from windlass.model.size import HfSizes
-    from windlass.parallel.dist import Ranks
-    from windlass.recipe import BatchPlan, Horizon, Recipe
-    from windlass.telemetry.console import Console
-    from windlass.telemetry.devices import DeviceSampler
-    from windlass.telemetry.ledger import Ledger
-    from windlass.telemetry.timing import Goodput, StepTimer
-    from windlass.telemetry.trackers import Note, Trackers
-    from windlass.training.start import StartPlan
-    from windlass.training.state import LossScaler, TrainState
+from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.run import Line, read_lines
+from windlass.telemetry.console import Console
+from windlass.telemetry.devices import DeviceSampler, summarise_devices
+from windlass.telemetry.environment import describe, describe_rank, write_environment
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
+from windlass.telemetry.trackers import Note, Trackers
+from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.state import LossScaler, TrainState
 
 Poll = Callable[[], bool]  # asked between forward passes whether to stop; True on any rank stops all
 HEARTBEAT_SECONDS = 10.0
@@ -64,44 +60,56 @@ class ModelFacts:
     peak_flops: float | None  # FLOP/s of the device; None where not known
 
 
-@dataclass
 class Recorder:
-    """The ledger, the terminal and the trackers of a run."""
+    """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every rank.
 
-    run: Run
-    ranks: Ranks
-    facts: ModelFacts
-    horizon: Horizon
-    state: TrainState
-    ledger: Ledger
-    console: Console
-    timer: StepTimer
-    goodput: Goodput
-    sampler: DeviceSampler
-    trackers: Trackers | None
-    padded_tokens: int = 0  # tokens of this start, with padding and masked ones
-    logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
-    last_loss: float | None = None
-    next_beat: float = 0.0  # of the monotonic clock
+    `origin`: what the run keeps of the model of `transformers` that it began with. `stack` closes everything.
+    """
 
-    def started(self, plan: StartPlan, batch: BatchPlan, resumed_from: str, notes: list[str]) -> None:
+    def __init__(
+        self, plan: StartPlan, ranks: Ranks, facts: ModelFacts, horizon: Horizon, state: TrainState, goodput: Goodput,
+        attempt: int, origin: dict[str, Any], stack: ExitStack,
+    ):  # fmt: skip
+        self.plan, self.run, self.ranks, self.facts, self.state = plan, plan.run, ranks, facts, state
+        self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
+        settings, run = plan.recipe.telemetry, plan.run
+        self.padded_tokens = 0  # tokens of this start, with padding and masked ones
+        self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
+        self.last_loss: float | None = None
+        self._next_beat = 0.0  # of the monotonic clock
+        self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
+        stack.callback(self.ledger.close)
+        self.console = Console(horizon.steps, ranks.main, run.log_path, ranks.rank)
+        stack.callback(self.console.close)
+        hosts = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
+        if ranks.main:
+            write_environment(run.path, {**describe(hosts), **origin})
+        self.sampler = DeviceSampler(
+            run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=settings.sample_seconds,
+            attempt=attempt, phases=goodput.seconds,
+        ).start()  # fmt: skip
+        stack.callback(self.sampler.stop)
+        self.trackers = Trackers(run.path, settings.trackers if ranks.main else [], settings.flush_seconds)
+        stack.callback(self.trackers.close)
+
+    def started(self, batch: BatchPlan, resumed_from: str, notes: list[str]) -> None:
         """The terminal's header and the event of this start."""
-        facts, state, recipe, branched = self.facts, self.state, plan.recipe, plan.branch_from
+        facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
         shared: dict[str, Any] = {
             "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
             "parameters": facts.parameters, "device": facts.device_name,
         }  # fmt: skip
         self.console.header(
-            run=str(self.run.path), recipe=recipe.preset, config_hash=recipe.config_hash,
+            run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
             tokens_per_step=batch.tokens_per_step, first_step=state.step, **shared,
         )  # fmt: skip
         for note in notes:
             self.console.warning(note)
+        how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
         self.event(
-            "branched" if branched else "resumed" if plan.resuming and state.step else "started", **shared, steps=self.horizon.steps,
-            micro_batch=batch.micro_batch, accumulation=batch.accumulation, global_batch=batch.global_batch,
-            samples_per_epoch=self.horizon.samples_per_epoch, extended_from=plan.extends_from or None,
-            branched_from=str(branched.absolute()) if branched else None,
+            how, **shared, steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
+            global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
+            extended_from=plan.extends_from or None, branched_from=str(branched.absolute()) if branched else None,
         )  # fmt: skip
         if resumed_from:
             self.console.event(f"resumed from {resumed_from}", state.step)
@@ -156,45 +164,37 @@ class Recorder:
     def beat(self) -> None:
         """Touch the heartbeat file where it is time; costs a clock reading otherwise."""
         now = time.monotonic()
-        if self.ranks.main and now >= self.next_beat:
-            self.next_beat = now + HEARTBEAT_SECONDS
+        if self.ranks.main and now >= self._next_beat:
+            self._next_beat = now + HEARTBEAT_SECONDS
             with contextlib.suppress(OSError):
                 self.run.heartbeat_path.touch()
 
     def poll(self) -> None:
         """What happened beside the steps: messages of the trackers, a ledger or sampler that cannot write."""
         self.beat()
-        self._show(self.trackers.poll() if self.trackers is not None else [])
+        self.show(self.trackers.poll())
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning)
                 source.warning = None
 
-    def finish_trackers(self, seconds: float) -> None:
-        """Let the trackers take the rest of the ledger, for so long."""
-        self._show(self.trackers.finish(max(0.0, seconds)) if self.trackers is not None else [])
-
-    def _show(self, notes: list[Note]) -> None:
+    def show(self, notes: list[Note]) -> None:
+        """Messages of the trackers, on the terminal."""
         for note in notes:
             (self.console.warning if note.warning else self.console.event)(note.text)
 
-    def summary(self, measure: str) -> None:
+    def summary(self) -> None:
         """The run's last line on rank 0, computed from the effective ledger, so that a resume inflates nothing."""
         if not self.ranks.main:
             return
-        state, run = self.state, self.run
+        state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best
         self.event("measured")  # a last stamp of the wall time
         raw, lines = list(read_lines(run.metrics_path)), run.ledger()
         speed, seconds = throughput(lines), wall_time(raw)
+        means = {f"{name}_mean": value for name, value in speed._asdict().items()} if speed is not None else {}
         losses, scores = scores_by_step(lines, LOSS), scores_by_step(lines, measure)
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         evaluated = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]  # NaN, too
-        means = {}
-        if speed is not None:
-            means = {
-                "steps_per_s_mean": speed.steps_per_s, "samples_per_s_mean": speed.samples_per_s,
-                "tokens_per_s_mean": speed.tokens_per_s, "mfu_mean": speed.mfu,
-            }  # fmt: skip
         best_step = best(scores, measure)
         self.ledger.write(
             "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples,
@@ -321,14 +321,10 @@ class Saves:
             self.saver.save(state.step, tensors, state.to_json(), meta, scores, while_waiting=recorder.beat)
         self.step = state.step
 
-    def poll(self) -> None:
-        """Report what ended since the last call; never waits."""
-        self._report(self.saver.poll())
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for what is being written, at most so many seconds; whether all of it is committed."""
         with self.recorder.outside("save"):
-            good = self._report(self.saver.wait(timeout, self.recorder.beat))
+            good = self.report(self.saver.wait(timeout, self.recorder.beat))
         return good and not self.saver.busy
 
     def commit(self, reason: str) -> bool:
@@ -340,7 +336,8 @@ class Saves:
             self.save(reason)
         return self.wait() and self.step == step
 
-    def _report(self, outcomes: list[Outcome]) -> bool:
+    def report(self, outcomes: list[Outcome]) -> bool:
+        """Write which saves were committed and which failed; whether none failed."""
         recorder = self.recorder
         for outcome in outcomes:
             if outcome.error:

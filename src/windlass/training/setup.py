@@ -38,12 +38,7 @@ from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import Run, read_lines
-from windlass.telemetry.console import Console
-from windlass.telemetry.devices import DeviceSampler
-from windlass.telemetry.environment import describe, describe_rank, write_environment
-from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.timing import Goodput, StepTimer, peak_flops
-from windlass.telemetry.trackers import Trackers
+from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
 from windlass.training.checks import tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
@@ -66,27 +61,23 @@ def train(
     stop_at: int = 0,
     profile: int = 0,
 ) -> Run:
-    """Train a recipe in this process, as one rank among those of the launcher that started it.
+    """Train a recipe in this process, as one rank among those of the launcher that started it; returns the run.
 
     A run directory that holds a committed checkpoint is resumed; a finished run is returned as it is. A signal before the
     first step ends the process with exit code 75: nothing is lost.
 
     Args:
         recipe: Everything that defines the run.
-        model: A module of the user's own instead of the recipe's: `forward(tokens [B, T], labels [B, T])` gives the sum of
-            the loss over labels that are not -100, `blocks()` the list of its repeated parts. Its weights are taken as they
-            are. With `vocab` it is checked against the data's, with `new_cache` (as `windlass.model.gpt.GPT`) it is sampled.
-        data: Samples of the user's own (see `windlass.data.dataset.Data`); the tokenizer may be None, and then no text is
-            generated.
+        model: A module of the user's own, which is trained with the weights it has: `forward(tokens [B, T], labels [B, T])`
+            gives the sum of the loss over labels that are not -100, `blocks()` the list of its repeated parts. With `vocab`
+            it is checked against the data's, with `new_cache` (as `windlass.model.gpt.GPT`) it is sampled.
+        data: Samples of the user's own; with no tokenizer no text is generated.
         on_step: Called after every step.
         fresh: Set an existing run directory aside.
         extend_to: Continue to so many steps, past the horizon of the run in the directory.
         branch_from: `RUN@STEP`: begin a new run from that checkpoint.
         stop_at: Save and stop after this step.
         profile: Write a profiler's trace of so many steps.
-
-    Returns:
-        The run.
 
     Raises:
         UserError: The recipe, the data, the directory or the environment are not what they must be.
@@ -131,7 +122,8 @@ def set_up(
         policy_of(recipe.checkpoint, horizons, read_lineage(plan.run.path)),
         device=ranks.device, background=recipe.checkpoint.background,
     )  # fmt: skip
-    recorder = open_recorder(plan, ranks, horizon, facts, state, model, goodput, attempt, stack)
+    origin = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
+    recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
     if ranks.main:  # the optimizer has no state before its first step: 8 bytes a parameter are to come
         size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.parameters)
         present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
@@ -148,7 +140,7 @@ def set_up(
     newest = (state.step, state.step) if choice is not None else (-1, 0)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     return Trainer(
-        recipe=recipe, plan=plan, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
+        recipe=recipe, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
         saves=Saves(saver, model, optimizer, scaler, recorder, measurements, meta, *newest),
@@ -159,8 +151,6 @@ def set_up(
 
 def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
     """How a step's samples are divided over the ranks, and the length of the run."""
-    if ranks.device.type == "cpu" and recipe.train.precision == "fp16" and recipe.train.compile:
-        raise UserError("train.compile: fp16 on a CPU is for tests and is not compiled; use bf16 or fp32")
     batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
     if samples < 1:
         raise UserError(f"the training data has no sample of model.context = {recipe.model.context} tokens")
@@ -232,7 +222,7 @@ def prepare_model(
     rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)
     if data.vocab > rows:
         raise UserError(
-            f"model.vocab: {rows:,} token embeddings, and the data has {data.vocab:,} tokens; set 0, or more rows"
+            f"model.vocab: {rows:,} token embeddings for {data.vocab:,} tokens of the data; set 0, or more rows"
         )
     precision, device_name, peak = resolve_precision(recipe.train.precision, ranks.device), "CPU", None
     if ranks.device.type == "cuda":
@@ -265,49 +255,19 @@ def load_checkpoint(
     checkpoint = checkpoints.open_checkpoint(path, deep=False)
     saved = checkpoint.meta
     if saved.get("data") != data.fingerprint:
-        raise UserError(
-            f"the data is not what {path} was trained on (fingerprint {data.fingerprint}, there {saved.get('data')}): bring the "
-            "old data back (data.dir), or start over with --fresh"
+        problem = (
+            f"the data is not what {path} was trained on (fingerprint {saved.get('data')}, here {data.fingerprint})"
         )
+        raise UserError(f"{problem}: bring the old data back (data.dir), or start over with --fresh")
     ranks.mark(checkpoint.step, "load")
     same_optimizer = saved.get("optimizer") == recipe.optim.kind
     if not same_optimizer:  # a branch may change it
         notes.append(
-            f"{path} has the state of {saved.get('optimizer')}, which {recipe.optim.kind} cannot use: the optimizer state "
-            "starts over"
+            f"{recipe.optim.kind} cannot use the state of {saved.get('optimizer')}: the optimizer state starts over"
         )
     restore(checkpoint, model, optimizer if same_optimizer else None)
     if facts.dropout and saved.get("micro_batch") != batch.micro_batch:
         # The masks of a micro-batch follow from its number in the step and its shape.
-        notes.append(
-            f"dropout draws other masks from here on: the micro-batch was {saved.get('micro_batch')} sequences and is "
-            f"{batch.micro_batch} (train.micro_batch; by default it follows the number of ranks)"
-        )
+        changed = f"{saved.get('micro_batch')} sequences and is {batch.micro_batch}"
+        notes.append(f"dropout draws other masks from here on: the micro-batch was {changed} (train.micro_batch)")
     return TrainState.from_json(checkpoint.counters)
-
-
-def open_recorder(
-    plan: StartPlan, ranks: Ranks, horizon: Horizon, facts: ModelFacts, state: TrainState, model: nn.Module,
-    goodput: Goodput, attempt: int, stack: ExitStack,
-) -> Recorder:  # fmt: skip
-    """Ledger, terminal and trackers on rank 0, the device sampler on every rank; all closed at the end of `stack`."""
-    recipe, run = plan.recipe, plan.run
-    ledger = Ledger(run.metrics_path, attempt, enabled=ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
-    stack.callback(ledger.close)
-    console = Console(horizon.steps, ranks.main, run.log_path, ranks.rank)
-    stack.callback(console.close)
-    hosts = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
-    if ranks.main:
-        origin = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf else {}
-        write_environment(run.path, {**describe(hosts), **origin})
-    sampler = DeviceSampler(
-        run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=recipe.telemetry.sample_seconds,
-        attempt=attempt, phases=goodput.seconds,
-    ).start()  # fmt: skip
-    stack.callback(sampler.stop)
-    trackers = Trackers(run.path, recipe.telemetry.trackers, recipe.telemetry.flush_seconds) if ranks.main else None
-    if trackers is not None:
-        stack.callback(trackers.close)
-    return Recorder(
-        run, ranks, facts, horizon, state, ledger, console, StepTimer(ranks.device, goodput), goodput, sampler, trackers
-    )

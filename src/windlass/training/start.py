@@ -83,9 +83,7 @@ def resolve_start(
         if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
             inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
             if inside or resume.isdigit() or not Path(resume).is_dir():
-                raise UserError(
-                    f"checkpoint.resume: a new run {run.path} will not have {resume}; leave it or --fresh out"
-                )
+                raise UserError(f"checkpoint.resume: a new {run.path} will not have {resume}; leave it or --fresh out")
         return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
     steps, extends_from = run.recipe.train.steps, 0
@@ -101,11 +99,8 @@ def resolve_start(
     )  # fmt: skip
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
-    if (
-        branch_from
-        and begins_at.is_absolute()
-        and begins_at != step_dir(Path(origin).resolve() / "checkpoints", int(step))
-    ):
+    wanted = step_dir(Path(origin).resolve() / "checkpoints", int(step or 0))
+    if branch_from and begins_at.is_absolute() and begins_at != wanted:
         raise UserError(f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir")
     finished = not extends_from and run.state == "finished"
     if finished and isinstance(steps, int):  # a run whose extension was killed has an earlier end in its ledger

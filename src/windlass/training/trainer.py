@@ -11,39 +11,34 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.reshard import restore
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
+from windlass.data.dataset import Data
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.optim.build import set_lr
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, sync_gradients
+from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.training.checks import startup_checks
-from windlass.training.record import start_profiler
+from windlass.training.nonfinite import BadSteps
+from windlass.training.record import Measurements, ModelFacts, Recorder, Saves, start_profiler
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from windlass.data.dataset import Data
-    from windlass.parallel.dist import Ranks
-    from windlass.recipe import BatchPlan, Horizon, Recipe
-    from windlass.training.nonfinite import BadSteps
-    from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
-    from windlass.training.start import StartPlan
-    from windlass.training.stop import StopSignals
+from windlass.training.stop import StopSignals
 
 OnStep = Callable[[int, "StepResult"], object]
 """Called after every step on every rank with the steps completed and the step's result (tensors on the device)."""
@@ -79,7 +74,6 @@ class Trainer:
     """A training on one rank. Each method is called by every rank at the same step."""
 
     recipe: Recipe
-    plan: StartPlan
     stop: StopSignals
     ranks: Ranks
     data: Data
@@ -120,7 +114,7 @@ class Trainer:
         """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
         recorder, measurements, step = self.recorder, self.measurements, self.state.step
         done = measurements.read_ledger(step)
-        recorder.started(self.plan, self.batch, self.resumed_from, self.notes)
+        recorder.started(self.batch, self.resumed_from, self.notes)
         # A signal before the first step ends the process (see stop.py), but the ledger still says how the run ended.
         self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
         if self.recipe.train.startup_checks:
@@ -152,9 +146,7 @@ class Trainer:
                 state.tokens += result.tokens
                 recorder.padded_tokens += result.padded_tokens
                 recorder.console.tick(state.step)
-                if (
-                    state.step == first_step
-                ):  # it compiled and filled caches; from now on a collective may take this long
+                if state.step == first_step:  # it compiled and filled caches; a collective of a later step is quicker
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
 
                 last = state.step == horizon.steps
@@ -173,14 +165,16 @@ class Trainer:
 
                 if self.on_step is not None:
                     self.on_step(state.step, result)
-                if log_due:
-                    self.log(result)
+                if log_due:  # waits for the device
+                    loss = float(collectives.sum_over_ranks(result.loss, ranks))
+                    scale = float(self.scaler.scale) if self.scaler is not None else None
+                    recorder.train(loss, recipe.optim.lr * result.lr_factor, float(result.grad_norm), scale)
                 if save_due and self.saves.step != state.step:
                     self.saves.save()
                 complete = not evaluation_due or self.evaluate()
                 if complete and self.measurements.sample_due(state.step):
                     complete = self.measurements.sample(state.step, self.poll_stop)
-                self.saves.poll()
+                self.saves.report(self.saves.saver.poll())
                 recorder.poll()
                 if profiler is not None:
                     profiler.step()
@@ -224,7 +218,11 @@ class Trainer:
             if self.bad_steps.deferred:
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined] # the device leaves the update out where it is 1
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
-                self.clip(grad_norm, scale)
+                # One pass over the gradients clips them and divides out the loss scale.
+                limit = self.recipe.train.grad_clip or math.inf
+                multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0) / (1.0 if scale is None else scale)
+                if ranks.device.type != "cpu" or float(multiplier) != 1.0:  # on CUDA the host does not wait to see
+                    collectives.scale_gradients(self.parameters, multiplier)
                 set_lr(self.optimizer, lr_factor)
                 self.optimizer.step()
             if self.scaler is not None:
@@ -233,24 +231,6 @@ class Trainer:
         tokens, padded = counts.wait()
         ranks.mark(batch.step, "step")  # what follows an update: counting, logging
         return StepResult(loss, grad_norm.detach(), int(tokens), int(padded), lr_factor, spike)
-
-    def clip(self, grad_norm: Tensor, scale: Tensor | None) -> None:
-        """Multiply the gradients by the clipping factor and 1 / loss scale, in one pass, or not where that is 1."""
-        multiplier = torch.ones_like(grad_norm)
-        if (limit := self.recipe.train.grad_clip) > 0:
-            multiplier = torch.clamp(limit / (grad_norm + 1e-6), max=1.0)
-        if scale is not None:
-            multiplier = multiplier / scale
-        if self.ranks.device.type != "cpu" or float(multiplier) != 1.0:  # on CUDA the host does not wait to see
-            collectives.scale_gradients(self.parameters, multiplier)
-
-    def log(self, result: StepResult) -> None:
-        """A `train` line: the loss of this step over all ranks. Waits for the device."""
-        self.recorder.train(
-            loss=float(collectives.sum_over_ranks(result.loss, self.ranks)),
-            lr=self.recipe.optim.lr * result.lr_factor, grad_norm=float(result.grad_norm),
-            loss_scale=float(self.scaler.scale) if self.scaler is not None else None,
-        )  # fmt: skip
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
@@ -273,10 +253,11 @@ class Trainer:
             if self.poll_stop() and self.ranks.world == 1:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
-                raise RunFailed(
-                    f"stopped by {self.stop.name}: rank {self.ranks.rank} has waited for the data of step {step + 1} longer "
-                    f"than checkpoint.grace_seconds; {step - self.saves.committed} steps since the last checkpoint are lost"
+                lost = (
+                    f"{step - self.saves.committed} steps since the last checkpoint are lost (checkpoint.grace_seconds)"
                 )
+                where = f"rank {self.ranks.rank} has waited for the data of step {step + 1} for too long"
+                raise RunFailed(f"stopped by {self.stop.name}: {where}; {lost}")
 
     def poll_stop(self) -> bool:
         """Whether this rank was asked to stop; asked between the passes of an evaluation, and while data are late."""
@@ -309,9 +290,9 @@ class Trainer:
         checkpoint = checkpoints.open_checkpoint(decide_on_rank_0(self.ranks, "rewind", choose), deep=False)
         self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
         if self.rewinds[checkpoint.step] > MAX_REWINDS:
+            advice = "resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
             raise RunFailed(
-                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times already, so the samples are not "
-                "at fault. Resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
+                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times already: {advice}"
             )
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
@@ -321,7 +302,7 @@ class Trainer:
         self.bad_steps.reset()
         if self.scaler is not None:
             self.scaler.load(state)
-        self.saves.step = state.step
+        self.saves.step = self.saves.committed = state.step
         scores = self.measurements.scores
         for step in [step for step in scores if step > state.step]:
             del scores[step]
@@ -338,16 +319,18 @@ class Trainer:
         if signalled and needed > left:
             saves.wait(max(0.0, left))  # what is being written may still be committed
             recorder.event("preempted", reason=reason, saved=False)
+            lost = f"{step - saves.committed} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
+            time_left = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
             raise RunFailed(
-                f"stopped by {reason} at step {step}: a save takes about {needed:.0f} s and only {left:.0f} s are left, so the "
-                f"last checkpoint stands and {step - saves.committed} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
+                f"stopped by {reason} at step {step}: {time_left}, so the last checkpoint stands and {lost}"
             )
         if not saves.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
         recorder.event("preempted", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
-        recorder.finish_trackers(min(flush, end - time.monotonic() - TRACKER_RESERVE_SECONDS) if signalled else flush)
+        flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS)) if signalled else flush
+        recorder.show(recorder.trackers.finish(flush))
         raise Stopped(f"stopped by {reason} after step {step}, all saved; start the same command again to continue")
 
     def finish(self) -> None:
@@ -358,7 +341,7 @@ class Trainer:
             raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
-        recorder.summary(self.recipe.checkpoint.best)
+        recorder.summary()
         recorder.event("finished")
         recorder.console.event(f"finished: {recorder.run.path}", step)
-        recorder.finish_trackers(self.recipe.telemetry.flush_seconds)
+        recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
