@@ -1,14 +1,18 @@
-"""Small trainings for tests: a corpus whose epochs end between steps, settings with dropout and accumulation, a run's numbers."""
+"""Small trainings for tests: a corpus whose epochs end between steps, settings with dropout, runs that stop and fail."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from windlass.errors import RunFailed
+from windlass import train
+from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -23,8 +27,7 @@ WSD = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 2, "optim.schedule
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of made-up words: 44 samples of 16 characters for training, so that 12 steps of 8 cross two epochs' edges."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
+    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
     words = ["".join(draw.choice("abcdefgh") for _ in range(draw.randint(2, 6))) for _ in range(400)]
     (folder / "text.txt").write_text(" ".join(words)[:787])
     return folder
@@ -32,16 +35,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
-    """The trainers that `train` made in this process, the newest last."""
-    made: list[Trainer] = []
-    set_up = setup.set_up
-
-    def keep(*arguments: object) -> Trainer:
-        made.append(set_up(*arguments))  # type: ignore[arg-type]
-        return made[-1]
-
-    monkeypatch.setattr(setup, "set_up", keep)
-    return made
+    """The trainers that `train` set up in this process, the newest last."""
+    trainers: list[Trainer] = []
+    set_up: Any = setup.set_up
+    monkeypatch.setattr(setup, "set_up", lambda *parts: (trainers.append(set_up(*parts)), trainers[-1])[1])
+    return trainers
 
 
 def settings(corpus: Path, run: Path, strategy: str = "auto", micro: int = 0, **more: object) -> list[str]:
@@ -64,6 +62,37 @@ def start(world: int, overrides: list[str], kill_after: int = 0) -> int:
     return launch([sys.executable, str(KILLED), "quickstart", str(kill_after), *overrides], world)
 
 
+def untouched(recipe: Recipe, *overrides: str, **options: Any) -> Run:
+    """The same training in one go, in a directory of its own beside the recipe's."""
+    return train(recipe.with_overrides(f"run.dir='{recipe.run_dir.with_name('whole')}'", *overrides), **options)
+
+
+def stopped(recipe: Recipe, step: int) -> Run:
+    """The run after `--stop-at STEP`."""
+    with pytest.raises(Stopped):
+        train(recipe, stop_at=step)
+    return Run(recipe.run_dir)
+
+
+def failed(recipe: Recipe, **options: Any) -> Run:
+    """The run after a failure that follows its first step."""
+
+    def fail(step: int, _: object) -> None:
+        raise RunFailed("a failure of the test")
+
+    with pytest.raises(RunFailed):
+        train(recipe, on_step=fail, **options)
+    return Run(recipe.run_dir)
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], *words: str) -> Iterator[None]:
+    """Expect an error with all of these words in its message."""
+    with pytest.raises(error) as caught:
+        yield
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
 def curve(run: Path | Run) -> list[tuple]:
     run = run if isinstance(run, Run) else Run(run)
     return [tuple(line[k] for k in KEYS) for line in run.lines("train")]
@@ -71,13 +100,3 @@ def curve(run: Path | Run) -> list[tuple]:
 
 def evaluations(run: Path) -> list[tuple]:
     return [(line["step"], line["loss"], line["tokens"]) for line in Run(run).lines("eval")]
-
-
-def die(step: int, _: object) -> None:
-    """As `on_step`: the run fails after its first step."""
-    raise RunFailed("a failure of the test")
-
-
-def says(error: pytest.ExceptionInfo, *words: str) -> bool:
-    """Whether each of these is in an error's message."""
-    return all(word in str(error.value) for word in words)

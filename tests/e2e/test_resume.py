@@ -7,11 +7,11 @@ import shutil
 import sys
 
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, says, settings, start
+from small_runs import corpus, curve, evaluations, recipe_of, refused, settings, start, stopped, untouched
 
 from windlass import train
 from windlass.data.prepare import prepare
-from windlass.errors import RunFailed, Stopped, UserError
+from windlass.errors import RunFailed, UserError
 from windlass.launch.local import launch
 from windlass.run import Run
 
@@ -61,22 +61,18 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one_and_by_four(corpus, tmp_pat
 
 @pytest.mark.parametrize(("dropout", "notes"), [(0.2, 1), (0.0, 0)])
 def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(corpus, tmp_path, capsys, dropout, notes):
-    with pytest.raises(Stopped):
-        train(recipe_of(corpus, tmp_path / "run", micro=8, **{"model.dropout": dropout}), stop_at=3)
+    stopped(recipe_of(corpus, tmp_path / "run", micro=8, **{"model.dropout": dropout}), 3)
     capsys.readouterr()
-    train(recipe_of(corpus, tmp_path / "run", micro=4, **{"model.dropout": dropout, "train.steps": 12}))
+    train(recipe_of(corpus, tmp_path / "run", micro=4, **{"model.dropout": dropout}))
     lines = [line for line in capsys.readouterr().out.splitlines() if "dropout" in line]
     assert len(lines) == notes and all("train.micro_batch" in line and "8" in line and "4" in line for line in lines)
 
 
 def test_stop_and_resume_in_one_process(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run")
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=5)
-    assert Run(recipe.run_dir).state == "preempted"
+    assert stopped(recipe, 5).state == "preempted"
     run = train(recipe)
-    assert run.state == "finished"
-    assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
+    assert run.state == "finished" and [line["step"] for line in run.lines("train")] == list(range(1, 13))
     before = run.metrics_path.read_bytes()
     assert train(recipe).state == "finished"
     assert run.metrics_path.read_bytes() == before, "a finished run is left alone"
@@ -86,9 +82,8 @@ def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
     train(recipe)
     for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "--extend-to")):
-        with pytest.raises(UserError) as error:
+        with refused(UserError, words, "--fresh"):
             train(recipe.with_overrides(change))
-        assert says(error, words, "--fresh")
     assert train(recipe.with_overrides("telemetry.every=2")).state == "finished"
     train(recipe.with_overrides("optim.lr=0.5"), fresh=True)
     assert (tmp_path / "run.old-1" / "metrics.jsonl").is_file()
@@ -96,8 +91,7 @@ def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
 
 def test_changed_data_is_refused(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run")
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=3)
+    stopped(recipe, 3)
     (tmp_path / "other.txt").write_text((corpus / "text.txt").read_text()[::-1])
     elsewhere = f"data.dir='{tmp_path / 'data2'}'"
     prepare(recipe.with_overrides(f"data.source='{tmp_path / 'other.txt'}'", elsewhere))
@@ -108,42 +102,32 @@ def test_changed_data_is_refused(corpus, tmp_path):
 def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):
     """`checkpoint.resume`: what is not wanted is not loaded, and the run is the same from there on."""
     recipe = recipe_of(corpus, tmp_path / "run", **{"eval.every": 3, "checkpoint.keep_last": 10})
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=8)
-    losses = {line["step"]: line["loss"] for line in Run(tmp_path / "run").lines("eval") if line["step"]}
-    best = min(losses, key=lambda step: losses[step])
-    whole = train(recipe.with_overrides(f"run.dir='{tmp_path / 'whole'}'"))
-    for wanted, step in (("best", best), ("3", 3), (f"{tmp_path / 'run' / 'checkpoints' / 'step-00000006'}", 6)):
+    run = stopped(recipe, 8)
+    losses = {line["step"]: line["loss"] for line in run.lines("eval") if line["step"]}
+    whole, best = untouched(recipe), min(losses, key=lambda step: losses[step])
+    for wanted, step in (("best", best), ("3", 3), (f"{run.checkpoints_dir / 'step-00000006'}", 6)):
         copy = tmp_path / f"copy-{step}-{wanted[:4].strip('/')}"
-        shutil.copytree(tmp_path / "run", copy)
-        run = train(recipe.with_overrides(f"run.dir='{copy}'", f"checkpoint.resume='{wanted}'"))
-        assert [e["step"] for e in run.events if e["event"] == "resumed"] == [step], wanted
-        assert curve(run) == curve(whole), wanted
+        shutil.copytree(run.path, copy)
+        again = train(recipe.with_overrides(f"run.dir='{copy}'", f"checkpoint.resume='{wanted}'"))
+        assert [e["step"] for e in again.events if e["event"] == "resumed"] == [step], wanted
+        assert curve(again) == curve(whole), wanted
     for wanted, words in (("never", ["never"]), ("5", ["no checkpoint of step 5", "3, 6, 8"])):
-        with pytest.raises(UserError) as error:
+        with refused(UserError, *words):
             train(recipe.with_overrides(f"checkpoint.resume='{wanted}'"))
-        assert says(error, *words)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"train.steps": 6}))
     path = origin.checkpoints_dir / "step-00000003"
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["meta"]["optimizer"] == "adamw" and manifest["meta"]["micro_batch"] == 8
     resume = {"checkpoint.resume": f"'{path}'"}
-    with pytest.raises(UserError) as error:
+    with refused(UserError, "checkpoint.resume", "optim.lr: 0.003 -> 0.5", "--branch-from"):
         train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))
-    assert says(error, "checkpoint.resume", "optim.lr: 0.003 -> 0.5", "--branch-from")
     assert not (tmp_path / "other").exists()
     longer = train(recipe_of(corpus, tmp_path / "longer", **resume))  # 12 steps: the length may differ
     assert [line["step"] for line in longer.lines("train")] == list(range(4, 13))
-    alone = path.rename(tmp_path / "alone")  # its run's recipe is nowhere near
-    elsewhere = {"checkpoint.resume": f"'{alone}'"}
-    with pytest.raises(UserError) as error:
+    elsewhere = {"checkpoint.resume": f"'{path.rename(tmp_path / 'alone')}'"}  # its run's recipe is nowhere near
+    with refused(UserError, "config hash"):
         train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
-    assert says(error, "config hash")
     assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"
-
-
-def test_the_ledger_tells_what_a_checkpoint_was_saved_with(corpus, tmp_path):
-    run = train(recipe_of(corpus, tmp_path / "run", micro=4, **{"train.steps": 3}))
-    manifest = json.loads((run.checkpoints_dir / "step-00000003" / "manifest.json").read_text())
-    assert manifest["meta"]["micro_batch"] == 4 and manifest["meta"]["optimizer"] == "adamw"

@@ -45,38 +45,34 @@ def train(
     from windlass.processes import PARENT, exit_with_parent
     from windlass.recipe import Recipe
     from windlass.training.start import resolve_start
+    from windlass.training.stop import StopSignals
 
     if parent := os.environ.pop(PARENT, ""):  # a rank never outlives its launcher, nor a cell of a sweep the sweep
         exit_with_parent(int(parent))
-    loaded = Recipe.load(recipe, overrides or [])
-    here = detect_env(os.environ)
-    if here.launcher == "none":
-        claimed = resolve_start(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
-        if claimed.finished:
-            typer.echo(f"{claimed.run.path} is finished: all {claimed.run.summary.get('steps', '')} steps are done.")
-            show_end(claimed.run)
+    loaded, env = Recipe.load(recipe, overrides or []), detect_env(os.environ)
+    if env.launcher == "none":
+        plan = resolve_start(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        if plan.finished:
+            typer.echo(f"{plan.run.path} is finished: all {plan.run.summary.get('steps', '')} steps are done.")
+            show_end(plan.run)
             return 0
         if world not in ("", "1") or max_restarts:
-            return _launch(loaded, world or "1", max_restarts, claimed.run)
-    elif here.launcher != "windlass" and world not in ("", str(here.world)):
-        raise UserError(
-            f"--world {world}: this process is already one of {here.world} ({here.launcher}); leave --world out"
-        )
-    from windlass.training.stop import StopSignals
-
+            return _launch(loaded, world or "1", max_restarts, plan.run)
+    elif env.launcher != "windlass" and world not in ("", str(env.world)):
+        raise UserError(f"--world {world}: this process is one of {env.world} ({env.launcher}); leave --world out")
     with StopSignals():  # importing torch takes seconds; the training then has its own
         from windlass.training.setup import train as run_training
 
         run = run_training(
             loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
         )
-    if here.launcher == "none" and run.state == "finished":
+    if env.launcher == "none" and run.state == "finished":
         show_end(run)
     return 0
 
 
 def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
-    """Start this very command line on N local processes, after what can be wrong was looked for."""
+    """Start this very command line on N local processes, which find recipe and data in order."""
     from windlass.data.prepare import prepare
     from windlass.launch.local import launch, parse_worlds, worker_command
     from windlass.training.stop import StopSignals
@@ -93,7 +89,7 @@ def _launch(recipe: Recipe, world: str, max_restarts: int, run: Run) -> int:
 
 
 def show_end(run: Run) -> None:
-    """The loss curve, the last sample and the report of a finished run. Training is over: what fails here is a warning."""
+    """The loss curve, the last sample and the report of a finished run; what fails here is a warning."""
     if os.environ.get("WINDLASS_QUIET_END"):
         return
     try:
@@ -101,8 +97,8 @@ def show_end(run: Run) -> None:
         from windlass.reports.text import curve, last_sample
         from windlass.reports.view import view
 
-        seen = view(run)
-        typer.echo("\n".join(part for part in (curve(seen), last_sample(seen)) if part))
+        run_view = view(run)
+        typer.echo("\n".join(part for part in (curve(run_view), last_sample(run_view)) if part))
         typer.echo(f"report: {write_report(run).page}")
     except BrokenPipeError:
         raise

@@ -151,6 +151,8 @@ def set_up(
 
 def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
     """How a step's samples are divided over the ranks, and the length of the run."""
+    if ranks.device.type == "cpu" and recipe.train.precision == "fp16" and recipe.train.compile:
+        raise UserError("train.compile: fp16 on a CPU is for tests and is not compiled; use bf16 or fp32")
     batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
     if samples < 1:
         raise UserError(f"the training data has no sample of model.context = {recipe.model.context} tokens")
