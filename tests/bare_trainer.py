@@ -20,11 +20,8 @@ from windlass.training.trainer import Trainer
 
 def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool = False) -> Trainer:
     """Call its `step(batch, lr_factor)`; the events of skipped steps are in `recorder.events`."""
-    state, events, precision = (
-        TrainState(),
-        list[dict[str, Any]](),
-        resolve_precision(recipe.train.precision, ranks.device),
-    )
+    state, events = TrainState(), list[dict[str, Any]]()
+    precision = resolve_precision(recipe.train.precision, ranks.device)
     recorder: Any = SimpleNamespace(timer=StepTimer(), events=events, event=lambda name, **more: events.append(more))
     scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
     parts: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)

@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
 from harness import Join, run_ranks
 
 import hf_fixtures
+from windlass import train
+from windlass.checkpoint.load import open_checkpoint
+from windlass.errors import Stopped
 from windlass.evaluation.squad import score
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -32,21 +38,19 @@ PEOPLE = ["Ann Hale", "Otto Roth", "Ines Vidal", "Paul Crane", "Mia Lund", "Jan 
 @pytest.fixture(scope="module")
 def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two questions each on six paragraphs, as a file; a BLOOM of two blocks and a tokenizer trained on them."""
-    folder = tmp_path_factory.mktemp("lesson")
-    paragraphs = []
+    folder, paragraphs, texts = tmp_path_factory.mktemp("lesson"), [], []
     for i, (place, person) in enumerate(zip(PLACES, PEOPLE, strict=True)):
         year = str(1801 + 17 * i)
         context = f"The harbour of {place}{' on the northern coast' * (i % 2)} was built in {year} by {person}."
-        asked = [(f"Who built the harbour of {place}?", person), (f"When was the harbour of {place} built?", year)]
-        answers = [[{"text": answer, "answer_start": context.index(answer)}] for _, answer in asked]
+        asked = {f"Who built the harbour of {place}?": person, f"When was the harbour of {place} built?": year}
         qas = [
-            {"id": f"{place}-{n}", "question": q, "answers": a}
-            for n, ((q, _), a) in enumerate(zip(asked, answers, strict=True))
+            {"id": f"{place}-{n}", "question": q, "answers": [{"text": a, "answer_start": context.index(a)}]}
+            for n, (q, a) in enumerate(asked.items())
         ]
         paragraphs.append({"context": context, "qas": qas})
+        texts += [context, *asked]
     (folder / "few.json").write_text(json.dumps({"data": [{"title": "few", "paragraphs": paragraphs}]}))
     hf_fixtures.save("bloom", folder / "bloom", hidden_size=64, n_layer=2)
-    texts = [text for part in paragraphs for text in (part["context"], *(q["question"] for q in part["qas"]))]
     hf_fixtures.save_tokenizer(texts, folder / "bloom")
     return folder
 
@@ -54,28 +58,21 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
     few = f"squad:{lesson / 'few.json'}"
     tree = {
-        "preset": "lesson",
-        "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
+        "preset": "lesson", "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
         "data": {
             "format": "squad", "source": few, "eval_source": few, "tokenizer": f"hf:{lesson / 'bloom'}",
             "dir": str(lesson / "data"),
         },
         "train": {"steps": 4, "global_batch": 12, "micro_batch": 3},
         "optim": {"lr": 3e-3, "weight_decay": 0.0, "schedule": {"kind": "constant", "warmup": 0}},
-        "eval": {"every": "4 epochs", "suites": ["loss", "squad"]},
-        "checkpoint": {"every": 0},
-        "telemetry": {"every": 1},
-        "run": {"dir": str(lesson / name)},
+        "eval": {"every": "4 epochs", "suites": ["loss", "squad"]}, "checkpoint": {"every": 0},
+        "telemetry": {"every": 1}, "run": {"dir": str(lesson / name)},
     }  # fmt: skip
-    made = Recipe.model_validate(tree)
-    return made.with_overrides(**{k.replace("__", "."): v for k, v in changes.items()})
+    return Recipe.model_validate(tree).with_overrides(**{k.replace("__", "."): v for k, v in changes.items()})
 
 
 def rank(join: Join, wanted: Recipe, port: int, stop_at: int = 0) -> None:
     """Train as one of the ranks that a launcher set up through the environment."""
-    from windlass import train
-    from windlass.errors import Stopped
-
     os.environ |= {
         "RANK": str(join.rank), "WORLD_SIZE": str(join.world), "LOCAL_RANK": str(join.rank),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -106,23 +103,18 @@ def alone(lesson: Path) -> Run:
     return trained(recipe(lesson, "alone"), 1)
 
 
-full = pytest.mark.full
-
-
 @pytest.mark.parametrize(("world", "changes"), [
     (2, {"parallel__strategy": "ddp"}),
     (2, {"parallel__strategy": "full_shard"}),
     (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
     (2, {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 1}),
-    pytest.param(1, {"train__micro_batch": 12}, marks=full),
-    pytest.param(1, {"parallel__strategy": "full_shard"}, marks=full),
-    pytest.param(4, {"parallel__strategy": "full_shard"}, marks=full),
-    pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=full),
-    pytest.param(2, {"parallel__strategy": "full_shard", "data__length_buckets": False}, marks=full),
+    pytest.param(1, {"train__micro_batch": 12}, marks=pytest.mark.full),
+    pytest.param(1, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
+    pytest.param(4, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
+    pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=pytest.mark.full),
+    pytest.param(2, {"parallel__strategy": "full_shard", "data__length_buckets": False}, marks=pytest.mark.full),
 ])  # fmt: skip
-def test_every_strategy_has_the_losses_of_one_process(
-    lesson: Path, alone: Run, world: int, changes: dict[str, Any]
-) -> None:
+def test_every_strategy_has_the_losses_of_one_process(lesson, alone, world, changes):
     run = trained(recipe(lesson, "-".join(map(str, [world, *changes.values()])), **changes), world)
     assert len(curve(run)) == 4
     for (loss, norm), (expected_loss, expected_norm) in zip(curve(run), curve(alone), strict=True):
@@ -139,30 +131,21 @@ def adapters(lesson: Path, name: str, **changes: Any) -> Recipe:
     return recipe(lesson, name, model__lora__rank=8, model__lora__targets=targets, optim__lr=1e-2, **changes)
 
 
-def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson: Path) -> None:
-    import torch
-
-    from windlass.checkpoint.load import choose, open_checkpoint
-    from windlass.model.build import build_model
-    from windlass.model.gpt import initialise
-
+def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson):
     run = trained(adapters(lesson, "lora"), 1)
     sharded = trained(adapters(lesson, "lora-sharded", parallel__strategy="full_shard"), 2)
     replicated = trained(adapters(lesson, "lora-ddp", parallel__strategy="ddp"), 2)
     for other in (sharded, replicated):
         assert [loss for loss, _ in curve(other)] == pytest.approx([loss for loss, _ in curve(run)], rel=1e-5)
     assert curve(run)[-1][0] < curve(run)[0][0]
-    start = build_model(run.recipe, 100, device="cpu")
-    initialise(start, run.recipe.run.seed)
-    choice = choose(run.path)
-    assert choice is not None
-    saved = open_checkpoint(choice.path)
-    for name, parameter in start.named_parameters():
+    before, saved = build_model(run.recipe, 100, device="cpu"), open_checkpoint(run.checkpoints_dir / "step-00000004")
+    initialise(before, run.recipe.run.seed)
+    for name, parameter in before.named_parameters():
         same = torch.equal(saved.tensor(f"model/{name}"), parameter.detach())
         assert same == (not parameter.requires_grad), name
 
 
-def test_the_questions_are_learned_by_heart(lesson: Path) -> None:
+def test_the_questions_are_learned_by_heart(lesson):
     settings = {"train__steps": 60, "train__micro_batch": 12, "eval__every": 15, "telemetry__every": 10}
     run = trained(recipe(lesson, "heart", **settings), 1)
     for line in run.lines("eval", suite="squad"):
@@ -173,7 +156,7 @@ def test_the_questions_are_learned_by_heart(lesson: Path) -> None:
     assert run.lines("eval", suite="squad")[-1]["exact_match"] > 90
 
 
-def test_the_answers_of_each_evaluation_are_kept(lesson: Path) -> None:
+def test_the_answers_of_each_evaluation_are_kept(lesson):
     """In the official form, once each on two ranks; the same after a stop; and a disk that does not take them stops nothing."""
     tree = json.loads((lesson / "few.json").read_text())
     questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
@@ -187,12 +170,11 @@ def test_the_answers_of_each_evaluation_are_kept(lesson: Path) -> None:
         assert list(predictions) == list(references)
         result = score(predictions, references)
         assert (result["exact_match"], result["f1"]) == (line["exact_match"], line["f1"])
-    halves = recipe(lesson, "answers-in-halves", **often)
-    trained(halves, 2, stop_at=3)
-    (halves.run_dir / "eval" / names[1]).rename(halves.run_dir / "aside.json")
-    shutil.rmtree(halves.run_dir / "eval")
-    (halves.run_dir / "eval").touch()  # no folder can be made here
-    trained(halves, 2)
-    assert Run(halves.run_dir).state == "finished"
-    assert "predictions" in Run(halves.run_dir).log_path.read_text()
-    assert (halves.run_dir / "aside.json").read_bytes() == (run.path / "eval" / names[1]).read_bytes()
+    recipe_2 = recipe(lesson, "answers-in-halves", **often)
+    folder = trained(recipe_2, 2, stop_at=3).path
+    (folder / "eval" / names[1]).rename(folder / "aside.json")
+    shutil.rmtree(folder / "eval")
+    (folder / "eval").touch()  # no folder can be made here
+    halves = trained(recipe_2, 2)
+    assert halves.state == "finished" and "predictions" in halves.log_path.read_text()
+    assert (folder / "aside.json").read_bytes() == (run.path / "eval" / names[1]).read_bytes()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_runs import refused
 
 import hf_fixtures
 from windlass import train
 from windlass.errors import Stopped, UserError
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.source import alone, find_source, open_model
+from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.evaluation.suites import evaluate
-from windlass.interop.export import export
+from windlass.interop.export import card, export
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -43,11 +43,8 @@ def recipe(base: Path, name: str, **model: Any) -> Recipe:
     return Recipe.model_validate(tree)
 
 
-def refusal(*arguments: Any) -> str:
-    """The message with which a source is refused."""
-    with pytest.raises(UserError) as error:
-        find_source(*arguments)
-    return str(error.value)
+def sources(base: Path, *overrides: str) -> Source:
+    return find_source(str(base), list(overrides))
 
 
 def losses(run: Path) -> list[float]:
@@ -55,39 +52,35 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_a_run_goes_on_and_is_used_where_its_base_is_gone(lora: int, base: Path) -> None:
+def test_a_run_resumes_and_is_used_where_its_base_is_gone(lora, base):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (base / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true, "eos_token_id": 0}')
-    whole = recipe(base, "whole", lora={"rank": lora})
-    halves = recipe(base, "halves", lora={"rank": lora})
+    whole, halves = (recipe(base, name, lora={"rank": lora}) for name in ("whole", "halves"))
     train(whole)
     with pytest.raises(Stopped):
         train(halves, stop_at=2)
-    origin = Run(halves.run_dir).environment["model"]
     digest = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
-    assert origin == {"name": str(base), "revision": "", "commit": "", "config_sha256": digest}
+    origin = {"name": str(base), "revision": "", "commit": "", "config_sha256": digest}
+    assert Run(halves.run_dir).environment["model"] == origin
     shutil.rmtree(base)
     train(halves)
     assert losses(halves.run_dir) == losses(whole.run_dir)
     moved = halves.run_dir.rename(base.parent / "moved")
     shutil.rmtree(whole.run_dir)
     source = find_source(str(moved))
-    assert evaluate(source, ["loss"]).results["loss"]["loss"] == pytest.approx(
-        Run(moved).lines("eval")[-1]["loss"], rel=1e-5
-    )
+    loss = evaluate(source, ["loss"]).results["loss"]["loss"]
+    assert loss == pytest.approx(Run(moved).lines("eval")[-1]["loss"], rel=1e-5)
     model = open_model(source, alone("cpu"))
     ids = source.tokenizer.encode("the cat").tolist()
-    made = generate(model, [ids], Sampling(max_tokens=8, temperature=0))
-    assert made and len(made[0]) == 8
+    assert len(generate(model, [ids], Sampling(max_tokens=8, temperature=0))[0]) == 8
     (moved / "eval").mkdir(exist_ok=True)
     results = {"lm-eval:words": {"words/acc": 0.25, "runtime_s": 1.5}, "hellaswag": {"acc": 0.5, "items": 3}}
     (moved / "eval" / "step-00000004.json").write_text(json.dumps({"step": 4, "results": results}))
     out = export(str(moved), base.parent / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
-    tokens = torch.tensor([ids])
+    exported, tokens = AutoModelForCausalLM.from_pretrained(out).eval(), torch.tensor([ids])
     with torch.no_grad():
-        assert (theirs(input_ids=tokens).logits - model(tokens)).abs().max() < 1e-5
+        assert (exported(input_ids=tokens).logits - model(tokens)).abs().max() < 1e-5
     assert AutoTokenizer.from_pretrained(out)("the cat")["input_ids"] == ids
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
     card = (out / "README.md").read_text()
@@ -112,17 +105,17 @@ class OddForCausalLM(LlamaForCausalLM):
         {body}
 
     def forward(self, *args, **kwargs):
-        found = super().forward(*args, **kwargs)
-        found.logits = found.logits * 2
-        return found
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
 """
 
 
-REMOTE = ["model.trust_remote_code=true"]
+REMOTE = "model.trust_remote_code=true"
 
 
 @pytest.fixture
-def with_code(base: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def with_code(base, monkeypatch):
     """Makes `base` a model known to nobody but the code beside it: Llama with doubled logits."""
     import transformers.dynamic_module_utils as dynamic
 
@@ -139,58 +132,61 @@ def with_code(base: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     return make
 
 
-def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported(
-    base: Path, with_code: Callable[..., Path]
-) -> None:
+def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported(base, with_code):
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(base).eval()
     with_code()
-    assert REMOTE[0] in refusal(str(base))
-    model, tokens = open_model(find_source(str(base), REMOTE), alone("cpu")), torch.tensor([[1, 2, 3]])
+    with refused(UserError, REMOTE):
+        sources(base)
+    model, tokens = open_model(sources(base, REMOTE), alone("cpu")), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert (model(tokens) - 2 * plain(tokens).logits).abs().max() < 1e-5
     run = recipe(base, "run", trust_remote_code=True).with_overrides("train.steps=1")
     train(run)
     out = export(run.run_dir, base.parent / "out")
     assert (out / "odd.py").read_bytes() == (base / "odd.py").read_bytes()
-    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    exported = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
     with torch.no_grad():
-        mine = open_model(find_source(str(run.run_dir)), alone("cpu"))(tokens)
-        assert (theirs(tokens).logits - mine).abs().max() < 1e-5
+        ours = open_model(sources(run.run_dir), alone("cpu"))(tokens)
+        assert (exported(tokens).logits - ours).abs().max() < 1e-5
 
 
-def test_code_that_fails_is_one_sentence_that_names_the_error(base: Path, with_code: Callable[..., Path]) -> None:
-    for changes, named in (
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
         ({"imports": "import no_such_package_here"}, "no_such_package_here"),
         ({"body": "config.no_such_thing + 1"}, "AttributeError"),
         ({"body": "raise RuntimeError('too old')"}, "RuntimeError: too old"),
-    ):
-        message = refusal(str(with_code(**changes)), REMOTE)
-        assert named in message and "Traceback" not in message
+    ],
+)
+def test_code_that_fails_is_one_sentence_that_names_the_error(base, with_code, changes, named):
+    with refused(UserError, named):
+        sources(with_code(**changes), REMOTE)
 
 
-def test_quantised_weights_are_refused_by_name(base: Path) -> None:
+def test_quantised_weights_are_refused_by_name(base):
     config = json.loads((base / "config.json").read_text())
-    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (base / "config.json").write_text(json.dumps({**config, **quantised}))
-    assert "quantised" in refusal(str(base))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (base / "config.json").write_text(json.dumps(config))
+    with refused(UserError, "quantised"):
+        sources(base)
 
 
-def test_items_are_found_again_where_their_tokenizer_is_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_read_again_where_their_tokenizer_is_gone(base, monkeypatch):
     from windlass.data.dataset import open_data
 
     monkeypatch.chdir(base.parent)
     talk = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]}
     Path("talks.jsonl").write_text((json.dumps(talk) + "\n") * 8)
-    made = recipe(base, "run").with_overrides("data.format=chat", "data.source=talks.jsonl", "data.dir=")
-    first = open_data(made)
+    settings = recipe(base, "run").with_overrides("data.format=chat", "data.source=talks.jsonl", "data.dir=")
+    first = open_data(settings)
     shutil.rmtree(base)
-    again = open_data(made)
+    again = open_data(settings)
     assert again.fingerprint == first.fingerprint and again.tokenizer.fingerprint == first.tokenizer.fingerprint
 
 
-def test_a_directory_of_older_tokenizer_files_is_read(tmp_path: Path) -> None:
+def test_a_directory_of_older_tokenizer_files_is_read(tmp_path):
     from transformers import AutoTokenizer
 
     from windlass.data.vocabulary import named_tokenizer, tokenizer_files
@@ -204,49 +200,40 @@ def test_a_directory_of_older_tokenizer_files_is_read(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     ours = named_tokenizer(f"hf:{tmp_path}")
-    assert (
-        ours.encode(TEXT).tolist()
-        == whole.encode(TEXT).tolist()
-        == AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
-    )
-    assert ours.eot == whole.eot == 0
+    expected = AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
+    assert ours.encode(TEXT).tolist() == whole.encode(TEXT).tolist() == expected and ours.eot == whole.eot == 0
     assert {Path(p).name for p in tokenizer_files(f"hf:{tmp_path}")} == {"vocab.json", "merges.txt"}
     (tmp_path / "vocab.json").write_text("broken")
-    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+    with refused(UserError, "tokenizer.json"):
         named_tokenizer(f"hf:{tmp_path}")
 
 
-def test_the_card_names_a_base_of_the_hub_and_its_commit(base: Path) -> None:
-    from windlass.evaluation.source import Source
-    from windlass.interop.export import card
-
-    made = recipe(base, "run").with_overrides("model.name=some/model")
-    folder, commit = made.run_dir / "origin", "0123456789abcdef0123456789abcdef01234567"
-    folder.mkdir(parents=True)
-    known = {"name": "some/model", "revision": "", "commit": commit}
-    (folder / "origin.json").write_text(json.dumps(known))
-    nothing: Any = None
-    text = card(Source("run", made, nothing, nothing, None, 7, Run(made.run_dir)))
+def test_the_card_names_a_base_of_the_hub_and_its_commit(base):
+    settings, commit = recipe(base, "run").with_overrides("model.name=some/model"), "0123456789abcdef" * 2 + "01234567"
+    (settings.run_dir / "origin").mkdir(parents=True)
+    origin = {"name": "some/model", "revision": "", "commit": commit}
+    (settings.run_dir / "origin" / "origin.json").write_text(json.dumps(origin))
+    text = card(Source("run", settings, None, None, None, 7, Run(settings.run_dir)))
     assert text.startswith("---\nlibrary_name: transformers\nbase_model: some/model\ntags:")
     assert f"[some/model](https://huggingface.co/some/model), commit `{commit}`" in text
 
 
-def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base: Path) -> None:
+def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base):
     from windlass.model.build import build_model
     from windlass.model.gpt import initialise
     from windlass.model.hf_files import save_origin
 
-    made = recipe(base, "run")
-    first = build_model(made, 257, device="cpu")
-    save_origin(first, made.run_dir)
-    again = build_model(made, 257, device="cpu", run=made.run_dir)
-    assert again.directory == made.run_dir / "origin"
+    settings = recipe(base, "run")
+    first = build_model(settings, 257, device="cpu")
+    save_origin(first, settings.run_dir)
+    again = build_model(settings, 257, device="cpu", run=settings.run_dir)
+    assert again.directory == settings.run_dir / "origin"
     for model in (first, again):
         initialise(model, 1)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
-    with pytest.raises(UserError, match="is not the configuration that this run began with"):
+    with refused(UserError, "configuration"):
         initialise(again, 1)
-    other = made.with_overrides("model.revision=v2")
-    assert build_model(other, 257, run=made.run_dir).directory == base  # another revision is another model
+    other = settings.with_overrides("model.revision=v2")
+    assert build_model(other, 257, run=settings.run_dir).directory == base  # another revision is another model
