@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,7 +30,7 @@ from windlass.model.size import HfSizes
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.run import Line, read_lines
+from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.environment import describe, describe_rank, write_environment
@@ -231,10 +230,8 @@ class Measurements:
 
     def read_ledger(self, step: int) -> set[str]:
         """Take the scores up to `step`; returns which kinds of lines (`eval`, `sample`) there are of `step` itself."""
-
-        def read() -> list[Line]:
-            return [x for x in self.recorder.run.ledger() if x["kind"] in ("eval", "sample") and x["step"] <= step]
-
+        run, kinds = self.recorder.run, ("eval", "sample")
+        read = lambda: [x for x in run.ledger() if x["kind"] in kinds and x["step"] <= step]  # noqa: E731
         lines = decide_on_rank_0(self.recorder.ranks, "measured", read)
         self.scores = scores_by_step(lines, self.recipe.checkpoint.best)
         return {line["kind"] for line in lines if line["step"] == step}
@@ -363,8 +360,9 @@ class Saves:
         return (self.saver.last_seconds or 0.0) + self.saver.remaining_seconds()
 
 
-def start_profiler(steps: int, path: Path) -> torch.profiler.profile:
+def start_profiler(steps: int, recorder: Recorder) -> torch.profiler.profile:
     """Trace `steps` steps of this rank, after one that is left out and one to warm up, for https://ui.perfetto.dev."""
+    path = recorder.run.path / "profile" / f"trace-{recorder.ledger.attempt}.json"
     path.parent.mkdir(exist_ok=True)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1), record_shapes=True,

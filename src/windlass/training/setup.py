@@ -114,9 +114,8 @@ def set_up(
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
 
-    horizons = [horizon]
-    if plan.extends_from:  # `keep_every` as a share of the run named other steps when the run was shorter
-        horizons.append(replace(horizon, steps=plan.extends_from))
+    # `keep_every` as a share of the run named other steps before the run was extended.
+    horizons = [replace(horizon, steps=steps) for steps in {horizon.steps, plan.extends_from or horizon.steps}]
     saver = Saver(
         plan.run.checkpoints_dir, ranks.rank, ranks.world, f"{attempt}_{token}",
         policy_of(recipe.checkpoint, horizons, read_lineage(plan.run.path)),
@@ -130,6 +129,7 @@ def set_up(
         count = checkpoints_to_come(recipe, horizon, state.step, present)
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
+    recorder.started(batch, str(choice.path) if choice is not None else "", notes)
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
@@ -144,8 +144,7 @@ def set_up(
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
         saves=Saves(saver, model, optimizer, scaler, recorder, measurements, meta, *newest),
-        measurements=measurements, recorder=recorder, resumed_from=str(choice.path) if choice is not None else "",
-        notes=notes, on_step=on_step, stop_at=stop_at,
+        measurements=measurements, recorder=recorder, on_step=on_step, stop_at=stop_at,
     )  # fmt: skip
 
 

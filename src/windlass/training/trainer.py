@@ -89,8 +89,6 @@ class Trainer:
     saves: Saves
     measurements: Measurements
     recorder: Recorder
-    resumed_from: str  # the checkpoint that this start loaded; empty: none
-    notes: list[str]  # warnings of the set-up, shown once there is a terminal
     on_step: OnStep | None
     stop_at: int
     rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
@@ -101,22 +99,20 @@ class Trainer:
             self.begin()
             self.loop(profile)
             self.finish()
-        except (Stopped, UserError):
-            raise
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
                 if isinstance(error, RunFailed):  # decided by this rank itself: what is being written is good
                     self.saves.wait(FAILING_SAVE_SECONDS)
-                self.recorder.event("failed", reason=first_line(error), phase=self.ranks.phase)
+                if not isinstance(error, Stopped | UserError):
+                    self.recorder.event("failed", reason=first_line(error), phase=self.ranks.phase)
             raise
 
     def begin(self) -> None:
         """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
         recorder, measurements, step = self.recorder, self.measurements, self.state.step
-        done = measurements.read_ledger(step)
-        recorder.started(self.batch, self.resumed_from, self.notes)
-        # A signal before the first step ends the process (see stop.py), but the ledger still says how the run ended.
+        # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
         self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
+        done = measurements.read_ledger(step)
         if self.recipe.train.startup_checks:
             startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
         if measurements.evaluation_due(step) and "eval" not in done:
@@ -129,10 +125,7 @@ class Trainer:
     def loop(self, profile: int) -> None:  # noqa: PLR0915 - in one piece, so that it reads as the training does
         """Step, log, save, evaluate, until the last step."""
         state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
-        profiler = None
-        if profile and ranks.main:
-            trace = recorder.run.path / "profile" / f"trace-{recorder.ledger.attempt}.json"
-            profiler = start_profiler(profile, trace)
+        profiler = start_profiler(profile, recorder) if profile and ranks.main else None
         agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps:
