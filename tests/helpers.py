@@ -7,7 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,37 +71,9 @@ def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
     """A text of common words in random order, the same for the same seed: learnable, and nobody's."""
     rng = random.Random(seed)
     lexicon = [
-        "the",
-        "of",
-        "and",
-        "a",
-        "to",
-        "in",
-        "is",
-        "was",
-        "he",
-        "for",
-        "it",
-        "with",
-        "as",
-        "his",
-        "on",
-        "be",
-        "at",
-        "by",
-        "had",
-        "not",
-        "are",
-        "but",
-        "from",
-        "or",
-        "have",
-        "an",
-        "they",
-        "which",
-        "one",
-        "you",
-    ]
+        "the", "of", "and", "a", "to", "in", "is", "was", "he", "for", "it", "with", "as", "his", "on", "be", "at",
+        "by", "had", "not", "are", "but", "from", "or", "have", "an", "they", "which", "one", "you",
+    ]  # fmt: skip
     lines = [" ".join(rng.choice(lexicon) for _ in range(rng.randint(4, 12))) + "." for _ in range(words // 8)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -133,3 +106,24 @@ def write_ledger(run: Run, *lines: Mapping[str, Any]) -> None:
         for second, line in enumerate(lines):
             time = f"2026-03-01T09:00:{second:02d}.000Z"
             file.write(json.dumps({"step": 0, "attempt": 0, "time": time} | dict(line)) + "\n")
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Until something holds; fails where it takes longer."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"it did not happen within {seconds:.0f} s"
+        time.sleep(0.02)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process: `T` is suspended, `Z` ended but not yet collected; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    return process_state(pid) in ("", "Z")

@@ -87,11 +87,9 @@ class RankStatus:
             os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
 
     def fields(self) -> dict[str, Any]:
-        """As a JSON object."""
         return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "since": self.since}
 
     def failure(self, error: str, secondary: bool = False) -> Failure:
-        """A failure of this rank, here and now."""
         return Failure(self.rank, self.host, self.step, self.phase, error, time.time(), secondary)
 
     def write(self, failure: Failure) -> None:

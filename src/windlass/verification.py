@@ -48,6 +48,7 @@ GPT2_SHAPE = {
 }  # fmt: skip
 
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
+Task = dict[str, Any] | None  # see `run_rank`
 
 
 @dataclass
@@ -76,14 +77,11 @@ class Bench:
         self.base |= dict(override.partition("=")[::2] for override in overrides)
         self.model = self.settings("model").model
 
-    def overrides(self, run: str, **settings: Any) -> list[str]:
-        """The base settings with changes (`train__micro_batch=4`), as they would be typed."""
-        changed = {key.replace("__", "."): value for key, value in settings.items()}
-        return [f"{k}={v}" for k, v in {**self.base, **changed, "run.dir": f"'{self.folder / run}'"}.items()]
-
     def settings(self, run: str, **settings: Any) -> Recipe:
-        """The same as a recipe."""
-        return Recipe.load(self.recipe, self.overrides(run, **settings))
+        """The base recipe with changes for a run, as `train__micro_batch=4`."""
+        changed = {key.replace("__", "."): value for key, value in settings.items()}
+        values = {**self.base, **changed, "run.dir": f"'{self.folder / run}'"}
+        return Recipe.load(self.recipe, [f"{key}={value}" for key, value in values.items()])
 
     def here(self, run: str, **settings: Any) -> Run:
         """Train in this process, with nothing on the terminal."""
@@ -92,17 +90,17 @@ class Bench:
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
             return train(self.settings(run, **settings))
 
-    def start(
-        self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any
-    ) -> subprocess.Popen[bytes]:
-        """Begin to train in `world` processes of their own, which write to RUN.out; for the task see `run_rank`."""
-        task = {"recipe": self.recipe, "overrides": self.overrides(run, **settings), "world": world, **(task or {})}
+    def start(self, run: str, world: int, task: Task = None, **settings: Any) -> subprocess.Popen[bytes]:
+        """Begin to train in `world` processes of their own, which write to RUN.out."""
+        recipe = self.folder / f"{run}.toml"
+        recipe.write_text(self.settings(run, **settings).toml(), encoding="utf-8")
+        task = {"recipe": str(recipe), "world": world, **(task or {})}
         command = [sys.executable, "-m", "windlass.verification", json.dumps(task)]
         environ = {**os.environ, processes.PARENT: str(os.getpid())}
         with (self.folder / f"{run}.out").open("ab") as out:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environ, start_new_session=True)
 
-    def train(self, run: str, world: int, task: dict[str, Any] | None = None, **settings: Any) -> Run:
+    def train(self, run: str, world: int, task: Task = None, **settings: Any) -> Run:
         """The same to its end; raises RuntimeError with its last lines where it fails."""
         code = self.start(run, world, task, **settings).wait()
         if code not in ((1, -signal.SIGKILL) if "kill_after" in (task or {}) else (DONE,)):
@@ -149,22 +147,21 @@ def verify(
 
 
 def curve(run: Run) -> list[tuple[Any, ...]]:
-    """What must be equal, bit for bit, of each step."""
     return [tuple(line[key] for key in EXACT) for line in run.lines("train")]
 
 
 def state(run: Run) -> dict[str, Any]:
-    """Every tensor of the last checkpoint, whole: weights and optimizer state."""
+    """Every tensor of the last checkpoint, whole."""
     from windlass.checkpoint.load import open_checkpoint
 
     checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{STEPS:08d}")
     return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
-def equal(run: Run, reference: Run) -> bool:
-    """Whether two runs have the same bits in every step that the first one did, and in their last checkpoint."""
-    lines, a, b = curve(run), state(run), state(reference)
-    if lines != curve(reference)[-len(lines) :] or a.keys() != b.keys():
+def same_bits(run: Run, reference: Run, first: int = 0) -> bool:
+    """Whether two runs have the same bits in every step after the `first` ones, and in their last checkpoint."""
+    a, b = state(run), state(reference)
+    if curve(run) != curve(reference)[first:] or a.keys() != b.keys():
         return False
     return all(a[name].dtype == b[name].dtype and bool((a[name] == b[name]).all()) for name in a)
 
@@ -181,20 +178,17 @@ def difference(run: Run, reference: Run) -> float:
 def resume_exact(bench: Bench) -> Outcome:
     """Resume from every step, and after a kill -9 on two ranks."""
     whole = bench.here("whole")
-    wrong, tried = list[str](), "one process"
+    equal = {}
     for step in range(1, STEPS):
         run = bench.here(f"from-{step}", checkpoint__resume=f"'{whole.checkpoints_dir / f'step-{step:08d}'}'")
-        if len(curve(run)) != STEPS - step or not equal(run, whole):
-            wrong.append(str(step))
+        equal[str(step)] = same_bits(run, whole, step)
     if 2 in bench.worlds:
-        tried += ", and kill -9 on 2 ranks"
         two = bench.train("two", 2)
         bench.train("two-killed", 2, {"kill_after": STEPS // 2 + 1})
-        resumed = bench.train("two-killed", 2)
-        if len(curve(resumed)) != STEPS or not equal(resumed, two):
-            wrong.append("kill -9 on 2 ranks")
-    differ = f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
-    return not wrong, differ if wrong else f"all bits equal ({tried})"
+        equal["kill -9 on 2 ranks"] = same_bits(bench.train("two-killed", 2), two)
+    if wrong := [name for name, same in equal.items() if not same]:
+        return False, f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
+    return True, f"all bits equal (one process{', and kill -9 on 2 ranks' if 2 in bench.worlds else ''})"
 
 
 def strategies_agree(bench: Bench) -> Outcome:
@@ -216,28 +210,25 @@ def world_changes_nothing(bench: Bench) -> Outcome:
     from windlass.model.build import build_model
     from windlass.training.checks import uses_dropout
 
-    library = bench.model.kind != "gpt"
-    reference = bench.here("w-one", **FLOAT64)
-    worst, parts = 0.0, list[str]()
-    runs = [bench.train(f"w-{w}", w, **FLOAT64) for w in bench.worlds if w > 1 and BATCH % (w * MICRO) == 0]
-    if runs:
-        worst = max(difference(run, reference) for run in runs)
+    library, recipe = bench.model.kind != "gpt", bench.settings("model")
+    differences, parts = list[float](), list[str]()
+    if worlds := [w for w in bench.worlds if w > 1 and BATCH % (w * MICRO) == 0]:
+        reference = bench.here("w-one", **FLOAT64)
+        differences += [difference(bench.train(f"w-{w}", w, **FLOAT64), reference) for w in worlds]
         drawn = "the dropout of its configuration" if library else f"dropout {bench.model.dropout:g}"
-        parts.append(f"{len(runs) + 1} worlds with micro-batch {MICRO} and {drawn}")
-    recipe = bench.settings("model")
+        parts.append(f"{len(worlds) + 1} worlds with micro-batch {MICRO} and {drawn}")
     # The dropout of a library's model is in its own configuration, and cannot be set to 0 from here.
     if not (library and uses_dropout(build_model(recipe, open_data(recipe).vocab, "meta"))):
         even = FLOAT64 if library else FLOAT64 | {"model__dropout": 0.0}
         reference = bench.here("w-even", **even, train__micro_batch=BATCH)
         runs = [bench.here(f"w-1-{micro}", **even, train__micro_batch=micro) for micro in (1, 2, 4)]
-        for world in bench.worlds[1:]:
-            for micro in sorted({1, BATCH // world}):
-                runs.append(bench.train(f"w-{world}-{micro}", world, **even, train__micro_batch=micro))
-        worst = max(worst, *(difference(run, reference) for run in runs))
+        divisions = [(world, micro) for world in bench.worlds[1:] for micro in sorted({1, BATCH // world})]
+        runs += [bench.train(f"w-{w}-{micro}", w, **even, train__micro_batch=micro) for w, micro in divisions]
+        differences += [difference(run, reference) for run in runs]
         parts.append(f"{len(runs) + 1} divisions without dropout")
     if not parts:
         return None, "one rank, and other micro-batches draw other dropout masks: set the configuration's dropout to 0"
-    return worst < ROUNDING, f"{'; '.join(parts)}: largest difference {worst:.1e} in float64"
+    return max(differences) < ROUNDING, f"{'; '.join(parts)}: largest difference {max(differences):.1e} in float64"
 
 
 def sequence_whole(bench: Bench) -> Outcome:
@@ -332,13 +323,13 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
 def run_rank(task: dict[str, Any]) -> None:
     """One rank of a training of a proof.
 
-    The task: `recipe` and `overrides` to train, `stop_at` a step, `kill_after` so many steps, or `record`: write the indices
-    of the samples of the steps that were done, a list for each micro-batch, to `RECORD-RANK.json`.
+    The task: the `recipe`, and `stop_at` a step, `kill_after` so many steps, or `record`: write the indices of the samples of
+    the steps that were done, a list for each micro-batch, to `RECORD-RANK.json`.
     """
     from windlass import train
     from windlass.data.dataset import open_data
 
-    recipe = Recipe.load(task["recipe"], task["overrides"])
+    recipe = Recipe.load(task["recipe"])
     data = open_data(recipe)
     reads, steps_done, read = list[list[int]](), list[int](), data.train.read
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent))
+from helpers import wait_for
 from windlass import Recipe, train
 
 recipe = Recipe.load("quickstart", sys.argv[1:])
@@ -14,13 +16,10 @@ first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
 def on_step(step: int, _: object) -> None:
-    if not first or step != 8:
-        return
-    deadline = time.monotonic() + 60
-    while not any((recipe.run_dir / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if first and step == 8:
+        wait_for(lambda: any((recipe.run_dir / "checkpoints").glob("step-*")), 60)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 train(recipe, on_step=on_step)

@@ -33,6 +33,6 @@ def assert_same(path: Path, reference: Run) -> None:
     assert {event["world"] for event in run.events if event["event"] in ("started", "resumed")} == {2}
     assert [x["step"] for x in run.lines("train")] == list(range(1, 13))
     for kind in ("train", "eval"):
-        mine, theirs = run.lines(kind), reference.lines(kind)
-        assert [(x["step"], x["tokens"]) for x in mine] == [(x["step"], x["tokens"]) for x in theirs]
-        assert [x["loss"] for x in mine] == pytest.approx([x["loss"] for x in theirs], rel=1e-6)
+        mine, wanted = run.lines(kind), reference.lines(kind)
+        assert [(x["step"], x["tokens"]) for x in mine] == [(x["step"], x["tokens"]) for x in wanted]
+        assert [x["loss"] for x in mine] == pytest.approx([x["loss"] for x in wanted], rel=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import getpass
 import os
 import shutil
@@ -12,12 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+sys.path.append(str(Path(__file__).parent.parent))  # the watcher is a script of its own
+from helpers import wait_for
+from windlass.processes import kill_with_parent
 
 NODES = ("127.0.0.1", "127.0.0.2")
 """The nodes' names. Loopback addresses: names that every machine resolves, as a cluster resolves its hosts' names."""
@@ -62,14 +64,6 @@ def missing() -> list[str]:
     return [name for name in DAEMONS if shutil.which(name, path=SYSTEM) is None]
 
 
-def wait_for(done: Callable[[], object], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} took longer than {seconds:.0f} s")
-        time.sleep(0.1)
-
-
 @dataclass
 class Cluster:
     """What is needed to use it: an environment for the commands, and the directory of its logs."""
@@ -84,7 +78,7 @@ class Cluster:
         return outside | {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": SYSTEM}
 
     def call(self, *command: str, seconds: float = 90, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """A command on the login node, to its end; the output, errors among it, is in `.stdout`."""
+        """A command on the login node, to its end; the output with the errors is in `.stdout`."""
         return subprocess.run(
             ["timeout", "-k", "5", str(seconds), *command], env=self.environment, cwd=cwd, check=False, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -96,23 +90,18 @@ class Cluster:
         assert done.returncode == 0, done.stdout
         return done.stdout.split()[-1]
 
-    def state(self, job: str) -> dict[str, str]:
-        """What the controller says of a job, as JobState, ExitCode, Restarts …"""
+    def wait(self, job: str, seconds: float = 200) -> dict[str, str]:
+        """The job's state (JobState, ExitCode, Restarts) once all of it is over, an array's tasks too."""
+        wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds)
         text = self.call("scontrol", "show", "job", "--oneliner", job).stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait(self, job: str, seconds: float = 200) -> dict[str, str]:
-        """The job's state once all of it is over, an array's tasks too."""
-        wait_for(lambda: not self.call("squeue", "--noheader", "-j", job).stdout.split(), seconds, f"job {job}")
-        return self.state(job)
-
     def logs(self) -> str:
         """The last lines of every daemon, for the message of a failure."""
-        parts = [f"--- {path.name}\n" + path.read_text(errors="replace")[-3000:] for path in self.root.glob("*.log")]
-        return "\n".join(parts)
+        return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in self.root.glob("*.log"))
 
     def start(self) -> None:
-        """Bring it up; raises when the nodes are not idle within 30 s."""
+        """Bring it up; fails when the nodes are not idle within 30 s."""
         host, user = socket.gethostname().split(".")[0], getpass.getuser()
         text = CONFIGURATION.format(root=self.root, host=host, user=user, nodes=NODES, ports=free_ports(3))
         (self.root / "slurm.conf").write_text(text)
@@ -123,12 +112,12 @@ class Cluster:
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         munge = [f"--{option}={self.root}/munge.{end}" for option, end in files.items()]
         self.spawn("munged", "--foreground", "--force", "--num-threads=2", *munge)
-        wait_for((self.root / "munge.socket").exists, 10, "munged")
+        wait_for((self.root / "munge.socket").exists, 10)
         self.spawn("slurmctld", "-D", "-c")
         for node in NODES:
             (self.root / node).mkdir()
             self.spawn("slurmd", "-D", "-N", node)
-        wait_for(self.idle, 30, "the start of the nodes")
+        wait_for(self.idle, 30)
 
     def idle(self) -> bool:
         """Whether both nodes wait for work."""
@@ -143,15 +132,15 @@ class Cluster:
         with (self.root / f"{name}-{len(self.daemons)}.out.log").open("wb") as out:
             self.daemons.append(subprocess.Popen(
                 [program, *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                preexec_fn=die_with_parent,
+                preexec_fn=kill_with_parent,
             ))  # fmt: skip
 
     def stop(self) -> None:
         """Cancel what runs, end the daemons, and then whatever was started with this cluster's configuration."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(AssertionError):  # it took too long
             if len(self.daemons) == 2 + len(NODES):
                 self.call("scancel", "--full", "--user", getpass.getuser(), seconds=10)
-                wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15, "scancel")
+                wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -170,11 +159,6 @@ class Cluster:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def free_ports(number: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
@@ -185,23 +169,19 @@ def free_ports(number: int) -> list[int]:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    """The cluster, running; gone, with its directory, when the block is left.
-
-    Raises:
-        RuntimeError: it does not come up; the message holds what its daemons said.
-    """
+    """The cluster, running; gone, with its directory, when the block is left."""
     root = Path(tempfile.mkdtemp(prefix="windlass-slurm-"))
     root.chmod(0o755)
-    made = Cluster(root)
+    running = Cluster(root)
     watcher = subprocess.Popen([sys.executable, __file__, str(root)], stdin=subprocess.PIPE, start_new_session=True)
     try:
         try:
-            made.start()
-        except (TimeoutError, RuntimeError) as error:
-            raise RuntimeError(f"no cluster: {error}\n{made.logs()}") from error
-        yield made
+            running.start()
+        except (AssertionError, RuntimeError) as error:
+            raise RuntimeError(f"no cluster: {error}\n{running.logs()}") from error
+        yield running
     finally:
-        made.stop()
+        running.stop()
         watcher.communicate()
 
 

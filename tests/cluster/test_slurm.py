@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from launching import DDP, TRAIN, assert_same
-from slurm_cluster import NODES, Cluster, wait_for
+from slurm_cluster import NODES, Cluster
 
+from helpers import wait_for
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -62,7 +63,7 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     script = batch_script(tmp_path / "job.sh", line, "code=$?", again, "exit $code", head=("--requeue",))
     job = cluster.submit(script)
     output = tmp_path / f"job-{job}.out"
-    wait_for(lambda: run.path.exists() and run.lines("train"), 150, "the first steps")
+    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
     done = cluster.call("scancel", *([] if how == "cancel" else ["--signal=TERM"]), job)
     assert done.returncode == 0, done.stdout
     if how != "requeue":

@@ -1,4 +1,4 @@
-"""Real ranks for tests: forked processes that meet over gloo, and whose results or first traceback come back to pytest."""
+"""Real ranks for tests: forked processes over gloo, whose results or first traceback come back to pytest."""
 
 from __future__ import annotations
 
@@ -28,27 +28,20 @@ FORK = multiprocessing.get_context("fork")
 class Join:
     """What a test's function gets: its rank, and `join(recipe)`, which starts the ranks (as often as one likes in turn)."""
 
-    def __init__(self, place: DistEnv, store: dist.Store | None):
-        self.place, self.store, self.rank, self.world = place, store, place.rank, place.world
+    def __init__(self, env: DistEnv, store: dist.Store | None):
+        self.env, self.store, self.rank, self.world = env, store, env.rank, env.world
 
     def __call__(self, recipe: Recipe) -> Ranks:
-        """Join the others as `train` would; call `.stop()` on the result, or use it in a `with`."""
-        ranks = init_ranks(self.place, recipe, self.store)
-        self.place = dataclasses.replace(self.place, attempt=self.place.attempt + 1)
+        """The ranks as `train` has them; call `.stop()` on the result, or use it in a `with`."""
+        ranks = init_ranks(self.env, recipe, self.store)
+        self.env = dataclasses.replace(self.env, attempt=self.env.attempt + 1)
         return ranks
 
 
 def recipe(**overrides: Any) -> Recipe:
     """A recipe for tests, quick to give up; dotted keys as `parallel__strategy="ddp"`."""
     quick = {"parallel__timeout_seconds": 30, "parallel__startup_timeout_seconds": 30, "parallel__device": "cpu"}
-    tree: dict[str, Any] = {}
-    for key, value in (quick | overrides).items():
-        *path, last = key.split("__")
-        inner = tree
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return Recipe.model_validate(tree)
+    return Recipe().with_overrides(**{key.replace("__", "."): value for key, value in (quick | overrides).items()})
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -58,23 +51,36 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=64)
     os.set_inheritable(listening.fileno(), True)
-    pipes = [FORK.Pipe(duplex=False) for _ in range(world)]
+    receivers, senders = zip(*(FORK.Pipe(duplex=False) for _ in range(world)), strict=True)
     ranks = [
-        FORK.Process(target=_rank, args=(fn, rank, world, listening, pipes[rank][1], args), daemon=True)
+        FORK.Process(target=_rank, args=(fn, rank, world, listening, senders[rank], args), daemon=True)
         for rank in range(world)
     ]
     for rank in ranks:
         rank.start()
-    listening.close()
-    for _, sender in pipes:
-        sender.close()
+    for mine in (listening, *senders):
+        mine.close()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
     try:
-        return _collect([receiver for receiver, _ in pipes], ranks, time.monotonic() + timeout)
+        while missing := {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}:
+            ready = wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {list(missing.values())} gave no result in time")
+            for receiver in ready:
+                rank = missing[receiver]
+                try:
+                    good, value = pickle.loads(receiver.recv_bytes())
+                except EOFError:
+                    ranks[rank].join(5)
+                    raise AssertionError(f"rank {rank} ended with exit code {ranks[rank].exitcode}") from None
+                assert good, f"rank {rank} failed:\n{value}"
+                results[rank] = value
+        return [results[rank] for rank in range(world)]
     finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
-            rank.join()
+        for process in ranks:
+            process.kill()
+            process.join()
 
 
 def _rank(
@@ -84,11 +90,11 @@ def _rank(
     code, store = 1, None
     try:
         host, port = listening.getsockname()
-        place = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
+        env = DistEnv(rank, world, rank, world, launcher="none", addr=host, port=port)
         if world > 1:
             fd = listening.detach() if rank == 0 else None
             store = dist.TCPStore(host, port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
-        sender.send_bytes(pickle.dumps((True, fn(Join(place, store), *args))))  # tensors by value
+        sender.send_bytes(pickle.dumps((True, fn(Join(env, store), *args))))  # tensors by value
         code = 0
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -102,24 +108,3 @@ def _rank(
                 if rank == 0:
                     store.wait([f"left/{other}" for other in range(world)])
         os._exit(code)  # no tear-down of what the parent owns
-
-
-def _collect(receivers: list[Connection], ranks: list[Any], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(ranks):
-        waiting = [r for i, r in enumerate(receivers) if i not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            silent = [i for i in range(len(ranks)) if i not in results]
-            raise TimeoutError(f"ranks {silent} gave no result in time")
-        for receiver in ready:
-            rank = receivers.index(receiver)  # type: ignore[arg-type]
-            try:
-                good, value = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                ranks[rank].join(5)
-                raise AssertionError(f"rank {rank} ended without a result, exit code {ranks[rank].exitcode}") from None
-            if not good:
-                raise AssertionError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(ranks))]

@@ -32,14 +32,14 @@ CELLS = {2: ("ddp", "full_shard", "shard_grad_op"), 4: ("ddp", "full_shard", "sh
 def rows() -> Rows:
     """Rows of 2 to 12 tokens with ragged marks; of each 16, four in a row count nothing at all (one rank's whole share)."""
     draw = np.random.default_rng(0)
-    made = []
+    examples = []
     for number in range(STEPS * BATCH):
         length = int(draw.integers(2, CONTEXT + 1))
         marks = draw.random(length) < 0.7
         if (number % BATCH) // 4 == 1:
             marks[:] = False
-        made.append((draw.integers(0, VOCAB, length).tolist(), marks.tolist()))
-    return Rows(made, pad=0)
+        examples.append((draw.integers(0, VOCAB, length).tolist(), marks.tolist()))
+    return Rows(examples, pad=0)
 
 
 def settings(precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more):
@@ -108,12 +108,12 @@ def every_cell(join, world: int, precision: str):
     }
 
 
-def distance(found, wanted) -> tuple[float, float, float]:
+def distance(outcome, wanted) -> tuple[float, float, float]:
     """The largest relative difference of losses and norms, and the largest absolute one of parameters."""
-    losses = max(abs(a - b) / abs(b) for a, b in zip(found[0], wanted[0], strict=True))
-    norms = max(abs(a - b) / abs(b) for a, b in zip(found[1], wanted[1], strict=True))
-    assert set(found[2]) == set(wanted[2])
-    return losses, norms, max(float((found[2][n].double() - wanted[2][n].double()).abs().max()) for n in wanted[2])
+    losses = max(abs(a - b) / abs(b) for a, b in zip(outcome[0], wanted[0], strict=True))
+    norms = max(abs(a - b) / abs(b) for a, b in zip(outcome[1], wanted[1], strict=True))
+    assert set(outcome[2]) == set(wanted[2])
+    return losses, norms, max(float((outcome[2][n].double() - wanted[2][n].double()).abs().max()) for n in wanted[2])
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +123,16 @@ def plain():
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_one_process_in_float64(plain, accumulation):
-    (found,) = run_ranks(trained, 1, settings("fp64", "single", 1, accumulation))
-    assert max(distance(found, plain)) < 1e-9
+    (outcome,) = run_ranks(trained, 1, settings("fp64", "single", 1, accumulation))
+    assert max(distance(outcome, plain)) < 1e-9
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_strategy_in_float64(plain, world):
     for per_rank in run_ranks(every_cell, world, world, "fp64", timeout=240):
-        for cell, found in per_rank.items():
-            assert max(distance(found, plain)) < 1e-9, cell
+        for cell, outcome in per_rank.items():
+            assert max(distance(outcome, plain)) < 1e-9, cell
 
 
 @pytest.mark.dist
@@ -140,18 +140,18 @@ def test_every_strategy_in_float64(plain, world):
 def test_every_strategy_in_float32(plain, world):
     """Within the rounding that was measured: losses to 5e-7 relative, parameters to 1.4e-5."""
     results = run_ranks(every_cell, world, world, "fp32", timeout=240)
-    for cell, found in results[0].items():
-        losses, norms, parameters = distance(found, plain)
+    for cell, outcome in results[0].items():
+        losses, norms, parameters = distance(outcome, plain)
         assert losses < 5e-7, cell
         assert norms < 1e-5, cell
         assert parameters < 1.4e-5, cell
         for other in results[1:]:
-            assert other[cell][0] == found[0], "ranks disagree on the loss"
-            assert all(torch.equal(other[cell][2][n], found[2][n]) for n in found[2]), "ranks disagree on parameters"
+            assert other[cell][0] == outcome[0], "ranks disagree on the loss"
+            assert all(torch.equal(other[cell][2][n], outcome[2][n]) for n in outcome[2]), "ranks disagree on parameters"
 
 
 @pytest.mark.dist
 def test_a_wrong_divisor_is_seen(plain):
-    for found in run_ranks(trained, 2, settings("fp64", "ddp", 2, 2), 1.1):
-        assert distance(found, plain)[0] > 1e-3
+    for outcome in run_ranks(trained, 2, settings("fp64", "ddp", 2, 2), 1.1):
+        assert distance(outcome, plain)[0] > 1e-3
     assert math.isclose(plain[0][0], math.log(VOCAB), rel_tol=0.02)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import FORK, recipe
 
+from helpers import process_state
 from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.parallel.collectives import sum_async
@@ -34,10 +35,6 @@ class Ended:
     code: int | None
     text: str
     seconds: float
-
-
-def suspended(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def end(
@@ -61,14 +58,14 @@ def end(
         sys.stderr = os.fdopen(2, "w")
         fd = listening.detach() if rank == 0 else None
         store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False, master_listen_fd=fd)
-        code, made = 0, recipe(**settings)
+        code, quick = 0, recipe(**settings)
         try:
             if rank == missing:
                 time.sleep(60)
-            with init_store(DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), made, store) as ranks:
+            with init_store(DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port), quick, store) as ranks:
                 if alone:
                     fn(ranks)
-                init_process_group(ranks, made)
+                init_process_group(ranks, quick)
                 if not alone:
                     fn(ranks)
         except Stopped:
@@ -87,7 +84,7 @@ def end(
     while len(times) < world and time.monotonic() < began + 30:
         for rank, process in enumerate(processes):
             if process.exitcode is not None or (
-                len(times) == world - 1 and (rank == missing or suspended(process.pid))
+                len(times) == world - 1 and (rank == missing or process_state(process.pid) == "T")
             ):
                 times.setdefault(rank, time.monotonic() - began)
         time.sleep(0.02)
@@ -104,15 +101,13 @@ def collective(ranks: Ranks) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def test_a_clean_end(tmp_path: Path):
-    assert [e.code for e in end(collective, 2, tmp_path)] == [0, 0]
+def stopped(ranks: Ranks) -> None:
+    raise Stopped("all saved")
 
 
-def test_stopping_together_is_no_failure(tmp_path: Path):
-    def stop(ranks: Ranks) -> None:
-        raise Stopped("all saved")
-
-    assert [(e.code, e.text) for e in end(stop, 2, tmp_path)] == [(75, "")] * 2
+@pytest.mark.parametrize(("fn", "code"), [(collective, 0), (stopped, 75)])
+def test_ending_or_stopping_together_is_no_failure(tmp_path: Path, fn: Callable[[Ranks], None], code: int):
+    assert [(e.code, e.text) for e in end(fn, 2, tmp_path)] == [(code, "")] * 2
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -154,10 +149,8 @@ def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, 
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path):
-    ended = end(collective, 3, tmp_path, missing=1, parallel__startup_timeout_seconds=2)
-    for rank in (0, 2):
-        assert ended[rank].code == 1
-        assert "waited 2 s for rank 1" in ended[rank].text
+    for one in end(collective, 3, tmp_path, missing=1, parallel__startup_timeout_seconds=2)[::2]:
+        assert one.code == 1 and "waited 2 s for rank 1" in one.text
 
 
 def test_a_killed_rank_ends_the_others(tmp_path: Path):

@@ -20,12 +20,12 @@ from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap
 
 
-def loss_and_norm(model, made, ranks) -> tuple[float, float]:
+def loss_and_norm(model, settings, ranks) -> tuple[float, float]:
     """The loss and the gradient norm of four samples, dealt to the ranks."""
     draw = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (4, 17)))
     mine = draw.chunk(ranks.world)[ranks.rank]
     with sync_gradients(model, True):
-        with autocast(made, ranks.device):
+        with autocast(settings, ranks.device):
             loss = model(mine[:, :-1], mine[:, 1:]) / 64
         loss.backward()
     norm = float(collectives.global_grad_norm(model.parameters(), ranks))
@@ -34,22 +34,22 @@ def loss_and_norm(model, made, ranks) -> tuple[float, float]:
 
 def hf_step(join, strategy: str, directory: Path, **train):
     """The loss and gradient norm of one step of a model of `transformers`, the types that its norms gave, a text, and what
-    was compiled while that was made."""
+    was compiled while that was settings."""
     warnings.simplefilter("ignore")  # the compiler looks at gradients of inner tensors, and warns itself
-    made = recipe(
+    settings = recipe(
         model__kind="hf", model__name=str(directory), model__context=32, parallel__strategy=strategy,
         parallel__activation_checkpointing="selective", **train,
     )  # fmt: skip
-    with join(made) as ranks:
-        model = parallelize(build_model(made, 64), ranks, made)
+    with join(settings) as ranks:
+        model = parallelize(build_model(settings, 64), ranks, settings)
         initialise(unwrap(model), 7)
         kinds: set[torch.dtype] = set()
         for module in model.modules():
-            if type(module).__name__.endswith("Norm") and not made.train.compile:
+            if type(module).__name__.endswith("Norm") and not settings.train.compile:
                 module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
-        total, norm = loss_and_norm(model, made, ranks)
+        total, norm = loss_and_norm(model, settings, ranks)
         before = counters["stats"]["unique_graphs"]
-        how = {"ranks": ranks, "autocast": lambda: autocast(made, ranks.device)}
+        how = {"ranks": ranks, "autocast": lambda: autocast(settings, ranks.device)}
         text = generate(model, [[1, 2, 3]], Sampling(max_tokens=6, temperature=0), **how)
         return total, norm, kinds, text, counters["stats"]["unique_graphs"] - before
 

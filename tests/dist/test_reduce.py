@@ -17,7 +17,7 @@ from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import Recipe
 
 pytestmark = pytest.mark.dist
-FOUR, TWO_HOSTS = DistEnv(world=4, local_world=4), DistEnv(world=8, local_world=4, nodes=2)
+TWO_HOSTS = DistEnv(world=8, local_world=4, nodes=2)
 
 
 def exchange(join: Join) -> dict[str, Any]:
@@ -41,14 +41,13 @@ def exchange(join: Join) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_ranks_tell_each_other(world: int):
-    for found in run_ranks(exchange, world):
-        assert found["ints"] == found["again"] == [world * 2**53 + sum(range(world)), world]  # exact beyond float64
-        assert found["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
-        assert found["tensor"].tolist() == [1.5 * world] * 2
-        flag = int(world > 1)
-        assert found["agreed"] == [None, [0, 0], [0, 1], [flag, 2], [0, 3]]  # one step later, on every rank
-        assert found["gathered"] == [[{"rank": r} for r in range(world)], [10 * r for r in range(world)]]
-        assert found["broadcast"] == [0, "from 0"]
+    for seen in run_ranks(exchange, world):
+        assert seen["ints"] == seen["again"] == [world * 2**53 + sum(range(world)), world]  # exact beyond float64
+        assert seen["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
+        assert seen["tensor"].tolist() == [1.5 * world] * 2
+        assert seen["agreed"] == [None, [0, 0], [0, 1], [int(world > 1), 2], [0, 3]]  # one step later, on every rank
+        assert seen["gathered"] == [[{"rank": r} for r in range(world)], [10 * r for r in range(world)]]
+        assert seen["broadcast"] == [0, "from 0"]
 
 
 def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
@@ -79,29 +78,23 @@ def test_a_world_of_one(strategy: str, shape: tuple[int, ...] | None):
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="parallel.strategy"):
         init_ranks(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
-    assert "parallel.strategy" in str(error.value) and "ddp" in str(error.value)
-    with pytest.raises(UserError) as error:
-        shard_size(3, FOUR)
-    assert "parallel.shard_size = 3" in str(error.value) and "nearest" in str(error.value)
+    with pytest.raises(UserError, match="parallel.shard_size = 3"):
+        shard_size(3, DistEnv(world=4, local_world=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none_is_refused():
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="parallel.device"):
         init_ranks(DistEnv(), recipe(parallel__device="cuda"))
-    assert 'parallel.device = "cuda"' in str(error.value)
     assert choose_device("auto", DistEnv()) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("wanted", "env", "size"),
     [
-        *(
-            (0, DistEnv(world=world, local_world=world), size)
-            for world, size in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3))
-        ),
+        *((0, DistEnv(world=w, local_world=w), size) for w, size in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3))),
         (0, TWO_HOSTS, 4),
         (8, TWO_HOSTS, 8),
         (2, TWO_HOSTS, 2),
@@ -121,15 +114,15 @@ def test_a_store_that_nobody_holds_is_given_up_in_time():
     assert "rank 1 of 2 did not meet the others at 127.0.0.1:9" in run_ranks(alone, 1)[0]
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, ":4096:8"), (":16:8", ":16:8")])
-def test_deterministic_training_tells_cublas_before_cuda_starts(monkeypatch, given, found):
+@pytest.mark.parametrize(("given", "used"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_deterministic_training_tells_cublas_before_cuda_starts(monkeypatch, given, used):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "x")
     if given is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with init_ranks(DistEnv(), recipe()):
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given
     with init_ranks(DistEnv(), recipe(train__deterministic=True)):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == found
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == used
 
 
 def test_precision_follows_the_device_and_tf32_is_asked_for():

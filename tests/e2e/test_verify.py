@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers import windlass
+from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.verification import (
     Bench,
@@ -128,18 +129,11 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path, pdrop, passed):
     )  # fmt: skip
     GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
-    (tmp_path / "own.toml").write_text(f"""
-[model]
-kind = "hf"
-name = "{tmp_path / "gpt2"}"
-context = 16
-[data]
-source = "{tmp_path / "text.txt"}"
-tokenizer = "byte"
-[train]
-steps = 100
-global_batch = 32
-""")
+    recipe = Recipe().with_overrides(
+        "model.kind=hf", f"model.name={tmp_path / 'gpt2'}", "model.context=16", "data.tokenizer=byte",
+        f"data.source={tmp_path / 'text.txt'}",
+    )  # fmt: skip
+    (tmp_path / "own.toml").write_text(recipe.toml())
     (tmp_path / "bench").mkdir()
     bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
     assert world_changes_nothing(bench)[0] is passed

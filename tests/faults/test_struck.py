@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import signal
 import socket
@@ -29,10 +28,8 @@ from windlass.run import Run
 
 pytestmark = pytest.mark.dist
 STRUCK = Path(__file__).parent / "struck.py"
-PHASES = {
-    "load": "load", "forward@14": "forward", "backward@14": "backward", "evaluation@9": "evaluation", "save@3": "save",
-}  # fmt: skip
-"""Where a rank is struck, and the phase that the message names: late enough for a checkpoint to be there."""
+PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@3")
+"""Where a rank is struck (the message names the phase), late enough for a checkpoint to be there."""
 HOW = {"raise": "failed", "kill": "was killed by SIGKILL", "stop": "was suspended"}
 SUSPENDED_SECONDS = 1.0
 """Instead of the launcher's STOPPED_SECONDS."""
@@ -47,10 +44,7 @@ LAUNCH = f"import sys; from windlass.launch.local import launch; sys.exit(launch
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    draw = random.Random(2)
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(draw.choice("abcdefgh ") for _ in range(1200)))
-    return path
+    return helpers.write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt", words=340)
 
 
 def settings(text: Path, run: Path, **more: object) -> list[str]:
@@ -63,24 +57,22 @@ def settings(text: Path, run: Path, **more: object) -> list[str]:
 
 
 def strike(overrides: list[str], folder: Path, how: str, phase: str, victim: int) -> tuple[int, str, float]:
-    """The exit code, what the launcher said, and how many seconds after the strike it had ended: at most those stated."""
+    """The exit code, what the launcher logged, and how many seconds after the strike it had ended: at most those stated."""
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
-    here, said = folder / "here", folder / "said"
-    with said.open("w") as out:
+    here, output = folder / "here", folder / "output"
+    with output.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *rank], env={**os.environ, "STRUCK_HERE": str(here)},
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            deadline = time.monotonic() + 120
-            while not here.exists() and time.monotonic() < deadline and process.poll() is None:
-                time.sleep(0.01)
+            helpers.wait_for(lambda: here.exists() or process.poll() is not None, 120)
             began = time.monotonic()
             code = process.wait(timeout=STATED[how])
         finally:
             process.kill()
             process.wait()
-    return code, said.read_text(), time.monotonic() - began
+    return code, output.read_text(), time.monotonic() - began
 
 
 @pytest.mark.parametrize(
@@ -94,20 +86,21 @@ def test_the_run_ends_and_resumes_from_the_last_checkpoint(text, tmp_path, how, 
         with pytest.raises(Stopped):
             train(recipe, stop_at=3)
     overrides = settings(text, run.path, **{"parallel.strategy": strategy})
-    code, said, seconds = strike(overrides, tmp_path, how, phase, victim)
-    assert code == 1, said
+    code, output, seconds = strike(overrides, tmp_path, how, phase, victim)
+    assert code == 1, output
     done = max(line["step"] for line in run.lines("train"))
-    step = done + 1 if PHASES[phase] in ("forward", "backward") else done
+    phase = phase.partition("@")[0]
+    step = done + 1 if phase in ("forward", "backward") else done
     where = f"rank {victim} of 2 on {socket.gethostname()} {HOW[how]}"
-    assert re.search(rf"{re.escape(where)}.* at step {step}, phase {PHASES[phase]}; the run has ended", said), said
+    assert re.search(rf"{re.escape(where)}.* at step {step}, phase {phase}; the run has ended", output), output
     if how == "raise":
-        assert "ArithmeticError: struck by the test" in said
+        assert "ArithmeticError: struck by the test" in output
     assert run.state != "finished"
     there = choose(run.path, "latest")
     assert there is not None and 2 <= there.step < 12 and not there.notes, "every byte of the last checkpoint is good"
     assert train(recipe).state == "finished"
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
-    tally(f"one of two ranks, {strategy}: {how} in {PHASES[phase]}", 1, seconds=round(seconds, 2))
+    tally(f"one of two ranks, {strategy}: {how} in {phase}", 1, seconds=round(seconds, 2))
 
 
 @pytest.mark.parametrize("world", ["1..2", pytest.param("2", marks=pytest.mark.full)])
@@ -117,16 +110,14 @@ def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
     more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
     arguments = ["train", "quickstart", *settings(text, run.path, **more), "--world", world, "--max-restarts", "1"]
     process = helpers.start(*arguments, env={"WINDLASS_QUIET_END": "1"})
-    deadline = time.monotonic() + 120
-    while not list(run.checkpoints_dir.glob("step-*")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.02)
+    helpers.wait_for(lambda: any(run.checkpoints_dir.glob("step-*")) or process.poll() is not None, 120)
     victim = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
     os.kill(victim.pid, signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert "rank 1 of 2" in said and "was killed by SIGKILL" in said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "rank 1 of 2" in output and "was killed by SIGKILL" in output
     ranks = 1 if world == "1..2" else 2
-    assert f"restart 1 of 1, with {ranks} rank{'s' * (ranks > 1)}" in said
+    assert f"restart 1 of 1, with {ranks} rank{'s' * (ranks > 1)}" in output
     starts = [(e["attempt"], e["world"], e["step"] > 0) for e in run.events if e["event"] in ("started", "resumed")]
     assert starts == [(0, 2, False), (1, ranks, True)]
     assert run.state == "finished"

@@ -1,4 +1,4 @@
-"""What every process of a launch does: keep its memory, end with its parent, and leave its status readable."""
+"""What every process of a launch does: reuse its memory, end with its parent, and leave its status readable."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import gone, wait_for
 from windlass.processes import RankStatus, read
 
 STEPS = """
@@ -16,7 +17,7 @@ import resource, sys
 import numpy as np
 from windlass.processes import keep_freed_memory
 
-if sys.argv[1] == "kept":
+if sys.argv[1] == "reused":
     assert keep_freed_memory()
 
 def step():
@@ -31,15 +32,6 @@ for _ in range(10):
     step()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep its memory")
-def test_a_step_does_not_fetch_its_pages_again() -> None:
-    """80 MB are 20,480 pages of 4 kB, or 40 huge ones; kept, a step needs next to none."""
-    faults = [float(subprocess.check_output([sys.executable, "-c", STEPS, mode])) for mode in ("left", "kept")]
-    assert faults[0] > 40 > faults[1]
-
-
 PARENT = """
 import subprocess, sys, threading, time
 child = "import os, time; from windlass.processes import exit_with_parent; exit_with_parent(os.getppid()); "
@@ -51,11 +43,11 @@ time.sleep(60)
 """
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has the setting")
+def test_a_step_does_not_fetch_its_pages_again() -> None:
+    """80 MB are 20,480 pages of 4 kB, or 40 huge ones; reused, a step needs next to none."""
+    faults = [float(subprocess.check_output([sys.executable, "-c", STEPS, mode])) for mode in ("returned", "reused")]
+    assert faults[0] > 40 > faults[1]
 
 
 def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> None:
@@ -65,16 +57,13 @@ def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> 
         time.sleep(1.0)
         assert not gone(child)
         parent.kill()
-    until = time.monotonic() + 20
-    while not gone(child):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: gone(child))
 
 
 def test_a_status_is_read_whole_whatever_was_there_before(tmp_path: Path) -> None:
     assert read(tmp_path, "status", 0) == {}
     status = RankStatus(0, str(tmp_path))
-    for step, phase in ((123456, "a long phase " * 20), (7, "backward")):
-        status.mark(step, phase)
-    status = read(tmp_path, "status", 0)
-    assert (status["step"], status["phase"]) == (7, "backward")
+    status.mark(123456, "a long phase " * 20)
+    status.mark(7, "backward")
+    assert read(tmp_path, "status", 0) == status.fields()
+    assert (status.step, status.phase) == (7, "backward")

@@ -16,6 +16,8 @@ from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
 from windlass.recipe.load import parse_override, settings
 from windlass.recipe.units import epochs_in
 
+SUITES = 'eval.suites=["loss","squad"]'
+
 
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_every_preset_loads_and_survives_its_own_toml(name):
@@ -35,15 +37,10 @@ def test_every_setting_is_documented():
 
 
 def test_overrides_take_toml_values_and_plain_text():
-    recipe = Recipe.load(
-        "quickstart", ["optim.lr=3e-4", "model.norm=rmsnorm", "optim.betas=[0.8, 0.9]", "train.compile=true"]
-    )
-    assert (recipe.optim.lr, recipe.model.norm, recipe.optim.betas, recipe.train.compile) == (
-        3e-4,
-        "rmsnorm",
-        (0.8, 0.9),
-        True,
-    )
+    overrides = ["optim.lr=3e-4", "model.norm=rmsnorm", "optim.betas=[0.8, 0.9]", "train.compile=true"]
+    recipe = Recipe.load("quickstart", overrides)
+    assert (recipe.optim.lr, recipe.optim.betas) == (3e-4, (0.8, 0.9))
+    assert recipe.model.norm == "rmsnorm" and recipe.train.compile
     assert parse_override("data.source=a b=c") == ("data.source", "a b=c")
     assert Recipe.load("quickstart", ["checkpoint.resume=700"]).checkpoint.resume == "700"
 
@@ -88,6 +85,8 @@ def test_a_problem_names_what_there_is(override, words):
         (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "longer than the run"),
         (["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"], "optim.schedule.decay", "longer than the run"),
         (["parallel.shard_size=2"], "parallel.shard_size", "hybrid_shard"),
+        (["checkpoint.best=squad.f1"], "checkpoint.best", SUITES),
+        ([SUITES, "checkpoint.best=f1"], "checkpoint.best", "squad.exact_match"),
     ],
 )
 def test_impossible_combinations_are_found_before_anything_starts(overrides, key, says):
@@ -147,16 +146,14 @@ def test_batch_arithmetic(world, micro, expected):
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
 def test_micro_batches_are_divided_round_robin_and_none_is_lost(world, micro, accumulation):
     plan = plan_batch(world * micro * accumulation, micro, world, context=8)
-    dealt = [list(plan.micro_batches(rank)) for rank in range(world)]
-    assert all(len(d) == plan.accumulation for d in dealt)
-    assert sorted(k for d in dealt for k in d) == list(range(world * accumulation))
-    assert all(k % world == rank for rank, d in enumerate(dealt) for k in d)
+    for rank in range(world):
+        assert list(plan.micro_batches(rank)) == [k for k in range(world * accumulation) if k % world == rank]
+        assert len(plan.micro_batches(rank)) == plan.accumulation
 
 
 def test_an_uneven_batch_names_the_sizes_that_work():
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"train\.global_batch.* 63 or 66"):
         Recipe.load("quickstart", ["train.global_batch=64"]).batch(3)
-    assert "train.global_batch" in str(caught.value) and "63 or 66" in str(caught.value)
 
 
 @given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))
@@ -208,14 +205,5 @@ def test_the_version_and_what_a_setting_means():
 
 
 def test_the_best_is_by_a_measure_that_is_measured():
-    suites = 'eval.suites=["loss","squad"]'
-    assert Recipe.load("quickstart").checkpoint.best == "loss"
-    assert Recipe.load("quickstart", [suites, "checkpoint.best=squad.f1"]).checkpoint.best == "squad.f1"
+    assert Recipe.load("quickstart", [SUITES, "checkpoint.best=squad.f1"]).checkpoint.best == "squad.f1"
     assert Recipe.load("quickstart", ['eval.suites=["squad"]']).checkpoint.best == "loss"  # then none is the best
-    for overrides, word in (
-        (["checkpoint.best=squad.f1"], suites),
-        ([suites, "checkpoint.best=f1"], "squad.exact_match"),
-    ):
-        with pytest.raises(RecipeError) as caught:
-            Recipe.load("quickstart", overrides)
-        assert word in dict(caught.value.problems)["checkpoint.best"]

@@ -117,18 +117,15 @@ class Worker:
     suspended: float | None = None  # since when the kernel has it stopped (monotonic; Linux only)
 
     def poll(self) -> bool:
-        """Whether it has ended."""
         if self.code is None and (code := self.process.poll()) is not None:
             self.code, self.ended = code, time.time()
         return self.code is not None
 
     def send(self, number: int) -> None:
-        """A signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     def suspended_seconds(self) -> float:
-        """For how long the kernel has had it stopped."""
         state = ""
         with contextlib.suppress(OSError, IndexError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -156,7 +153,6 @@ class Group:
     lost: bool = False
 
     def run(self, stopped_seconds: float) -> int:
-        """From the start to the end of the last rank; the exit code."""
         self._start()
         while True:
             time.sleep(0.05)
@@ -183,7 +179,12 @@ class Group:
 
     def _start(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
+        # The kernel's signal follows the thread that forks: from another one only the rank itself watches its parent.
+        is_main = threading.current_thread() is threading.main_thread()
+        with (
+            socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening,
+            contextlib.ExitStack() as files,
+        ):
             environ = {"OMP_NUM_THREADS": str(max(1, cores // self.world)), **os.environ}
             environ |= {
                 "WORLD_SIZE": str(self.world),
@@ -197,30 +198,25 @@ class Group:
                 processes.PARENT: str(os.getpid()),
             }
             for rank in range(self.world):
+                output = self.watch_dir / f"rank-{rank}.log" if rank else None
+                out = files.enter_context(output.open("wb")) if output else None
+                # Rank 0 gets MASTER_PORT as an open socket, so that nobody else takes it.
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if rank == 0:  # gets MASTER_PORT as an open socket, so that nobody else takes it
-                    own[processes.STORE_FD] = str(listening.fileno())
+                own |= {} if rank else {processes.STORE_FD: str(listening.fileno())}
                 try:
-                    self.workers.append(self._spawn(rank, environ | own, listening.fileno()))
+                    process = subprocess.Popen(
+                        list(self.command),
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT if out else None,
+                        env=environ | own,
+                        pass_fds=() if rank else (listening.fileno(),),
+                        start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+                        preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509 - it has no threads
+                    )
                 except OSError as error:
                     raise UserError(f"rank {rank} cannot be started: {self.command[0]}: {error}") from None
-
-    def _spawn(self, rank: int, environ: dict[str, str], store_fd: int) -> Worker:
-        output = self.watch_dir / f"rank-{rank}.log" if rank else None
-        # The kernel's signal follows the thread that forks: from another one only the rank itself watches its parent.
-        main = threading.current_thread() is threading.main_thread()
-        with output.open("wb") if output else contextlib.nullcontext() as out:
-            process = subprocess.Popen(
-                list(self.command),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT if out else None,
-                env=environ,
-                pass_fds=() if rank else (store_fd,),
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
-                preexec_fn=processes.kill_with_parent if main else None,  # noqa: PLW1509 - a launcher has no threads
-            )
-        return Worker(rank, process, output)
+                self.workers.append(Worker(rank, process, output))
 
     def _forward(self, number: int) -> bool:
         """Pass a signal on; False where everything is to end at once (a second Ctrl-C)."""
@@ -280,7 +276,6 @@ class Group:
         return errors.FAILED
 
     def _settle(self, seconds: float) -> None:
-        """Wait at most so long for all ranks to end by themselves."""
         until = time.monotonic() + seconds
         while sum(worker.poll() for worker in self.workers) < len(self.workers) and time.monotonic() < until:
             time.sleep(0.02)

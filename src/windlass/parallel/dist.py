@@ -192,23 +192,16 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     if strategy == "single":
         return ranks
     seconds = recipe.parallel.startup_timeout_seconds
-    is_master = (
-        env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # else torchrun's agent has it
+    # Rank 0 holds the store, on the socket that our launcher opened for it; under torchrun the agent may hold it already.
+    is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listening = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
+    wait = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
     try:
         if store is None and env.world == 1:
             store = dist.HashStore()
         elif store is None:
-            store = dist.TCPStore(
-                env.addr,
-                env.port,
-                env.world,
-                is_master=is_master,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-                master_listen_fd=int(listening) if listening else None,
-            )
+            fd = int(listening) if listening else None
+            store = dist.TCPStore(env.addr, env.port, env.world, is_master, master_listen_fd=fd, **wait)
         ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)  # a restart under torchrun sees the old keys
         ranks.set_timeout(seconds)
         if env.world > 1:
@@ -218,8 +211,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
         why = first_line(error) if first.rank == env.rank else f"the first failure was that of {first}"
-        at = f"{env.addr}:{env.port}"
-        raise RunFailed(f"rank {env.rank} of {env.world} did not meet the others at {at}: {why}") from error
+        where = f"rank {env.rank} of {env.world} did not meet the others at {env.addr}:{env.port}"
+        raise RunFailed(f"{where}: {why}") from error
     return ranks
 
 
@@ -242,13 +235,8 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     if env.nodes == 1 and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may resolve to nowhere
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
-    dist.init_process_group(
-        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore("group", ranks.store),
-        rank=env.rank,
-        world_size=env.world,
-        timeout=timeout,
-    )
+    backend, store = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", dist.PrefixStore("group", ranks.store)
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout)
     if env.world > 1:
         ranks.control = dist.new_group(backend="gloo", timeout=timeout)
     if ranks.strategy == "hybrid_shard":
@@ -279,15 +267,11 @@ def shard_size(wanted: int, env: DistEnv) -> int:
     Raises:
         UserError: the wanted size does not divide the world.
     """
-    divisors = [size for size in range(1, env.world + 1) if env.world % size == 0]
-    if wanted and wanted not in divisors:
-        near = min(divisors, key=lambda size: abs(size - wanted))
-        raise UserError(
-            f"parallel.shard_size = {wanted} does not divide the {env.world} ranks; the nearest that does is {near}"
-        )
-    if not wanted and env.nodes > 1 and env.local_world in divisors:
+    if wanted and env.world % wanted:
+        raise UserError(f"parallel.shard_size = {wanted} does not divide the {env.world} ranks: write a size that does")
+    if not wanted and env.nodes > 1 and env.world % env.local_world == 0:
         return env.local_world
-    return wanted or max(size for size in divisors if size <= max(1, env.world // 2))
+    return wanted or max(size for size in range(1, max(2, env.world // 2 + 1)) if env.world % size == 0)
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:

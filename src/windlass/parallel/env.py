@@ -111,32 +111,26 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     names = VARIABLES[launcher]
-    rank, world = _number(environ, names["rank"]), _number(environ, names["world"])
-    nodes = _number(environ, names.get("nodes", ""), 0)
-    local_world = max(1, _number(environ, names.get("local_world", ""), -(-world // max(1, nodes))))
+
+    def number(what: str, default: int | None = None) -> int:
+        return _number(environ, names.get(what, ""), default)
+
+    rank, world, nodes = number("rank"), number("world"), number("nodes", 0)
+    local_world = max(1, number("local_world", -(-world // max(1, nodes))))
     nodes = nodes or -(-world // local_world)
-    node = _number(environ, names.get("node", ""), rank // local_world)
+    node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
     if launcher == "slurm":  # hosts may have unequal numbers of tasks: `4(x2),1` is 4, 4, 1
         text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
         tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
         local_world = tasks[node] if node < len(tasks) and sum(tasks) == world else local_world
+    addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
     port = None  # has to be given
     if names is not TORCH or world == 1:  # one that all ranks of the job derive alike
         job = next((environ[name] for name in names.get("job", "").split() if environ.get(name)), "")
         step = environ.get("SLURM_STEP_ID", "") if launcher == "slurm" else ""
         port = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS
-    return DistEnv(
-        rank=rank,
-        world=world,
-        local_rank=_number(environ, names.get("local_rank", ""), rank % local_world),
-        local_world=local_world,
-        node=node,
-        nodes=nodes,
-        launcher=launcher,
-        addr=environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes)),
-        port=_number(environ, "MASTER_PORT", port),
-        attempt=_number(environ, names.get("attempt", ""), 0),
-    )
+    port = _number(environ, "MASTER_PORT", port)
+    return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, number("attempt", 0))
 
 
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:

@@ -50,7 +50,6 @@ class Heartbeat:
         threading.Thread(target=self._run, name="windlass-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """This rank ends as it should."""
         self._over.set()
 
     def report(self, failure: Failure) -> Failure:

@@ -74,7 +74,7 @@ class Recipe(BaseModel):
         return validate(tree, self.preset)
 
     def flat(self) -> dict[str, Any]:
-        """Every setting under its dotted key, in the order of declaration."""
+        """Every setting under its dotted key."""
         return flatten(self.model_dump(mode="json"))
 
     def semantic_settings(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
 
 
