@@ -8,25 +8,28 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from windlass.reports.overview import SORTS, RunRow, overview
-
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from windlass.reports.overview import RunRow
+
+SORTS = "name, state, step, left, loss, best, speed, changed"
 
 
 def runs(
     directory: str = typer.Argument("runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."),
-    sort: str = typer.Option("name", "--sort", metavar="KEY", help=f"One of {', '.join(SORTS)}."),
+    sort: str = typer.Option("name", "--sort", metavar="KEY", help=f"One of {SORTS}."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: seconds, tokens a second, full names."),
 ) -> None:
     """List runs: state, step, time left, losses, speed."""
     from rich.console import Console
 
     from windlass.errors import UserError
+    from windlass.reports.overview import overview
     from windlass.telemetry.ledger import plain
 
-    if sort not in SORTS:
-        raise UserError(f"--sort {sort}: there are {', '.join(SORTS)}")
+    if sort not in SORTS.split(", "):
+        raise UserError(f"--sort {sort}: there are {SORTS}")
     if not Path(directory).is_dir():
         raise UserError(f"{directory} is no directory: give the one that holds the runs (the default is `runs`)")
     rows = overview(Path(directory), sort)
