@@ -148,9 +148,8 @@ class Files:
             output.sync()
 
     def replace(self, path: Path, data: bytes, durable: bool = True) -> None:
-        """Put a file in place of another one, or of none: a reader sees the old or the new one, whole.
-
-        One process at a time. With `durable` the new file is on the disk, under its name, when this returns.
+        """Put a file in place of another one or of none: a reader sees the old or the new one, whole, and with `durable`
+        the new one is on the disk when this returns. One process at a time.
         """
         fresh = path.with_name(f".{path.name}.new")
         try:
@@ -173,10 +172,8 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     try:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -85,10 +85,10 @@ class Commit:
     def _write_part(self) -> None:
         """Write this rank's file, durably, and then the part that describes it."""
         files = self.files
-        if self.rank == 0 and (short := shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")):
-            raise GivenUp(f"no room on the disk: {short}")
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
+        if self.rank == 0 and (short := shortage(self.directory, self.total_bytes, f"checkpoint {self.target.name}")):
+            raise GivenUp(f"no room on the disk: {short}")
         if self.failed:
             raise GivenUp(self.failed)
         part: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname(), "files": {}, "tensors": self.tensors}
@@ -231,9 +231,6 @@ def _polls(seconds: float) -> Iterator[None]:
 
 def shortage(path: Path, needed: int, what: str) -> str:
     """Empty where `needed` bytes and a reserve are free under `path`, else the message that says what is missing."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
     free = shutil.disk_usage(path).free
     if free >= needed + RESERVE_BYTES:
         return ""

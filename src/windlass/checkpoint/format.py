@@ -8,9 +8,9 @@ A checkpoint is a directory `step-00000250` with
   files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-A directory is in one of two states. It is *whole* when `manifest.sha256` is there: every byte was on the disk before
-the directory got its name, in one rename. It is *temporary* otherwise (being written, being removed, or left by a
-kill): no reader looks at it, and recovery removes it. Whole is not undamaged: every byte is hashed before it is used.
+A directory is *whole* when `manifest.sha256` is there: every byte was on the disk before the directory got its name, in
+one rename. Else it is *temporary* (being written, being removed, or left by a kill): no reader looks at it, and recovery
+removes it. Whole is not undamaged: every byte is hashed before it is used.
 
 Two names besides: `step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name;
 `bad-step-00000250` was damaged and set aside, and nothing reads, counts or deletes it. Nothing in a checkpoint is code,
@@ -194,11 +194,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
-    """Hash every byte of the files that fall to `rank` of `world`, and raise Damaged with the first that is not as
-    written.
+    """Hash every byte of the files that fall to `rank` of `world`; raises Damaged with the first not as written.
 
-    The files are divided by size, so that all ranks hash about as much. Together with `read_manifest` (which every
-    rank does) the ranks have then verified every byte.
+    They are divided by size: all ranks hash about as much. With `read_manifest` on every rank all bytes are verified.
     """
     load, mine = [0] * world, []
     for name, info in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):

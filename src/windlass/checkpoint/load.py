@@ -55,10 +55,6 @@ class Checkpoint:
         """The names of the tensors, without the aliases of tied ones."""
         return [n for n in self.manifest.tensors if n.startswith(prefix)]
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a tensor, or an alias of one."""
-        return name in self.manifest.tensors or name in self.manifest.aliases
-
     def info(self, name: str) -> TensorInfo:
         """Type, shape and chunks of a tensor; KeyError where there is none."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
@@ -245,8 +241,7 @@ def choose(
 
 def latest_step(run_dir: str | Path) -> int:
     """The step that a restart would resume from, going by manifests alone; -1 where there is no checkpoint."""
-    entries = map(format_.read_entry, candidates(run_dir))
-    return next((e.step for e in entries if not e.problem), -1)
+    return next((e.step for e in map(format_.read_entry, candidates(run_dir)) if not e.problem), -1)
 
 
 def find(source: str | Path, ranks: Ranks | None = None) -> Choice:

@@ -162,16 +162,16 @@ def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], op
 
 
 def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: set[str]) -> None:
-    problems = [f"{n.removeprefix(MODEL)} is missing" for n in targets if not checkpoint.has(n)]
-    left_over = set(checkpoint.names(MODEL)) - set(targets) - aliases
-    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(left_over)]
+    saved, problems = set(checkpoint.names(MODEL)), list[str]()
     for name, tensor in targets.items():
-        if checkpoint.has(name):
-            shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)
-            if shape != tuple(tensor.shape):
-                problems.append(f"{name.removeprefix(MODEL)} is {list(shape)} there and {list(tensor.shape)} here")
-            elif dtype != tensor.dtype:
-                problems.append(f"{name.removeprefix(MODEL)} is {dtype} there and {tensor.dtype} here")
+        short = name.removeprefix(MODEL)
+        if name not in saved | checkpoint.manifest.aliases.keys():
+            problems.append(f"{short} is missing")
+        elif (shape := checkpoint.info(name).shape) != tuple(tensor.shape):
+            problems.append(f"{short} is {list(shape)} there and {list(tensor.shape)} here")
+        elif (dtype := checkpoint.dtype(name)) != tensor.dtype:
+            problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
+    problems += [f"{n.removeprefix(MODEL)} is not in this model" for n in sorted(saved - set(targets) - aliases)]
     if problems:
         raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")
 

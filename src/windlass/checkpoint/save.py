@@ -113,11 +113,7 @@ class HostBuffer:
                 "dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape),
                 "chunk": [data_at + start, s.start, s.tensor.shape[0] if s.global_shape else 1],  # a scalar is one row
             }  # fmt: skip
-        event = None
-        if on_cuda:
-            event = torch.cuda.Event()
-            event.record()
-        return image, tensors, event
+        return image, tensors, torch.cuda.current_stream().record_event() if on_cuda else None
 
 
 @dataclass
