@@ -18,11 +18,11 @@ from windlass.evaluation.likelihood import Item, continuations, evaluate_hellasw
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.likelihood import evaluate_loss
+from windlass.evaluation.source import alone
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
-from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
 
 pytestmark = pytest.mark.dist
@@ -53,14 +53,19 @@ REQUESTS = [
 SAMPLING = Sampling(max_tokens=24, seed=3, stop=frozenset(range(40)))  # stops soon, and each text elsewhere
 
 
-def measure(join: Join, strategy: str) -> dict[str, Any]:
+def sharded(join: Join, strategy: str) -> tuple[Any, Ranks]:
     settings = recipe(**SHAPE, parallel__strategy=strategy)
     ranks = join(settings)
     model = parallelize(build_model(settings, 257), ranks, settings)
     initialise(unwrap(model), 1)
-    found = measured(model, ranks)
+    return model, ranks
+
+
+def measure(join: Join, strategy: str) -> dict[str, Any]:
+    model, ranks = sharded(join, strategy)
+    results = measured(model, ranks)
     ranks.stop()
-    return found
+    return results
 
 
 def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
@@ -98,19 +103,14 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def alone() -> dict[str, Any]:
-    settings = recipe(**SHAPE)
-    model = build_model(settings, 257, device="cpu")
-    initialise(model, 1)
-    return measured(model, Ranks(DistEnv(), torch.device("cpu"), "single"))
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
 def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) -> None:
-    expected = alone()
-    found = run_ranks(measure, world, strategy)
-    for one in found:
+    model = build_model(recipe(**SHAPE), 257, device="cpu")
+    initialise(model, 1)
+    expected = measured(model, alone("cpu"))
+    results = run_ranks(measure, world, strategy)
+    for one in results:
         for mine, theirs in zip(one["loss"], expected["loss"], strict=True):
             assert (mine["tokens"], mine["samples"]) == (theirs["tokens"], theirs["samples"])
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
@@ -121,29 +121,26 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
         assert one["lone"] in (None, expected["lone"])
         for i, text in one["texts"].items():
             assert text == expected["texts"][i]
-    assert [one["lone"] for one in found] == [None] * (world - 1) + [expected["lone"]]
+    assert [one["lone"] for one in results] == [None] * (world - 1) + [expected["lone"]]
     lengths = {len(text) for text in expected["texts"].values()}
     assert len(lengths) > 2, "texts end at different places"
 
 
 def stopped(join: Join, poll_on: int, after: int) -> list[Any]:
-    settings = recipe(**SHAPE, parallel__strategy="full_shard")
-    ranks = join(settings)
-    model = parallelize(build_model(settings, 257), ranks, settings)
-    initialise(unwrap(model), 1)
+    model, ranks = sharded(join, "full_shard")
 
     def poll_of() -> Any:
         asked = iter(range(10**6))
         return lambda: ranks.rank == poll_on and next(asked) >= after
 
-    found = [
+    results = [
         evaluate_loss(model, rows(64), ranks, 2, poll=poll_of()),
         generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, batch=2, poll=poll_of()),
         log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll=poll_of()),
         evaluate_loss(model, rows(5), ranks, 2, poll=lambda: False),
     ]
     ranks.stop()
-    return found
+    return results
 
 
 def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:

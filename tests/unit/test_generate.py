@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,47 +86,34 @@ def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides() -> Non
 
 
 def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
-    model, told = Toy(), {0: [], 1: [], 2: []}
+    model, told, prompts = Toy(), {0: [], 1: [], 2: []}, [[1], [5, 6], [7]]
     sampling = Sampling(max_tokens=20, seed=3, stop=frozenset([2]))
-    for index, token in generate_events(model, [[1], [5, 6], [7]], sampling):
+    for index, token in generate_events(model, prompts, sampling):
         told[index].append(token)
         assert torch.is_grad_enabled()  # whoever reads the events between two passes computes as before
-    made = generate(model, [[1], [5, 6], [7]], sampling)
-    assert made is not None and [told[i] for i in range(3)] == [[*text, None] for text in made]
+    assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
 
 
-def test_a_padded_vocabulary_is_never_chosen_from() -> None:
-    made = generate(Toy(), [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)
-    assert made is not None and max(max(text) for text in made) < 4
-
-
-def test_modules_are_as_they_were_and_no_gradient_is_kept() -> None:
+def test_a_padded_vocabulary_is_never_chosen_from_and_modules_are_as_before() -> None:
     model = Toy()
     model.inner = nn.Dropout(0.5).eval()
-    generate(model, [[1]], Sampling(max_tokens=2))
+    texts = generate(model, [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)
+    assert max(max(text) for text in texts) < 4
     assert model.training and not model.inner.training and model.weight.grad is None
 
 
 def test_a_poll_cuts_it_short() -> None:
-    model, asked = Toy(), Counter()
-
-    def poll() -> bool:
-        asked["times"] += 1
-        return asked["times"] == 4
-
-    assert generate(model, [[1]], Sampling(max_tokens=50), poll=poll) is None
+    model, answers = Toy(), iter([False, False, False, True])
+    assert generate(model, [[1]], Sampling(max_tokens=50), poll=lambda: next(answers)) is None
     assert model.passes == 3
 
 
-def test_impossible_settings_and_empty_prompts_are_refused() -> None:
-    for setting in (
-        {"max_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5},
-    ):  # fmt: skip
-        with pytest.raises(UserError) as refused:
-            Sampling(**setting)  # type: ignore[arg-type]
-        assert next(iter(setting)).replace("_", "-") in str(refused.value)
+@pytest.mark.parametrize("settings", [
+    {"max_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5},
+])  # fmt: skip
+def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(UserError):
-        generate(Toy(), [[1], []], Sampling())
+        Sampling(**settings)  # type: ignore[arg-type]
 
 
 def test_draws_are_uniform_and_fixed_for_ever() -> None:
@@ -156,15 +141,10 @@ def test_the_edges_of_a_draw() -> None:
     assert int(choose(torch.log(torch.tensor([[0.5, 0.5, 0.0]])), Sampling(), [1 - 2**-32])) == 1
 
 
-def test_top_k_and_top_p_keep_what_they_say() -> None:
+@pytest.mark.parametrize(("top_k", "top_p", "left"), [
+    (2, 1.0, [1, 3]), (9, 1.0, [0, 1, 2, 3]), (0, 1.0, [0, 1, 2, 3]), (0, 0.01, [1]), (0, 0.6, [1, 3]), (0, 0.75, [1, 2, 3]),
+    (2, 0.5, [1]),  # after top-k the likeliest has 4/7
+])  # fmt: skip
+def test_top_k_and_top_p_leave_the_likeliest(top_k: int, top_p: float, left: list[int]) -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
-
-    def kept(top_k: int, top_p: float) -> list[int]:
-        return mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist()
-
-    assert kept(2, 1.0) == [1, 3]
-    assert kept(9, 1.0) == kept(0, 1.0) == [0, 1, 2, 3]
-    assert kept(0, 0.01) == [1]
-    assert kept(0, 0.6) == [1, 3]
-    assert kept(0, 0.75) == [1, 2, 3]
-    assert kept(2, 0.5) == [1]  # after top-k the likeliest has 4/7
+    assert mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist() == left

@@ -23,14 +23,13 @@ from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import Interrupted, adapter, encode_request, generate_until, run_harness
+from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel.dist import Ranks
-from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Recipe
 
-ALONE = Ranks(DistEnv(), torch.device("cpu"), "single")
+ALONE = alone("cpu")
 BYTES = byte_tokenizer()
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
@@ -70,25 +69,21 @@ def test_a_contexts_trailing_space_belongs_to_the_ending() -> None:
 
 
 @pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
-def test_without_the_harness_one_sentence_says_what_to_install() -> None:
-    with pytest.raises(UserError) as refused:
+def test_without_the_harness_the_message_says_what_to_install() -> None:
+    with pytest.raises(UserError, match="lm-eval"):
         run_harness("arc_easy", model(), BYTES, ALONE)
-    assert "windlass[lm-eval]" in str(refused.value)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
-    manager = parity(tmp_path)
-    made = model()
-    found = run_harness("parity", made, BYTES, ALONE, task_manager=manager)
-    right = 0
+    gpt, right = model(), 0
+    numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path))
     for row in ROWS:
         pairs = [Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]]
-        scores = [one.sum for one in log_likelihoods(made, pairs, ALONE)]
+        scores = [one.sum for one in log_likelihoods(gpt, pairs, ALONE)]
         right += scores.index(max(scores)) == row["gold"]
-    assert found["parity/acc"] == pytest.approx(right / 9)
-    assert made.training is False
+    assert numbers["parity/acc"] == pytest.approx(right / 9) and not gpt.training
 
 
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
@@ -124,27 +119,21 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise KeyError("unknown")
         return {"results": {"task": {f"{i},none": call(model) for i, call in enumerate(calls)} | {"alias": "task"}}}
 
-    modules = {
-        "lm_eval": SimpleNamespace(simple_evaluate=simple_evaluate),
-        "lm_eval.api.model": SimpleNamespace(LM=object),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(LM=object))  # type: ignore[arg-type]
     return calls
 
 
 def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(harness: list[Any]) -> None:
     harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it? ", "yes"))])[0][0])
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert run_harness("task", model(), BYTES, ALONE, poll=lambda: True) is None
     numbers = run_harness("task", model(), BYTES, ALONE, poll=lambda: False)
     assert numbers is not None and set(numbers) == {"task/0", "runtime_s"}
     assert numbers["task/0"] == log_likelihoods(model(), [Continuation([*b"Is it?"], [*b" yes"])], ALONE)[0].sum
-    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
-    with pytest.raises(UserError) as refused:
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    with pytest.raises(UserError, match="unknown"):
         run_harness("unknown", model(), BYTES, ALONE)
-    assert "unknown" in str(refused.value)
 
 
 def test_rolling_scores_and_texts(harness: list[Any]) -> None:
@@ -164,10 +153,9 @@ def test_texts_of_one_call_are_those_of_one_call_each() -> None:
     drawn = {"max_gen_toks": 5, "do_sample": True, "temperature": 0.7, "top_k": 9}
     prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
     asked = [(prompt, (greedy, drawn)[i % 2]) for i, prompt in enumerate(prompts)]
-    made = model()
-    together = generate_until(made, BYTES, ALONE, asked)
-    assert [together[i] for i in (0, 2, 4)] == [generate_until(made, BYTES, ALONE, [asked[i]])[0] for i in (0, 2, 4)]
-    assert together == generate_until(made, BYTES, ALONE, asked) and all(together[i] for i in (1, 3, 5))
-    assert not any("e" in together[i] for i in (0, 2, 4))
+    together = generate_until(model(), BYTES, ALONE, asked)
+    assert together[::2] == [generate_until(model(), BYTES, ALONE, [one])[0] for one in asked[::2]]
+    assert together == generate_until(model(), BYTES, ALONE, asked) and all(together[1::2])
+    assert not any("e" in text for text in together[::2])
     with pytest.raises(Interrupted):
-        generate_until(made, BYTES, ALONE, asked, poll=lambda: True)
+        generate_until(model(), BYTES, ALONE, asked, poll=lambda: True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from windlass.model.size import (
     flops_per_token,
 )  # fmt: skip
 from windlass.recipe import Recipe
-from windlass.recipe.load import presets
 from windlass.recipe.settings import ModelSettings
 
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
@@ -64,12 +61,6 @@ def some_tokens(rows: int = 3, length: int = 24, seed: int = 1) -> Tensor:
 def combinations(stride: int) -> list[dict[str, Any]]:
     every = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
     return [{**choice, **BIASES[i % len(BIASES)]} for i, choice in enumerate(every[::stride])]
-
-
-def test_a_few_combinations_have_each_pair_of_choices() -> None:
-    seen = {p for choice in combinations(7) for p in itertools.combinations(list(choice.items())[: len(CHOICES)], 2)}
-    for (a, these), (b, those) in itertools.combinations(CHOICES.items(), 2):
-        assert all(((a, x), (b, y)) in seen for x in these for y in those), (a, b)
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.full)])
@@ -163,11 +154,9 @@ def test_a_cache_has_a_capacity_and_the_dtype_of_the_pass() -> None:
     cache = model.new_cache(3, 4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(some_tokens(3, 4), cache=cache)
-    assert cache.layers[0].keys is not None and cache.layers[0].keys.dtype == torch.bfloat16
-    with pytest.raises(AssertionError, match="cache"):
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    with pytest.raises(AssertionError):
         model(some_tokens(3, 1), cache=cache)
-    with pytest.raises(AssertionError, match="context of 24"):
-        model(some_tokens(1, 25))
 
 
 def test_dropout_is_off_in_evaluation_and_fixed_by_the_seed() -> None:
@@ -206,14 +195,12 @@ def test_names_are_stable() -> None:
 
 
 def test_build_reads_vocabulary_dtype_and_device() -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"model\.vocab = 60"):
         build_model(Recipe.load("shakespeare-char", ["model.vocab=60"]), vocab=65)
-    assert "model.vocab = 60" in str(refused.value) and "65" in str(refused.value)
     assert build_model(Recipe.load("shakespeare-char", ["model.vocab=70"]), vocab=65).vocab == 70
-    recipe = Recipe.load("quickstart")
-    assert {p.dtype for p in build_model(recipe, 257, dtype=torch.float64).parameters()} == {torch.float64}
-    assert {p.device.type for p in build_model(recipe, 257).parameters()} == {"meta"}
-    assert {p.device.type for p in build_model(recipe, 257, "cpu").parameters()} == {"cpu"}
+    for device in ("meta", "cpu"):
+        model = build_model(Recipe.load("quickstart"), 257, device, torch.float64)
+        assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float64, device)}
 
 
 def test_autocast_gives_a_float32_loss_near_the_true_one() -> None:
@@ -248,13 +235,10 @@ def test_initial_weights_are_a_function_of_seed_and_name() -> None:
 
 def test_initial_weights_do_not_depend_on_the_device_nor_on_other_layers() -> None:
     recipe = Recipe.load("quickstart")
-    direct = GPT(recipe.model, 257)
-    initialise(direct, 7)
-    for late in (build_model(recipe, 257).to_empty(device="cpu"), build_model(recipe, 257, "cpu")):
-        initialise(late, 7)
-        assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True))
-    with pytest.raises(AssertionError, match="meta"):
-        initialise(build_model(recipe, 257), 0)
+    direct, late = GPT(recipe.model, 257), build_model(recipe, 257).to_empty(device="cpu")
+    for model in (direct, late):
+        initialise(model, 7)
+    assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True))
     wide, deep = weights(1), dict(gpt(1, torch.float32, layers=5, width=64, tie_head=False).state_dict())
     same = [n for n in wide if n.startswith("blocks.0") and "out" not in n and "down" not in n]
     assert all(torch.equal(deep[name], wide[name]) for name in same)
@@ -293,14 +277,6 @@ def test_parameters_of_the_presets_are_the_published_ones(preset: str, vocab: in
     assert sum(p.numel() for p in build_model(recipe, vocab=vocab).parameters()) == total
 
 
-def test_every_preset_is_built_and_counted() -> None:
-    for preset in presets():
-        recipe = Recipe.load(preset)
-        if recipe.model.kind == "gpt":
-            vocab = recipe.model.vocab or 65
-            assert sum(p.numel() for p in build_model(recipe, 65).parameters()) == count(recipe.model, vocab).total
-
-
 def test_flops_and_bytes_of_known_models() -> None:
     gpt2, c4 = Recipe.load("gpt2-124m").model, Recipe.load("c4-30m").model
     assert flops_per_token(gpt2, 50304) == 6 * 123_689_472 + 12 * 12 * 768 * 1024
@@ -328,11 +304,6 @@ def test_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     expected = 3 * 24 * (flops_per_token(model.settings, VOCAB) - 6 * vectors)
     assert 3 * forward.get_total_flops() == expected == 1.5 * backward.get_total_flops()
-
-
-def test_sizes_need_no_torch() -> None:
-    code = "import sys, windlass.model.size, windlass.optim.schedule; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt2", "llama", "jamba"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import UserError
-from windlass.evaluation.squad import exact_match, f1, normalise, score
+from windlass.evaluation.squad import exact_match, f1, score
 
 
 @pytest.mark.parametrize(("prediction", "references", "exact", "overlap"), [
@@ -39,11 +39,6 @@ def test_a_question_without_a_prediction_counts_nothing_and_an_unknown_predictio
     assert result == {"exact_match": 50.0, "f1": 50.0, "items": 2}
     with pytest.raises(UserError):
         score({}, {})
-
-
-def test_normalising_step_by_step() -> None:
-    assert normalise("  The  A-team's\tan  \n Theory. ") == "ateams theory"
-    assert normalise("a an the") == "" and normalise("A.") == "" and normalise("café") == "café"
 
 
 @pytest.mark.parametrize(("file", "exact", "overlap"), [
