@@ -28,28 +28,33 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 STEPS = 20
 
 
-def open_trackers(run: Path, *names: str) -> Trackers:
-    """The trackers of a run that has no trainer, its recipe written where a run has it."""
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "recipe.toml").write_text(Recipe().toml())
-    return Trackers(run, names, 60.0)
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Path:
+    """A run that has no trainer, with its recipe."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return make_run(tmp_path / "runs" / "run")
 
 
-def train(run: Path, handles: list) -> list:
+def make_run(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "recipe.toml").write_text(Recipe().toml())
+    return path
+
+
+def train(run: Path, *handles: Trackers) -> list:
     """The stand-in for training: a ledger of STEPS steps, polling the trackers as the loop does."""
     ledger, notes = Ledger(run / "metrics.jsonl"), []
     ledger.write("event", 0, event="started", world=1)
     for step in range(1, STEPS + 1):
         ledger.write("train", step, loss=1 / step)
-        for handle in handles:
-            notes += handle.poll()
+        notes += [note for handle in handles for note in handle.poll()]
     ledger.write("event", STEPS, event="finished")
     ledger.close()
     return notes
 
 
-def pids(handle) -> list[int]:
-    return [process.pid for process in handle.processes.values()]
+def pids(*handles: Trackers) -> list[int]:
+    return [process.pid for handle in handles for process in handle.processes.values()]
 
 
 def wait_until(condition, seconds=60):
@@ -93,23 +98,21 @@ def hung_imports(tmp_path, monkeypatch):
     put_first(monkeypatch, tmp_path / "hung", "import time\ntime.sleep(3600)\n", "tensorboard", "mlflow", "wandb")
 
 
-def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(tmp_path, hung_imports):
-    run = tmp_path / "run"
-    handle = open_trackers(run, "tensorboard", "mlflow", "wandb")
+def test_imports_that_hang_cost_a_bounded_time_and_one_line_each(run, hung_imports):
+    handle = Trackers(run, ["tensorboard", "mlflow", "wandb"], 60.0)
     started = pids(handle)
-    assert train(run, [handle]) == []
+    assert train(run, handle) == []
     notes = handle.finish(0.5)
     assert [note.text.partition(":")[0] for note in notes] == ["tensorboard", "mlflow", "wandb"]
     assert all(note.warning and f"windlass track {run} --to" in note.text for note in notes)
     assert handle.poll() == [] and unharmed(run) and all(gone(pid) for pid in started)
 
 
-def test_an_exporter_that_dies_is_reported_once(tmp_path, hung_imports):
-    run = tmp_path / "run"
-    handle = open_trackers(run, "mlflow")
+def test_an_exporter_that_dies_is_reported_once(run, hung_imports):
+    handle = Trackers(run, ["mlflow"], 60.0)
     os.kill(pids(handle)[0], signal.SIGKILL)
     handle.processes["mlflow"].wait()
-    notes = train(run, [handle]) + handle.finish(0.1)
+    notes = train(run, handle) + handle.finish(0.1)
     assert len(notes) == 1 and notes[0].warning
 
 
@@ -167,27 +170,23 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
-    refusing, filled = tmp_path / "refusing", tmp_path / "filled"
+def test_no_way_to_the_server_and_no_room_on_the_disk(run, tmp_path, monkeypatch):
+    filled = make_run(tmp_path / "filled")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{KEY}@127.0.0.1:{free.getsockname()[1]}")
-    handles = [open_trackers(refusing, "mlflow")]
-    open_trackers(filled)
+    handles = [Trackers(run, ["mlflow"], 60.0)]
     with full_disk():
         handles.append(Trackers(filled, ["tensorboard"], 60.0))
-    started = [pid for handle in handles for pid in pids(handle)]
-    notes = train(filled, handles) + train(refusing, handles)
+    started, notes = pids(*handles), train(filled, *handles) + train(run, *handles)
 
     def both_failed():
-        for handle in handles:
-            notes.extend(handle.poll())
+        notes.extend(note for handle in handles for note in handle.poll())
         return len(notes) == 2
 
     wait_until(both_failed, 120)
-    for handle in handles:
-        notes += handle.finish(3.0)
-    assert unharmed(refusing) and unharmed(filled) and all(gone(pid) for pid in started)
+    notes += [note for handle in handles for note in handle.finish(3.0)]
+    assert unharmed(run) and unharmed(filled) and all(gone(pid) for pid in started)
     assert sorted(note.text.partition(":")[0] for note in notes) == ["mlflow", "tensorboard"]
     assert all(note.warning and "windlass track" in note.text and KEY not in note.text for note in notes)
     assert any("File too large" in note.text for note in notes)
@@ -198,15 +197,14 @@ def test_no_way_to_the_server_and_no_room_on_the_disk(tmp_path, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("server", [black_hole, silent, broken])
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
-    run = tmp_path / "run"
+def test_servers_of_every_bad_kind(run, monkeypatch, name, server):
     with server() as port:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        handle = open_trackers(run, name)
+        handle = Trackers(run, [name], 60.0)
         started = pids(handle)
-        notes = train(run, [handle]) + handle.finish(60.0)
+        notes = train(run, handle) + handle.finish(60.0)
     assert unharmed(run) and all(gone(pid) for pid in started)
     if name == "mlflow":
         assert len(notes) == 1 and notes[0].warning
@@ -218,13 +216,10 @@ def test_servers_of_every_bad_kind(tmp_path, monkeypatch, name, server):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_full_disk_under_the_other_trackers(tmp_path, monkeypatch, name):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    run = tmp_path / "runs" / "run"
-    open_trackers(run)
+def test_a_full_disk_under_the_other_trackers(run, name):
     with full_disk():
         handle = Trackers(run, [name], 60.0)
-    notes = train(run, [handle]) + handle.finish(30.0)
+    notes = train(run, handle) + handle.finish(30.0)
     assert unharmed(run)
     assert len([note for note in notes if note.warning]) == 1
 
@@ -248,11 +243,9 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize("hung", [False, True])
-def test_an_exporter_outlives_a_killed_run_only_to_send_the_rest(tmp_path, request, hung):
+def test_an_exporter_outlives_a_killed_run_only_to_send_the_rest(run, request, hung):
     if hung:
         request.getfixturevalue("hung_imports")
-    run = tmp_path / "run"
-    open_trackers(run)
     command = [sys.executable, "-c", PARENT, str(run), "0.5" if hung else "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert select.select([parent.stdout], [], [], 60)[0]
@@ -263,11 +256,9 @@ def test_an_exporter_outlives_a_killed_run_only_to_send_the_rest(tmp_path, reque
     assert hung or shown_by_tensorboard(run) == list(range(1, STEPS + 1))
 
 
-def test_compiled_code_that_never_lets_go_is_ended_too(tmp_path, monkeypatch):
+def test_compiled_code_that_never_lets_go_is_ended_too(run, tmp_path, monkeypatch):
     """No Python thread runs in such an exporter; the alarm that ends it comes from the system."""
-    run = tmp_path / "run"
-    open_trackers(run)
-    train(run, [])
+    train(run)
     put_first(monkeypatch, tmp_path, 'import re\nre.match("(a+)+$", "a" * 60 + "b")\n', "mlflow")
     code = "from windlass.telemetry.trackers import exporter_process as e; e.WATCH_SECONDS = 0.1; "
     command = [sys.executable, "-c", f"{code} e.main({str(run)!r}, 'mlflow', '0.2')"]
@@ -275,24 +266,22 @@ def test_compiled_code_that_never_lets_go_is_ended_too(tmp_path, monkeypatch):
     assert done.returncode == -signal.SIGALRM
 
 
-def test_a_run_that_fails_lets_go_without_waiting(tmp_path):
-    run = tmp_path / "run"
-    handle = open_trackers(run, "tensorboard")
+def test_a_run_that_fails_lets_go_without_waiting(run):
+    handle = Trackers(run, ["tensorboard"], 60.0)
     (pid,) = pids(handle)
-    train(run, [handle])
+    train(run, handle)
     handle.close()
     assert handle.finish(5.0) == [] and handle.poll() == []
     wait_until(lambda: gone(pid))
     assert shown_by_tensorboard(run) == list(range(1, STEPS + 1))
 
 
-def test_two_exporters_do_not_write_into_one_tracker(tmp_path):
+def test_two_exporters_do_not_write_into_one_tracker(run):
     """The one of a run that was killed still sends the rest; the next start's waits for it."""
-    run = tmp_path / "run"
-    (run / "trackers").mkdir(parents=True)
+    (run / "trackers").mkdir()
     with FileLock(run / "trackers" / "tensorboard.lock"):
-        handle = open_trackers(run, "tensorboard")
-        notes = train(run, [handle])
+        handle = Trackers(run, ["tensorboard"], 60.0)
+        notes = train(run, handle)
         time.sleep(3)
         assert not list(run.glob("tensorboard/*"))
     notes += handle.finish(60)
