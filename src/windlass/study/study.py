@@ -177,17 +177,14 @@ class Study:
         path = Path(path)
         if not Study.is_study(path):
             raise UserError(f"{path} is no study: it has no study.json")
-        stored = read_json(path / "study.json")
-        try:
-            axes, keys = list(stored["axes"]), [str(cell["key"]) for cell in stored["cells"]]
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{path}/study.json is damaged ({error!r}); restore it, or give another --dir") from None
-        recipe = Recipe.load(path / "recipe.toml")
+        stored, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
+        axes = stored.get("axes", [])
         cells = expand(recipe, [parse_axis(text) for text in axes])
-        if [cell.key for cell in cells] != keys:
+        if [cell.key for cell in cells] != [cell.get("key") for cell in stored.get("cells", [])]:
             raise UserError(
                 f"{path}: its cells have other recipes now than when the study was started: its recipe.toml was edited, "
-                "or this version of Windlass has other settings. Restore what it was, or give another --dir"
+                "its study.json is damaged, or this version of Windlass has other settings. Restore what it was, or "
+                "give another --dir"
             )
         return Study(path, recipe, axes, cells)
 
