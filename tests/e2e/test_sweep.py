@@ -85,16 +85,6 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_no_other(sweep, 
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_each_model_of_a_grid_trains_its_own_compute_optimal_steps(sweep, tmp_path):
-    windlass(*sweep(["model.layers=1,2"], train__steps="compute-optimal", train__tokens_per_parameter=0.5))
-    results = Study.open(tmp_path / "study").results()
-    started = [r.run.lines("event", event="started")[0] for r in results]
-    assert [r.steps for r in results] == [int(event["parameters"] * 0.5 / (8 * 32)) for event in started]
-    assert [r.step for r in results] == [r.steps for r in results] and results[0].steps < results[1].steps
-
-
-@pytest.mark.full
-@pytest.mark.dist
 def test_cells_are_stopped_when_they_diverge_and_when_they_are_pruned(sweep, tmp_path):
     pytest.importorskip("optuna")
     more = {"train__steps": 400, "eval__every": 4, "checkpoint__every": 0, "train__grad_clip": 0}
@@ -106,7 +96,12 @@ def test_cells_are_stopped_when_they_diverge_and_when_they_are_pruned(sweep, tmp
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_strategies_and_worlds_are_axes(sweep, tmp_path):
-    windlass(*sweep(["parallel.strategy+parallel.world=single+1,ddp+2,full_shard+2"]))
-    started = [run.lines("event", event="started")[0] for run in Study.open(tmp_path / "study").runs()]
-    assert [(e["strategy"], e["world"]) for e in started] == [("single", 1), ("ddp", 2), ("full_shard", 2)]
+def test_strategies_worlds_and_models_with_steps_of_their_own_are_axes(sweep, tmp_path):
+    axes = ["parallel.strategy+parallel.world=single+1,ddp+2,full_shard+2", "model.layers=1,2"]
+    windlass(*sweep(axes, train__steps="compute-optimal", train__tokens_per_parameter=0.2), timeout=300)
+    results = Study.open(tmp_path / "study").results()
+    started = [r.run.lines("event", event="started")[0] for r in results]
+    assert [(e["strategy"], e["world"]) for e in started[::2]] == [("single", 1), ("ddp", 2), ("full_shard", 2)]
+    assert [r.step for r in results] == [r.steps for r in results]
+    assert [r.steps for r in results] == [int(event["parameters"] * 0.2 / (8 * 32)) for event in started]
+    assert results[0].steps < results[1].steps

@@ -84,5 +84,5 @@ def test_settings_outside_the_config_hash_tell_cells_apart():
     "value", [True, 3, 1e-4, "cosine", "2 epochs", "true", "1", " x", 'a "quoted" word', [0.9, 0.95], ["a,b", "1"]]
 )
 def test_a_typed_value_reads_back(value):
-    found = parse_override(f"key={typed(value)}")[1]
-    assert (found, type(found)) == (value, type(value))
+    read = parse_override(f"key={typed(value)}")[1]
+    assert (read, type(read)) == (value, type(value))

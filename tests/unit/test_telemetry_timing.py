@@ -9,16 +9,22 @@ from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, pea
 
 
 class FakeDevice:
-    """A device with its own time line: work is queued at once and done later, as on a GPU. Makes events as CUDA does."""
+    """A device with its own time line: work is queued at once and done later, as on a GPU."""
 
-    def __init__(self):
-        self.queued_ms, self.done_ms, self.waits = 0.0, 0.0, 0
+    queued_ms, done_ms, waits = 0.0, 0.0, 0
 
-    def __call__(self):
-        return FakeEvent(self)
+    def timer(self):
+        return StepTimer("cuda", new_event=lambda: FakeEvent(self))
+
+    def step(self, timer, forward, backward, micro=1):
+        for phase, ms in [("forward", forward), ("backward", backward)] * micro + [("optimizer", 1)]:
+            with timer.phase(phase):
+                self.queued_ms += ms
 
 
 class FakeEvent:
+    """An event as CUDA's."""
+
     def __init__(self, device):
         self.device = device
 
@@ -34,34 +40,23 @@ class FakeEvent:
         return other.at - self.at
 
 
-def step(timer, device, forward, backward, micro=1):
-    for _ in range(micro):
-        with timer.phase("forward"):
-            device.queued_ms += forward
-        with timer.phase("backward"):
-            device.queued_ms += backward
-    with timer.phase("optimizer"):
-        device.queued_ms += 1
-
-
 def test_phases_of_the_devices_own_time_a_step_each():
     device = FakeDevice()
-    timer = StepTimer("cuda", new_event=device)
+    timer = device.timer()
     for _ in range(4):
-        step(timer, device, 3, 5, micro=2)
+        device.step(timer, 3, 5, micro=2)
         device.queued_ms += 2  # between the phases
-    found = timer.read()
-    assert found == {"step_ms": 19, "forward_ms": 6, "backward_ms": 10, "optimizer_ms": 1}
-    step(timer, device, 30, 50)
+    assert timer.read() == {"step_ms": 19, "forward_ms": 6, "backward_ms": 10, "optimizer_ms": 1}
+    device.step(timer, 30, 50)
     assert timer.read() == {"step_ms": 81, "forward_ms": 30, "backward_ms": 50, "optimizer_ms": 1}
     assert timer.read() == {}
 
 
 def test_nothing_waits_for_the_device_between_two_logs_and_an_evaluation_is_outside_of_the_steps():
     device = FakeDevice()
-    timer = StepTimer("cuda", new_event=device)
+    timer = device.timer()
     for _ in range(300):
-        step(timer, device, 1, 1)
+        device.step(timer, 1, 1)
     with timer.outside():
         device.queued_ms += 1000
     assert device.waits == 0
@@ -198,7 +193,8 @@ PEAKS = {
     ("NVIDIA A100-SXM4-80GB", "bf16"): 312, ("NVIDIA A100 80GB PCIe", "fp32"): 19.5, ("NVIDIA H100 80GB HBM3", "bf16"): 989,
     ("NVIDIA H100 PCIe", "bf16"): 756, ("NVIDIA H200", "fp16"): 989, ("NVIDIA L40S", "bf16"): 362, ("NVIDIA L40", "bf16"): 181,
     ("NVIDIA L4", "bf16"): 121, ("NVIDIA A10", "bf16"): 125, ("Tesla V100-SXM2-32GB", "fp16"): 125, ("Tesla T4", "fp16"): 65,
-    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2, ("NVIDIA GH200 480GB", "bf16"): 989, ("NVIDIA B200", "bf16"): 2250,
+    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2, ("NVIDIA GH200 480GB", "bf16"): 989, ("NVIDIA H200 NVL", "bf16"): 835,
+    ("NVIDIA H800 SXM", "tf32"): 494, ("NVIDIA H100 NVL", "fp32"): 60, ("NVIDIA B200", "bf16"): 2250,
     # what is not known is not guessed
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None, ("Tesla V100-SXM2-32GB", "bf16"): None, ("NVIDIA A1000", "bf16"): None,
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None, ("Intel Xeon", "fp32"): None, ("NVIDIA H200", "fp64"): None,
@@ -207,6 +203,5 @@ PEAKS = {
 
 
 def test_peaks_of_real_names():
-    found = {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS}
-    assert found == PEAKS
+    assert {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS} == PEAKS
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
