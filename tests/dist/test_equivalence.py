@@ -21,7 +21,7 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import named_parameters, parallelize, unwrap
+from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Horizon
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
@@ -96,7 +96,7 @@ def trained(join, recipe, divisor: float = 1.0):
             losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
             norms.append(float(result.grad_norm))
         loader.close()
-        whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named_parameters(model)}
+        whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in unwrap(model).named_parameters()}
         return losses, norms, {n: p.clone() for n, p in whole.items()}
 
 

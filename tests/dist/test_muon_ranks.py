@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import named_parameters, parallelize, unwrap
+from windlass.parallel.parallelize import parallelize, unwrap
 
 MODEL = {
     "model__layers": 3, "model__heads": 2, "model__width": 10, "model__context": 4, "model__ff_width": 14,
@@ -36,7 +36,7 @@ def updated(join, r, shared, steps=3):
             optimizer.step()
         return {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone().numpy()
-            for name, p in named_parameters(model)
+            for name, p in unwrap(model).named_parameters()
             if p.ndim == 2 and "blocks" in name
         }
 

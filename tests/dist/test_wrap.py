@@ -21,7 +21,6 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import (
     autocast,
-    named_parameters,
     parallelize,
     selective_policy,
     sync_gradients,
@@ -99,7 +98,7 @@ def every_case(join: Join, accumulation: int) -> dict[str, Any]:
                 loss = step(model, join, ranks, settings, accumulation)
             norm = global_grad_norm(model.parameters(), ranks)
             scale_gradients(model.parameters(), torch.tensor(0.5, dtype=torch.float64))
-            grads = {n: whole(p.grad).clone() for n, p in named_parameters(model) if p.grad is not None}
+            grads = {n: whole(p.grad).clone() for n, p in unwrap(model).named_parameters() if p.grad is not None}
             loss = sum_over_ranks(loss, ranks)
             results[name] = {"loss": loss.item(), "norm": norm, "grads": grads, "tied": tied}
     return results
@@ -192,7 +191,7 @@ def differing(join: Join) -> dict[str, bool]:
         with join(settings) as ranks:
             mine = toy(seed=join.rank, dtype=torch.float32)
             mine.shift += join.rank
-            values = {name: whole(p) for name, p in named_parameters(parallelize(mine, ranks, settings))}
+            values = {name: whole(p) for name, p in unwrap(parallelize(mine, ranks, settings)).named_parameters()}
             equal = [torch.equal(values.pop(name), p) for name, p in wanted.named_parameters()]
             tied = mine.head.weight is mine.embedding.weight
             same[strategy] = all(equal) and not values and torch.equal(mine.shift, wanted.shift) and tied
@@ -250,7 +249,7 @@ def compiled(join: Join) -> dict[str, Any]:
         with join(settings) as ranks:
             model = parallelize(toy(dtype=torch.float32), ranks, settings)
             loss = sum_over_ranks(step(model, join, ranks, settings, 2), ranks)
-            grads = {name: whole(p.grad) for name, p in named_parameters(model) if p.grad is not None}
+            grads = {name: whole(p.grad) for name, p in unwrap(model).named_parameters() if p.grad is not None}
             results[strategy] = (loss.item(), grads)
     return results
 
@@ -293,11 +292,3 @@ def test_attention_that_draws_dropout_is_recomputed():
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     assert selective_policy(None, efficient, q, q, q, None, True, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
     assert selective_policy(None, torch.ops.aten.gelu.default, q) == CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def test_names_come_clean_whatever_wraps_the_model():
-    names = [name for name, _ in toy().named_parameters()]
-    model = toy()
-    model.layers[0] = torch.compile(model.layers[0])
-    assert [name for name, _ in named_parameters(model)] == names
-    assert unwrap(model) is model

@@ -70,11 +70,11 @@ def fill(model: nn.Module, like: nn.Module) -> None:
     """Values into a model that came from the meta device: parameters whole or sharded, and buffers."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from windlass.parallel.parallelize import named_parameters, unwrap
+    from windlass.parallel.parallelize import unwrap
 
     values = dict(like.named_parameters()) | dict(like.named_buffers())
     with torch.no_grad():
-        for name, tensor in [*named_parameters(model), *unwrap(model).named_buffers()]:
+        for name, tensor in [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]:
             value = values[name].detach()
             if isinstance(tensor, DTensor):
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)

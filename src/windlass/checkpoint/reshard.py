@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import Checkpoint
 from windlass.errors import UserError
-from windlass.parallel.parallelize import clean_name, unwrap
+from windlass.parallel.parallelize import unwrap
 
 MODEL, OPTIM = "model/", "optim/"
 
@@ -208,12 +208,11 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
     for name, tensor in {**parameters, **buffers}.items():
-        clean = clean_name(name)
-        first = first_name.setdefault(id(tensor), clean)
-        if first == clean:
-            tensors[clean] = tensor
+        first = first_name.setdefault(id(tensor), name)
+        if first == name:
+            tensors[name] = tensor
         else:
-            aliases[clean] = first
+            aliases[name] = first
     return {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}, tensors, aliases
 
 

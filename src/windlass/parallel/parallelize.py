@@ -54,7 +54,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     """Make `model` ready to train on `ranks` as `recipe.parallel` and `recipe.train` say.
 
     The model's parameters are on the meta device (they come out on the ranks' device, *uninitialised*: fill them in place
-    afterwards) or hold values (rank 0's reach every rank). Names stay clean: see `named_parameters`. `model.blocks()` lists
+    afterwards) or hold values (rank 0's reach every rank). `model.blocks()` lists
     the units of sharding, checkpointing and compiling.
 
     Returns:
@@ -209,13 +209,3 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 def unwrap(model: nn.Module) -> nn.Module:
     """The bare model inside."""
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def clean_name(name: str) -> str:
-    """A parameter's or module's name without what `torch.compile` of a module adds."""
-    return name.replace("_orig_mod.", "")
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter once (a tied one under its first name), under its name in the bare model."""
-    return ((clean_name(name), parameter) for name, parameter in unwrap(model).named_parameters())

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import clean_name, named_parameters, unwrap
+from windlass.parallel.parallelize import unwrap
 
 HASH_WORDS = 2**20
 """Words that are hashed at once: three temporary tensors of 8 MB, whatever the size of the parameter."""
@@ -21,7 +21,7 @@ def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: st
     """Master weights, ties, the gradient norm, replicas; raises RunFailed on every rank where one of them is wrong."""
     wanted = torch.float64 if precision == "fp64" else torch.float32
     # Held in fewer bits, a trained weight would lose small updates to rounding.
-    wrong = [name for name, p in named_parameters(model) if p.requires_grad and p.dtype != wanted]
+    wrong = [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.dtype != wanted]
     tied = tie_groups(model)
     problems = [
         *([f"master weights are not {wanted}: {', '.join(wrong[:4])}"] if wrong else []),
@@ -42,7 +42,7 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several: tied weights."""
     names: dict[int, list[str]] = {}
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(clean_name(name))
+        names.setdefault(id(parameter), []).append(name)
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
@@ -68,7 +68,7 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
         return []
     # hybrid_shard: ranks with the same place in their sharding group hold the same rows
     shard = int(ranks.mesh.get_local_rank("shard")) if ranks.mesh is not None and ranks.mesh.ndim > 1 else 0
-    names, parameters = zip(*named_parameters(model), strict=True)
+    names, parameters = zip(*unwrap(model).named_parameters(), strict=True)
     hashes = [fingerprint(p.to_local() if isinstance(p, DTensor) else p) for p in parameters]
     first: dict[int, tuple[int, list[int]]] = {}  # by shard: the first rank that holds it, and its hashes
     problems = []
