@@ -2,6 +2,7 @@ import json
 import time
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from windlass.cli import runs as verb
@@ -12,38 +13,35 @@ from windlass.run import Run
 from windlass.telemetry.ledger import Ledger
 
 
-def make(path, steps, last, event=None, attempt=0, first=0, alive=False, **fields):
+def make(path, steps, last, event=None, evals=()):
     path.mkdir(parents=True, exist_ok=True)
     (path / "recipe.toml").write_text(Recipe.model_validate({"train": {"steps": 70}}).toml())
-    ledger = Ledger(path / "metrics.jsonl", attempt)
-    ledger.write("event", first, event="resumed" if attempt else "started", steps=steps)
-    for step in range(first + 1, last + 1):
+    ledger = Ledger(path / "metrics.jsonl", 0)
+    ledger.write("event", 0, event="started", steps=steps)
+    for step in range(1, last + 1):
         ledger.write("train", step, loss=4.0 - step / 100, tokens_per_s=1e6 / step, step_ms=step)
-    for step, loss in fields.get("evals", []):
+    for step, loss in evals:
         ledger.write("eval", step, suite="loss", loss=loss)
     ledger.write("eval", last, suite="hellaswag", loss=0.0)
     if event:
         ledger.write("event", last, event=event)
     ledger.close()
-    if alive:
-        (path / "heartbeat").touch()
 
 
 @pytest.fixture
 def top(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     top = tmp_path / "runs"
-    make(top / "done", 100, 100, "finished", evals=[(50, 3.5), (75, 3.25), (100, float("nan"))])
-    make(top / "study" / "cells" / "a", 50, 20, alive=True)
-    make(top / "stopped", 100, 40, "preempted", evals=[(40, 3.75)])
+    make(top / "done", 100, 100, "finished", [(50, 3.5), (75, 3.25), (100, float("nan"))])
+    make(top / "study" / "cells" / "a", 50, 20)
+    (top / "study" / "cells" / "a" / "heartbeat").touch()
+    make(top / "stopped", 100, 40, "preempted", [(40, 3.75)])
     make(top / "killed", None, 30)
     (top / "no-run").mkdir()
     return top
 
 
 def call(*arguments):
-    import typer
-
     app = typer.Typer()
     app.command()(verb.runs)
     return CliRunner().invoke(app, list(map(str, arguments)))

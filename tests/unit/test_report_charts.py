@@ -56,18 +56,16 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
     assert max(drawn["loss"]["y"]) == 9 and 800 < len(drawn["loss"]["y"]) < 4000
 
 
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=40), st.floats(0, 0.99))
-def test_smoothing_is_the_weighted_mean_that_it_says(values, weight):
-    got = smoothed(np.array(values), weight)
-    for n in range(len(values)):
-        weights = [weight ** abs(n - i) for i in range(len(values))]
-        expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-        assert got[n] == pytest.approx(expected, abs=1e-9)
-
-
-def test_smoothing_passes_over_what_is_not_finite():
-    got = smoothed(np.array([1.0, math.nan, 1.0, math.inf, 1.0]), 0.5)
-    assert got[[0, 2, 4]] == pytest.approx([1, 1, 1]) and np.isnan(got[[1, 3]]).all()
+@given(st.lists(st.one_of(st.floats(-100, 100), st.just(math.nan)), min_size=1, max_size=40), st.floats(0, 0.99))
+def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
+    finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
+    for n, smooth in enumerate(smoothed(np.array(values), weight)):
+        weights = [weight ** abs(n - i) for i, _ in finite]
+        if math.isfinite(values[n]):
+            expected = sum(w * value for w, (_, value) in zip(weights, finite, strict=True)) / sum(weights)
+            assert smooth == pytest.approx(expected, abs=1e-9)
+        else:
+            assert math.isnan(smooth)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node; tests/e2e compares the two in a browser")
@@ -90,9 +88,8 @@ def test_a_grid_averages_what_falls_into_each_span():
 
 
 def test_the_ranks_have_a_line_each_and_utilisation_is_that_of_training(one):
-    assert [s.name for s in described(one)["memory"].series] == [
-        "rank 0, allocated", "rank 1, allocated", "rank 0, reserved", "rank 1, reserved",
-    ]  # fmt: skip
+    names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
+    assert [s.name for s in described(one)["memory"].series] == names
     first = described(one)["utilisation"].series[0]
     assert np.nanmin(first.y) > 85 and (np.diff(first.step) >= 0).all()
     assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
@@ -106,10 +103,8 @@ def test_many_ranks_become_mean_range_and_extremes(folder):
 
 
 def test_only_charts_with_numbers_are_drawn(one, folder):
-    assert list(described(one)) == [
-        "loss", "suite-hellaswag", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation", "power",
-    ]  # fmt: skip
-    cpu = described(view(build_run(folder / "cpu", device="cpu", ranks=1, steps=30)))
+    cuda, cpu = described(one), described(view(build_run(folder / "cpu", device="cpu", ranks=1, steps=30)))
+    assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {"memory", "power"} <= set(cuda)
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
 
 
@@ -132,4 +127,3 @@ def test_what_is_drawn_are_the_numbers_of_the_run(one):
 
 def test_numbers_for_the_page():
     assert numbers([1.0, math.nan, math.inf, 1 / 3, 2e20, 1234567.8]) == [1, None, None, 0.333333, 2e20, 1234570]
-    assert isinstance(numbers([3.0])[0], int)

@@ -62,18 +62,15 @@ def test_what_a_model_or_a_recipe_says_is_text_and_nothing_else(text):
     parsed = Page(text)
     assert [a.get("type", "script") for a in parsed.all("script")] == ["application/json", "script"]
     assert parsed.texts["title"] == ["one"] and parsed.all("b") == [{}] * len(parsed.all("b"))
-    samples = "".join(parsed.texts["pre"])
-    assert "</script><script>document.title=" in samples
-    assert NASTY.replace("\x1b", "\ufffd") in "".join(parsed.texts["p"])
-    assert "\x1b" not in text
+    assert "</script><script>document.title=" in "".join(parsed.texts["pre"])
+    assert NASTY.replace("\x1b", "\ufffd") in "".join(parsed.texts["p"]) and "\x1b" not in text
 
 
 def test_a_hostile_name_is_text_everywhere(folder, one):
     other = view(build_run(folder / "two", steps=50), label=f"two {NASTY}")
     parsed = Page(page([one, other], charts([one, other])))
     assert len(parsed.all("script")) == 2
-    data = json.loads("".join(parsed.texts["script"][:1]))
-    assert data["runs"][1]["label"] == f"two {NASTY}"
+    assert json.loads("".join(parsed.texts["script"][:1]))["runs"][1]["label"] == f"two {NASTY}"
 
 
 def test_the_page_asks_nobody_for_anything(text):
@@ -83,8 +80,7 @@ def test_the_page_asks_nobody_for_anything(text):
     assert not parsed.all("link") + parsed.all("img") + parsed.all("iframe")
     assert not [a for _, attributes in parsed.tags for a in attributes if a.startswith("on") or a == "src"]
     assert all(a["href"].startswith("#") for a in parsed.all("a"))
-    assert "@import" not in text
-    assert "url(" not in text.replace("url(#", "")
+    assert "@import" not in text and "url(" not in text.replace("url(#", "")
 
 
 def test_the_policy_allows_the_one_script_by_its_hash(text):
@@ -110,16 +106,9 @@ def test_a_run_without_steps_has_a_page(folder):
     assert "No step has been logged yet." in Page(page([view(run)], [])).texts["p"]
 
 
-def test_many_runs_stand_in_rows_only(one):
-    parsed = Page(page([one] * 9, charts([one] * 9)))
-    assert len([a for a in parsed.all("button") if a.get("class") == "chip"]) == 9
-    assert not [a for a in parsed.all("table") if "measures" in a.get("class", "")]
-
-
 def test_reports_import_neither_torch_nor_matplotlib_before_they_draw():
     code = (
-        "import sys; import windlass.reports.page, windlass.cli.report; from windlass.reports.page import report;"
-        "print('torch' in sys.modules, 'matplotlib' in sys.modules);"
+        "import sys, windlass.reports.page, windlass.cli.report; print('torch' in sys.modules, 'matplotlib' in sys.modules);"
         "import windlass.reports.plots; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -145,12 +134,12 @@ def rows(path):
 
 def test_a_report_has_a_page_tables_and_plots(written, one):
     assert {path.name for path in written.tables} == {"results.csv", "train.csv", "evaluations.csv", "settings.csv"}
-    assert {
-        "loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation",
-    } <= set(written.plots)  # fmt: skip
+    plots = {"loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation"}
+    assert plots <= set(written.plots)
     assert written.page == one.run.report_dir / "index.html" and all(contents(written).values())
-    for link in [line for line in written.markdown.read_text().splitlines() if line.startswith("![")]:
-        assert (written.markdown.parent / link[link.index("(") + 1 : -1]).is_file()
+    links = [line for line in written.markdown.read_text().splitlines() if line.startswith("![")]
+    assert len(links) == len(written.plots)
+    assert all((written.markdown.parent / link[link.index("(") + 1 : -1]).is_file() for link in links)
     assert not list(written.page.parent.glob(".*")), "nothing is left of the atomic writes"
 
 
@@ -181,13 +170,14 @@ def test_several_runs_are_stacked_under_their_names(folder, one, tmp_path):
 
 def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(folder, tmp_path):
     made = report(build_study(folder / "study"), tmp_path)
+    command = "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine"
     assert {"loss-against-lr", "loss-against-kind", "heat-map", "loss", "loss-late"} <= set(made.plots)
-    assert "windlass train quickstart optim.lr=0.001" in made.markdown.read_text()
+    assert command in made.markdown.read_text()
     assert [row["state"] for row in rows(tmp_path / "cells.csv")].count("finished") == 10
     assert len(rows(tmp_path / "seeds.csv")) == 6 and rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
     parsed = Page(made.page.read_text())
     assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
-    assert "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine" in parsed.texts["pre"]
+    assert command in parsed.texts["pre"]
     data = json.loads(parsed.texts["script"][0])
     sweep = next(chart for chart in data["charts"] if chart["id"] == "loss-against-lr")
     assert (sweep["x_log"], sweep["x_names"]) == (True, ["0.0001", "0.001", "0.01"])
@@ -201,11 +191,8 @@ def test_nothing_to_report_on_and_nowhere_to_write(folder, one, tmp_path):
     for cell in (path / "runs").iterdir():
         (cell / "recipe.toml").unlink()
     (tmp_path / "file").write_text("in the way")
-    for sources, out, word in (
-        (path, None, "windlass sweep"),
-        ([], tmp_path, "no run"),
-        (one.run, tmp_path / "file" / "report", "--out"),
-    ):
+    cases = ((path, None, "windlass sweep"), ([], tmp_path, "no run"), (one.run, tmp_path / "file" / "report", "--out"))
+    for sources, out, word in cases:
         with pytest.raises(UserError) as error:
             report(sources, out, plots=False)
         assert word in str(error.value)
@@ -217,17 +204,13 @@ def call(*arguments):
     return end.value.code
 
 
-def test_the_verb_prints_the_pages_path(one, tmp_path, capsys):
+def test_the_verb(folder, one, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert call(one.run.path, "--out", tmp_path, "--no-plots") == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'index.html'}\n"
     assert call(one.run.path, "--no-plots", "--text", "--out", tmp_path) == 0
     out = capsys.readouterr().out
     assert "sample at step 400" in out and "└" in out and "Final training loss" in out and "\x1b" not in out
-
-
-def test_the_verb_takes_studies(folder, one, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    study = build_study(folder / "again", rates=(1e-3,), seeds=(1,))
-    assert call(study, one.run.path, "--no-plots") == 0
+    assert call(build_study(folder / "again", rates=(1e-3,), seeds=(1,)), one.run.path, "--no-plots") == 0
     assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()
     assert call(tmp_path) == 2 and "no recipe.toml" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from report_fixtures import build_run, build_study, loss_at
+from report_fixtures import build_run, build_study, edit, loss_at
 
 from windlass.errors import UserError
 from windlass.reports.charts import charts
@@ -45,8 +45,8 @@ def test_the_table_of_cells_in_the_order_of_the_grid(study):
 def test_medians_and_spread_over_the_seeds_that_finished(study):
     table = {(row["optim.lr"], row["optim.schedule.kind"]): row for row in rows(seed_table(study))}
     row, values = table[1e-3, "wsd"], sorted([best(1e-3, 1), best(1e-3, 2)])
-    assert [row["low"], row["high"]] == pytest.approx(values)
-    assert [row["median"], row["spread"]] == pytest.approx([sum(values) / 2, values[1] - values[0]])
+    expected = [*values, sum(values) / 2, values[1] - values[0]]
+    assert [row[name] for name in ("low", "high", "median", "spread")] == pytest.approx(expected)
     alone = table[1e-2, "cosine"]
     assert (alone["median"], alone["seeds"], alone["finished"]) == (pytest.approx(best(1e-2, 1)), 2, 1)
     assert alone["spread"] is None, "one seed has no spread"
@@ -55,15 +55,12 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
 
 def test_the_loss_against_each_swept_setting(study):
     lr, kind = sweep_charts(study)
-    assert (lr.id, lr.x_log, lr.x_values, lr.x_names) == (
-        "loss-against-lr", True, [1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"],
-    )  # fmt: skip
+    assert (lr.id, lr.x_log) == ("loss-against-lr", True)
+    assert (lr.x_values, lr.x_names) == ([1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"])
     assert (kind.x_log, kind.x_values, kind.x_names) == (False, [0, 1], ["cosine", "wsd"])
     medians = {series.name: series for series in lr.series if series.name}
-    assert list(medians) == ["kind=cosine", "kind=wsd"]
-    cosine = medians["kind=cosine"]
-    assert list(cosine.step) == [1e-4, 1e-3, 1e-2]
-    assert cosine.y[1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
+    assert list(medians) == ["kind=cosine", "kind=wsd"] and list(medians["kind=cosine"].step) == [1e-4, 1e-3, 1e-2]
+    assert medians["kind=cosine"].y[1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
     assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], "a circle for each seed"
     assert tones(study)[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
 
@@ -78,21 +75,19 @@ def test_the_heat_map_of_two_swept_settings(study):
 
 def test_a_study_is_compared_by_its_own_measure(folder):
     settings = ("eval.suites=['loss', 'hellaswag']", "checkpoint.best=hellaswag.acc_norm")
-    path = build_study(folder / "scored", rates=(1e-2, 1e-3, 1e-4), seeds=(1,), overrides=settings)
-    for ledger in path.glob("runs/*/metrics.jsonl"):
-        shift = 0.2 if "lr=0.0001" in str(ledger) else 0.0  # the best score where the loss is not the lowest
-        lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-        for line in lines:
-            if "accuracy_norm" in line:
-                line["acc_norm"] = line.pop("accuracy_norm") + shift
-        ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = build_study(folder / "scored", seeds=(1,), overrides=settings)
+
+    def raise_score(line):  # the best score where the loss is not the lowest
+        return line | ({"acc_norm": line["acc_norm"] + 0.2} if "acc_norm" in line else {})
+
+    for run in path.glob("runs/*lr=0.0001*"):
+        edit(Run(run), raise_score)
     seen = read_study(path)
     assert seen.winner.assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
     lr = sweep_charts(seen)[0]
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])
-    heat = heat_map(seen)
-    assert heat.shares[0] == pytest.approx([1, 0, 0]), "more is better"
+    assert heat_map(seen).shares[0] == pytest.approx([1, 0, 0]), "more is better"
     assert rows(cell_table(seen))[0]["score"] == pytest.approx(0.285)
     assert "hellaswag.acc_norm" in page(seen.views, charts(seen.views), seen)
 
@@ -112,54 +107,39 @@ def test_no_study_is_a_mistake_of_the_user(folder):
     assert "study.json" in str(error.value)
 
 
-def diverge(run, step):
-    """Let a made-up run's losses blow up and end at `step`, as a divergence leaves them."""
-    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-    kept = [line for line in lines if line["step"] <= step]
-    for line in kept:
-        if line["kind"] == "train" and line["step"] >= step - 20:
-            line["loss"] = 40.0 if line["step"] < step else math.nan
-        if line["kind"] == "eval" and line["suite"] == "loss" and line["step"] >= step - 20:
-            line["loss"] = math.nan
-    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-
-
 @pytest.fixture(scope="module")
-def troubled(folder):
-    """Three rates, two schedules, two seeds: a cell failed, two diverged, one waits, one ended above its best loss."""
-    path = build_study(folder / "troubled")
+def diverged(folder):
+    """Three rates, two schedules, two seeds; both seeds of 1e-2 with wsd blew up and ended at step 120."""
+
+    def blow_up(line):
+        if line["kind"] == "train" and line["step"] >= 100:
+            line["loss"] = 40.0 if line["step"] < 120 else math.nan
+        return line if line["step"] <= 120 else None
+
+    path = build_study(folder / "diverged")
     listed = json.loads((path / "study.json").read_text())["cells"]
-    for cell in listed[2:4]:  # both seeds of 1e-2 with wsd
+    for cell in listed[2:4]:
         shutil.rmtree(path / cell["run"])
-        run = build_run(
-            path / cell["run"], "optim.schedule.kind=wsd", steps=200, ranks=1, lr=1e-2, device="cpu", finished=False,
-            seed=cell["assignment"]["run.seed"],
-        )  # fmt: skip
-        diverge(run, 120)
+        settings = {"seed": cell["assignment"]["run.seed"], "ranks": 1, "lr": 1e-2, "device": "cpu", "finished": False}
+        edit(build_run(path / cell["run"], "optim.schedule.kind=wsd", steps=200, **settings), blow_up)
     statuses = {cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in listed[2:4]}
     (path / "statuses.json").write_text(json.dumps(statuses))
-    ledger = Run(path / listed[4]["run"]).metrics_path
-    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "eval" and line["suite"] == "loss" and line["step"] == 200:
-            line["loss"] += 0.5
-    ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read_study(path)
 
 
-def test_the_heat_map_has_a_hole_where_nothing_finished(troubled):
-    assert [r.state for r in troubled.results].count("diverged") == 2
-    lr, heat = sweep_charts(troubled)[0], heat_map(troubled)
+def test_the_heat_map_has_a_hole_where_nothing_finished(diverged):
+    assert [r.state for r in diverged.results].count("diverged") == 2
+    lr, heat = sweep_charts(diverged)[0], heat_map(diverged)
     assert list(lr.series[2].step) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
-    assert draw(lr, troubled.views).axes[0].get_xscale() == "log"
+    assert draw(lr, diverged.views).axes[0].get_xscale() == "log"
     assert heat.cells[1][2] is None and heat_figure(heat).axes[0].texts[5].get_text() == "–"
-    assert "<td>–</td>" in page(troubled.views, [], troubled)
+    assert "<td>–</td>" in page(diverged.views, [], diverged)
 
 
-def test_what_diverged_does_not_squeeze_the_curves_of_the_others(troubled):
-    loss = charts(troubled.views)[0]
+def test_what_diverged_does_not_squeeze_the_curves_of_the_others(diverged):
+    loss = charts(diverged.views)[0]
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
-    calm = [view for view in troubled.views if np.isfinite(view.train["loss"]).all()]
+    calm = [view for view in diverged.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, troubled.views, tones(troubled)).axes[0]
+    axes = draw(loss, diverged.views, tones(diverged)).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")

@@ -25,22 +25,15 @@ def run(tmp_path):
     return Run.open(tmp_path)
 
 
-def write(run, lines, torn=""):
+def write(run, *lines, torn=""):
     run.metrics_path.write_text("".join(json.dumps(x) + "\n" for x in lines) + torn)
 
 
 def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
-    first = [
-        event("started", 0),
-        *(line("train", s, loss=float(s)) for s in range(1, 9)),
-        line("eval", 6, loss=9.0, suite="loss"),
-    ]
-    again = [
-        event("resumed", 5, 1),
-        *(line("train", s, 1, loss=s + 0.5) for s in range(6, 11)),
-        line("eval", 6, 1, loss=8.0, suite="loss"),
-    ]
-    write(run, [*first, *again], torn='{"kind": "train", "step": 11, "lo')
+    first = [event("started", 0), *(line("train", s, loss=float(s)) for s in range(1, 9))]
+    again = [event("resumed", 5, 1), *(line("train", s, 1, loss=s + 0.5) for s in range(6, 11))]
+    evals = [line("eval", 6, attempt, loss=9.0 - attempt, suite="loss") for attempt in (0, 1)]
+    write(run, *first, evals[0], *again, evals[1], torn='{"kind": "train", "step": 11, "lo')
     train = run.lines("train")
     assert [x["step"] for x in train] == list(range(1, 11))
     assert [x["loss"] for x in train] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.5, 7.5, 8.5, 9.5, 10.5]
@@ -49,42 +42,34 @@ def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
 
 
 def test_a_line_torn_in_the_middle_costs_only_itself(run):
-    write(run, [line("train", 1)], torn='{"kind": "train", "st')
-    with run.metrics_path.open("a") as file:
-        file.write("\n" + json.dumps(line("train", 2)) + "\n")
+    write(run, line("train", 1), torn='{"kind": "train", "st\n' + json.dumps(line("train", 2)) + "\n")
     assert [x["step"] for x in run.lines("train")] == [1, 2]
 
 
 def test_steps_past_the_commit_are_void_even_when_not_done_again(run):
     write(
-        run,
-        [event("started", 0), *(line("train", s) for s in range(1, 9)), event("resumed", 3, 1), line("train", 4, 1)],
+        run, event("started", 0), *(line("train", s) for s in range(1, 9)), event("resumed", 3, 1), line("train", 4, 1)
     )
     assert [(x["step"], x["attempt"]) for x in run.lines("train")] == [(1, 0), (2, 0), (3, 0), (4, 1)]
 
 
 def test_two_suites_and_several_samples_of_one_step_stay_apart():
-    lines = [
-        line("eval", 5, suite="loss"),
-        line("eval", 5, suite="hellaswag"),
-        line("sample", 5, index=0),
-        line("sample", 5, index=1),
-    ]
-    assert effective(lines) == lines
-    assert effective([*lines, *lines]) == lines
+    lines = [line("eval", 5, suite=suite) for suite in ("loss", "hellaswag")]
+    lines += [line("sample", 5, index=index) for index in (0, 1)]
+    assert effective(lines) == effective([*lines, *lines]) == lines
 
 
 def test_states(run):
     assert run.state == "new"
-    write(run, [event("started", 0)])
+    write(run, event("started", 0))
     assert run.state == "failed"
     run.heartbeat_path.touch()
     assert run.state == "running"
     os.utime(run.heartbeat_path, (time.time() - 2 * ALIVE_SECONDS,) * 2)
     for ending in ("preempted", "finished", "failed"):
-        write(run, [event("started", 0), event("checkpoint", 3), event(ending, 3)])
+        write(run, event("started", 0), event("checkpoint", 3), event(ending, 3))
         assert run.state == ending
-    write(run, [event("started", 0), event("preempted", 3), event("resumed", 3, 1)])
+    write(run, event("started", 0), event("preempted", 3), event("resumed", 3, 1))
     assert run.state == "failed"
 
 

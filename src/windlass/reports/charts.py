@@ -108,7 +108,6 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     for key, title, unit, columns in RANKS:
         series = [one for run, seen in enumerate(views) for one in _ranks(seen, run, columns, several)]
         described.append(Chart(key, title, unit, series, zero=True))
-
     return [chart for chart in described if chart.series]
 
 

@@ -88,7 +88,7 @@ function seriesOf(chart) {
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
       x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: Boolean(one.points), pointsOnly: one.points === "only",
-      color: one.colour === null ? runColor(one.run) : `var(--c${one.colour})`, dash: DASHES[one.dash], width: one.minor ? 1.3 : null,
+      color: one.colour === null ? runColor(one.run) : `var(--c${one.colour})`, dash: one.colour === null && data.runs[one.run].tone !== null ? null : DASHES[one.dash], width: one.minor ? 1.3 : null,
       band: one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };
     if (!one.smooth || state.smoothing === 0 || !x.length) return x.length ? [drawn] : [];

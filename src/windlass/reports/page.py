@@ -173,7 +173,10 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
 
 def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None) -> str:
     """The whole page of some runs with their charts, or of a study with its runs that have begun."""
-    script = f'(() => {{\n"use strict";\n{_asset("chart.js")}\n{_asset("page.js")}\n}})();\n'
+    files = {
+        file.name: file.read_text("utf-8") for file in resources.files("windlass.reports").iterdir() if file.is_file()
+    }
+    script = f'(() => {{\n"use strict";\n{files["chart.js"]}\n{files["page.js"]}\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sweeps = sweep_charts(study) if study else []
     rows = tables.all_settings(views)
@@ -194,7 +197,7 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         **_head(views, study), **parts,
         "views": views, "study": study, "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
-        "style": Markup(_asset("page.css")), "script": Markup(script), "script_hash": f"sha256-{digest}",
+        "style": Markup(files["page.css"]), "script": Markup(script), "script_hash": f"sha256-{digest}",
         "data": Markup(data),
         "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps,
         "heat": heat_map(study) if study else None,
@@ -208,11 +211,7 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )  # fmt: skip
-    return environment.from_string(_asset("page.html")).render(context)
-
-
-def _asset(name: str) -> str:
-    return (resources.files("windlass.reports") / name).read_text(encoding="utf-8")
+    return environment.from_string(files["page.html"]).render(context)
 
 
 def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[float] = ()) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def draw(
         shown = series.name and series.name not in named and len(chart.series) > 1
         named.add(series.name)
         axes.plot(
-            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[series.dash % 3],
+            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[0 if tones else series.dash],
             linewidth=1.1 if series.minor or series.points == "line" else 1.6, zorder=4 if series.points else 2,
             label=series.name if shown and not (several and series.points == "only") else None,
             **(RING if series.points or len(x) == 1 else {}),
@@ -157,7 +157,7 @@ def heat_figure(heat: Heat) -> Figure:
     """A study's heat map with the value in each cell; the stronger the colour, the better."""
     size = (SIZE[0], 1.5 + 0.5 * len(heat.rows))
     figure, axes = new_figure(heat.title, short(heat.column_key), short(heat.row_key), size)
-    axes.imshow(heat.shares, cmap="Blues", aspect="auto", vmin=0, vmax=1.4)
+    axes.imshow(heat.shares, cmap="Blues", aspect="auto", vmin=0, vmax=1.8)
     for row, values in enumerate(heat.cells):
         for column, value in enumerate(values):
             axes.text(column, row, show(value, "loss"), ha="center", va="center", fontsize=8.5)

@@ -1,7 +1,4 @@
-"""Values as people read them, text made safe for a terminal, Markdown and CSV, and the loss curve in the terminal.
-
-No locale, no clock, no colour: the same values give the same text.
-"""
+"""Values as people read them, text made safe for a terminal, Markdown and CSV, and the loss curve in the terminal."""
 
 from __future__ import annotations
 
