@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from windlass.checkpoint import load
-from windlass.checkpoint.load import Choice, open_checkpoint
+from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.reshard import Slice, State, divide_rows
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Outcome, Saver
@@ -26,31 +27,37 @@ SHAPES = {"model/a": (6, 4), "model/b": (3,), "optim/a/step": (), "optim/a/exp_a
 KILLED = -signal.SIGKILL
 
 
-def state(step: int, rank: int = 0, world: int = 1) -> State:
+def numbers(step: int) -> dict[str, torch.Tensor]:
     """All numbers are functions of step, tensor and place, so that a mixture of two saves cannot go unnoticed."""
-    whole = {n: _numbers(step, i, shape) for i, (n, shape) in enumerate(SHAPES.items())}
-    sizes = [(n, t.shape[0] if t.dim() else 1, t[0].numel() * 4 if t.dim() else 4) for n, t in whole.items()]
+    return {
+        name: (torch.arange(math.prod(shape), dtype=torch.float32) + 1000 * step + 100 * index).reshape(shape)
+        for index, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def state(step: int, rank: int = 0, world: int = 1) -> State:
+    """A rank's share of the numbers of a step."""
+    whole = numbers(step)
+    sizes = [(n, t.shape[0] if t.dim() else 1, t[0].nbytes if t.dim() else 4) for n, t in whole.items()]
     mine = divide_rows(sizes, rank, world)
     slices = {n: Slice(whole[n][a:b] if whole[n].dim() else whole[n], SHAPES[n], a) for n, (a, b) in mine.items()}
-    return State(slices, {"model/tied": "model/a"}, sum(t.numel() * 4 for t in whole.values()))
+    return State(slices, {"model/tied": "model/a"}, sum(t.nbytes for t in whole.values()))
 
 
-def _numbers(step: int, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-    count = 1
-    for size in shape:
-        count *= size
-    return (torch.arange(count, dtype=torch.float32) + 1000 * step + 100 * index).reshape(shape)
+def prepared(run: Path, *steps: int, **options: Any) -> Path:
+    """A run with the checkpoints of these steps."""
+    run.mkdir()
+    for step in steps:
+        assert not save(run / "checkpoints", step, **options).error
+    return run
 
 
 def save(
     directory: Path, step: int, files: Files | None = None, rank: int = 0, world: int = 1, **options: Any
 ) -> Outcome:
     """One save from begin to end, in this thread; raises nothing."""
-    keep = Policy(last=options.pop("keep", 2))
-    attempt = options.pop("attempt", "0")
-    saver = Saver(
-        directory, rank, world, attempt, keep, files=files or Files(), background=False, piece_bytes=128, **options
-    )
+    options = {"policy": Policy(last=options.pop("keep", 2)), "background": False, "piece_bytes": 128, **options}
+    saver = Saver(directory, rank, world, files=files or Files(), **options)
     saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = saver.poll()
     return outcome
@@ -58,7 +65,7 @@ def save(
 
 def step_seen(run: Path) -> int:
     """What a reader finds: the step of the newest checkpoint, every number of it compared; 0 for none."""
-    choice: Choice | None = load.choose(run)
+    choice = load.choose(run)
     if choice is None:
         return 0
     assert not choice.notes, f"a kill damaged a committed checkpoint: {choice.notes}"
@@ -68,17 +75,16 @@ def step_seen(run: Path) -> int:
 
 def check(path: Path, step: int) -> None:
     """The checkpoint is whole, and all of it is of this step."""
-    checkpoint = open_checkpoint(path)
-    expected = [(n, _numbers(step, i, shape)) for i, (n, shape) in enumerate(SHAPES.items())]
+    checkpoint, expected = open_checkpoint(path), numbers(step)
     assert checkpoint.step == step and checkpoint.counters == {"step": step}
-    for name, tensor in expected:
+    for name, tensor in {**expected, "model/tied": expected["model/a"]}.items():
         assert torch.equal(checkpoint.tensor(name), tensor), name
-    assert torch.equal(checkpoint.tensor("model/tied"), expected[0][1])
 
 
 def hidden(directory: Path) -> list[str]:
-    """Whatever is in a checkpoint directory besides checkpoints."""
-    return sorted(p.name for p in directory.iterdir() if not re.fullmatch(r"step-\d+", p.name))
+    """What is in a checkpoint directory besides checkpoints."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted(p.name for p in paths if not re.fullmatch(r"step-\d+", p.name))
 
 
 class Recorder(Files):
@@ -124,9 +130,7 @@ class Failer(Files):
 
 
 def tally(what: str, tried: int, **more: float) -> None:
-    """Count faults that were tried and survived, for the tables in docs/reliability.md (WINDLASS_FAULTS names the
-    file).
-    """
+    """Count faults that were tried and survived, for docs/reliability.md (WINDLASS_FAULTS names the file)."""
     if name := os.environ.get("WINDLASS_FAULTS"):
         with open(name, "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, "tried": tried, **more}) + "\n")
@@ -152,19 +156,29 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def count_of_two(folder: Path) -> list[int]:
-    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do rank 1's."""
-    (folder / "count").mkdir()
-    assert not save(folder / "count" / "checkpoints", 1).error
-    pipe_in, pipe_out = os.pipe()
+def two_ranks(directory: Path, step: int, files: Callable[[int], Files], **options: Any) -> list[int]:
+    """Process ids of two ranks that save; the outcome's error of each goes to `error-RANK` beside the directory."""
 
     def rank(number: int) -> None:
-        recorder = Recorder()
-        assert not save(folder / "count" / "checkpoints", 2, recorder, number, 2, deadline=20).error
-        os.write(pipe_out, f"{number} {len(recorder.log)}\n".encode())
+        outcome = save(directory, step, files(number), number, 2, **options)
+        (directory.parent / f"error-{number}").write_text(outcome.error)
 
-    children = [forked(lambda n=n: rank(n)) for n in range(2)]
-    assert [ended(c) for c in children] == [0, 0]
-    lines = dict(line.split() for line in os.read(pipe_in, 100).decode().splitlines())
-    os.close(pipe_in), os.close(pipe_out)
-    return [int(lines["0"]), int(lines["1"])]
+    return [forked(lambda n=n: rank(n)) for n in range(2)]
+
+
+def count_of_two(folder: Path) -> list[int]:
+    """The operations of each rank of two, at most: rank 0's depend on nothing but the save, nor do rank 1's."""
+    run = prepared(folder / "count", 1)
+
+    class Counter(Recorder):
+        def __init__(self, rank: int):
+            super().__init__()
+            self.path = run / f"count-{rank}"
+
+        def about_to(self, operation, path, output=None, data=None):
+            super().about_to(operation, path)
+            self.path.write_text(str(len(self.log)))
+
+    assert [ended(child) for child in two_ranks(run / "checkpoints", 2, Counter, deadline=20)] == [0, 0]
+    assert not (run / "error-0").read_text() and not (run / "error-1").read_text()
+    return [int((run / f"count-{rank}").read_text()) for rank in range(2)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saving import check, save, step_seen, tally
+from saving import check, prepared, save, step_seen, tally
 
 from windlass.checkpoint import load
 from windlass.errors import UserError
@@ -23,16 +23,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def foreign(path: Path) -> None:
-    path.write_bytes((path.parent.parent / "step-00000001" / path.name).read_bytes())
-
-
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "first bit": lambda p: flip(p, 0),
     "middle bit": lambda p: flip(p, p.stat().st_size // 2),
     "last bit": lambda p: flip(p, p.stat().st_size - 2),
@@ -41,16 +32,14 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "empty": lambda p: os.truncate(p, 0),
     "longer": lambda p: os.truncate(p, p.stat().st_size + 1),
     "deleted": lambda p: p.unlink(),
-    "a directory": directory,
-    "another checkpoint's": foreign,
+    "a directory": lambda p: (p.unlink(), p.mkdir()),
+    "another checkpoint's": lambda p: shutil.copyfile(p.parent.parent / "step-00000001" / p.name, p),
 }
 
 
 @pytest.fixture
 def run(scratch: Path) -> Path:
-    for step in (1, 2, 3):
-        assert not save(scratch / "run" / "checkpoints", step, keep=5).error
-    return scratch / "run"
+    return prepared(scratch / "run", 1, 2, 3, keep=5)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -12,34 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saving import KILLED, Killer, Recorder, count_of_two, ended, forked, hidden, save, state, step_seen, tally
+import saving
+from saving import KILLED, Killer, Recorder, ended, forked, hidden, prepared, save, state, step_seen, tally
 
 from windlass.checkpoint.load import recover
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Saver
 from windlass.fileio import Files
 
-SCENES = {
-    "first": ([], 3),
-    "next": ([1, 2], 3),
-    "again": ([1, 3], 3),
-}
-"""By name: the steps that are there already, and the step whose save is killed (`again`: a save in place of another).
-"""
-
-
-def prepare(run: Path, there: list[int]) -> None:
-    run.mkdir()
-    for step in there:
-        assert not save(run / "checkpoints", step).error
+SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
+"""By name: the steps that are there already, and the step whose save is killed (`again`: a save in place of another)."""
 
 
 def operations(folder: Path, scene: str) -> list[tuple[str, str]]:
     there, step = SCENES[scene]
-    prepare(folder / "traced", there)
     recorder = Recorder()
-    assert not save(folder / "traced" / "checkpoints", step, recorder).error
+    assert not save(prepared(folder / "traced", *there) / "checkpoints", step, recorder).error
     return recorder.log
+
+
+def killed(run: Path, scene: str, at: int) -> None:
+    """A run whose save was killed at its operation `at`."""
+    there, step = SCENES[scene]
+    prepared(run, *there)
+    assert ended(forked(lambda: save(run / "checkpoints", step, Killer(at)) and None)) == KILLED, at
 
 
 def recovers(run: Path, there: list[int], step: int) -> int:
@@ -49,8 +45,7 @@ def recovers(run: Path, there: list[int], step: int) -> int:
     assert before in (max(there, default=0), step)
     recover(directory)
     assert step_seen(run) == before
-    if directory.is_dir():
-        assert not hidden(directory), hidden(directory)
+    assert not hidden(directory), hidden(directory)
     assert not save(directory, step, attempt="1").error
     assert step_seen(run) == step and not hidden(directory)
     return before
@@ -64,10 +59,8 @@ def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
     assert len(log) > 25
     seen = []
     for k in range(0, len(log), every):
-        run = scratch / f"{scene}-{k}"
-        prepare(run, there)
-        assert ended(forked(lambda k=k, run=run: save(run / "checkpoints", step, Killer(k)) and None)) == KILLED, log[k]
-        seen.append(recovers(run, there, step))
+        killed(scratch / f"{scene}-{k}", scene, k)
+        seen.append(recovers(scratch / f"{scene}-{k}", there, step))
     tally(f"SIGKILL at every operation of a save, one rank ({scene})", len(seen))
     if scene == "next" and every == 1:
         assert seen == sorted(seen) and set(seen) == {2, 3}  # from one operation on, and for good, it is the new one
@@ -77,17 +70,13 @@ def test_at_every_operation(scratch: Path, scene: str, every: int) -> None:
 @pytest.mark.full
 def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     """A save is killed at its renames and removals, and then the recovery at each of its own operations."""
-    there, step = SCENES["again"]
-    log = operations(scratch, "again")
-    interesting = [k for k, (operation, _) in enumerate(log) if operation in ("rename", "unlink", "rmdir", "fsync_dir")]
-    tried = 0
-    for k in interesting:
+    _, step = SCENES["again"]
+    log, tried = operations(scratch, "again"), 0
+    for k in [k for k, (operation, _) in enumerate(log) if operation in ("rename", "unlink", "rmdir", "fsync_dir")]:
         for j in range(40):
             run = scratch / f"run-{k}-{j}"
-            prepare(run, there)
-            assert ended(forked(lambda k=k, run=run: save(run / "checkpoints", step, Killer(k)) and None)) == KILLED
-            before = step_seen(run)
-            directory = run / "checkpoints"
+            killed(run, "again", k)
+            before, directory = step_seen(run), run / "checkpoints"
             code = ended(forked(lambda j=j, d=directory: recover(d, Killer(j)) and None))
             assert step_seen(run) in (before, step)
             recover(directory)
@@ -98,37 +87,26 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
     tally("SIGKILL in a save, then again at every operation of the recovery", tried)
 
 
-def two_ranks(run: Path, step: int, victim: int, at: int) -> list[int]:
-    """Two ranks save; one of them is killed at its operation `at`; the other one comes to an end by itself."""
-
-    def rank(number: int) -> None:
-        files = Killer(at) if number == victim else Files()
-        save(run / "checkpoints", step, files, number, 2, deadline=0.3)
-
-    children = [forked(lambda n=n: rank(n)) for n in range(2)]
-    if victim == 0:
-        assert ended(children[0]) in (KILLED, 0)
-        os.kill(children[1], signal.SIGKILL)  # a rank that waits for rank 0 is ended by whoever watches the run
-        ended(children[1])
-        return []
-    return [ended(c) for c in children]
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
 def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
-    moments = range(0, count_of_two(scratch)[victim], every)
+    """One of two ranks is killed at any of its operations; the other one comes to an end by itself."""
+    moments = range(0, saving.count_of_two(scratch)[victim], every)
     for at in moments:
-        run = scratch / f"run-{at}"
-        prepare(run, [1])
-        codes = two_ranks(run, 2, victim, at)
-        if victim == 1:
-            assert codes == [0, KILLED]
+        run = prepared(scratch / f"run-{at}", 1)
+        directory = run / "checkpoints"
+        children = saving.two_ranks(directory, 2, lambda n, at=at: Killer(at) if n == victim else Files(), deadline=0.3)
+        if victim == 0:
+            assert ended(children[0]) in (KILLED, 0)
+            os.kill(children[1], signal.SIGKILL)  # a rank that waits for rank 0 is ended by whoever watches the run
+            ended(children[1])
+        else:
+            assert [ended(child) for child in children] == [0, KILLED]
         before = step_seen(run)
         assert before in (1, 2)
-        recover(run / "checkpoints")
-        assert step_seen(run) in (before, 2) and not hidden(run / "checkpoints")
-        assert not save(run / "checkpoints", 2, attempt="1").error
+        recover(directory)
+        assert step_seen(run) in (before, 2) and not hidden(directory)
+        assert not save(directory, 2, attempt="1").error
     tally(f"SIGKILL of rank {victim} of two at every operation of its part", len(moments))
 
 

@@ -14,10 +14,7 @@ from windlass.run import Run
 from windlass.training import setup, trainer
 from windlass.training.state import TrainState
 
-NOT_FROM_HERE = {
-    "skips_in_a_row": "0 again after the next good step, and every step here is one",
-}
-"""Counters whose loss these runs cannot show, and why."""
+NOT_FROM_HERE = {"skips_in_a_row"}  # 0 again after the next good step, and every step here is one
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +23,15 @@ def whole(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("whole")
     draw = random.Random(1)
     (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))
-    made = []
-    set_up = setup.set_up
+    trainers, set_up = [], setup.set_up
 
     def left_out(step: int, _: object) -> None:
         if step == 2:
-            made[0].state.skipped = [(58, 61)]
-            made[0].state.updates_skipped = 1
+            trainers[0].state.skipped = [(58, 61)]
+            trainers[0].state.updates_skipped = 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "set_up", lambda *a: (made.append(set_up(*a)), made[-1])[1])
+        patch.setattr(setup, "set_up", lambda *a: (trainers.append(set_up(*a)), trainers[-1])[1])
         patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **{**k, "skipped": ((58, 61),)}))
         return train(recipe(folder, folder / "run"), on_step=left_out)
 
@@ -57,11 +53,10 @@ def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
 
 def resumed(whole: Run, place: Path) -> list[object]:
     """What the run does after step 6, from its checkpoint."""
-    folder = whole.path.parent
-    return told(train(recipe(folder, place, str(whole.checkpoints_dir / "step-00000006"))))
+    return after_six(train(recipe(whole.path.parent, place, str(whole.checkpoints_dir / "step-00000006"))))
 
 
-def told(run: Run) -> list[object]:
+def after_six(run: Run) -> list[object]:
     """The steps after the sixth, and the counters at the end."""
     wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "loss_scale")
     lines = [tuple(x[k] for k in wanted) for x in run.lines("train") if x["step"] > 6]
@@ -90,19 +85,13 @@ def forget(monkeypatch, component: str) -> None:
 
 
 def test_nothing_forgotten_is_the_same_run(whole, tmp_path):
-    assert resumed(whole, tmp_path / "run") == told(whole)
+    assert resumed(whole, tmp_path / "run") == after_six(whole)
 
 
-@pytest.mark.parametrize(
-    "component",
-    [
-        "weights",
-        "moments",
-        "dropout seed",
-        "order seed",
-        *sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE),
-    ],
-)
+COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE)
+
+
+@pytest.mark.parametrize("component", ["weights", "moments", "dropout seed", "order seed", *COUNTERS])
 def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, component):
     forget(monkeypatch, component)
-    assert resumed(whole, tmp_path / "run") != told(whole)
+    assert resumed(whole, tmp_path / "run") != after_six(whole)
