@@ -162,15 +162,10 @@ def generate_events(
     A text longer than the model's window continues from its last half: when the window is full, the first half of it is
     dropped. Returns whether all texts are complete; False where `poll` cut it short.
 
-    Args:
-        model: Our GPT or a model of `transformers`: has `context`, perhaps a longer `limit`, `new_cache(batch, length)`, and
-            `model(tokens [B, T], cache=cache)` gives logits [B, T or 1, V].
-        prompts: This rank's prompts, as token ids; none of them empty. Ranks may have different numbers of them.
-        sampling: How to choose, how many, where to stop.
-        ranks, autocast, poll: See `windlass.evaluation`; without ranks this process is alone.
-        indices: The number of each text, which with the seed determines it; default: its place in `prompts`.
-        batch: Texts that are generated at once.
-        vocab: The tokenizer's vocabulary, where the model's is padded: only its tokens are chosen; 0: all.
+    The model has `context`, perhaps a longer `limit`, `new_cache(batch, length)`, and `model(tokens [B, T], cache=cache)` gives
+    logits [B, T or 1, V]. Prompts are this rank's, ranks may have different numbers of them; without ranks this process is
+    alone. `indices` are the numbers of the texts (default: their places), which with the seed determine them; `batch` texts are
+    generated at once; only tokens below `vocab` are chosen (0: all), where the model's vocabulary is padded.
     """
     model = unwrap(model)
     ranks = ranks or alone(next(model.parameters()).device)

@@ -45,20 +45,12 @@ def evaluate_loss(
     poll: Callable[[], bool] | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> dict[str, float] | None:
-    """Mean cross-entropy over the unmasked labels of a validation set.
+    """Mean cross-entropy over the unmasked labels of a validation set, or of its first `limit` samples (0: all).
 
-    Losses and tokens are added over ranks before the one division, so that neither the number of ranks nor the padding has
-    an effect. All ranks make the same number of passes: where samples do not divide evenly, surplus rows are masked.
-
-    Args:
-        model: `model(tokens, labels)`, both [B, T], gives the summed loss over the labels that are not IGNORE_INDEX.
-        samples: The validation set.
-        ranks, autocast, poll: See `windlass.evaluation`.
-        batch: Sequences in one forward pass of one rank.
-        limit: Use the first so many samples; 0: all.
-        token_bytes: Bytes of text that each token stands for [V]; adds `bits_per_byte`.
-
-    Returns `loss` (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`.
+    `model(tokens, labels)`, both [B, T], gives the summed loss. Losses and tokens are added over ranks before the one division,
+    so that neither the number of ranks nor the padding has an effect; where samples do not divide evenly, surplus rows are
+    masked. `batch` is sequences in one pass of one rank. `token_bytes` [V] adds `bits_per_byte` of text to the result: `loss`
+    (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`.
     """
     started, model = time.perf_counter(), unwrap(model)
     count = min(limit, len(samples)) if limit else len(samples)
@@ -106,11 +98,10 @@ def log_likelihoods(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
 ) -> list[Likelihood] | None:
-    """Log-likelihood of each ending after its context, the rows spread over ranks, each scored once; equal on every rank.
+    """Log-likelihood of each ending after its context, each scored on one rank; equal on every rank, which all have the rows.
 
-    A row longer than the model's context loses its beginning. Every rank calls it with the same rows. Rows in a pass are
-    of similar length; padding is at their end, where a causal model does not see it. `model(tokens)` gives logits
-    [B, T, V]; for the other arguments see `windlass.evaluation`.
+    A row longer than the model's context loses its beginning. Rows in a pass are of similar length; padding is at their
+    end, where a causal model does not see it. `model(tokens)` gives logits [B, T, V].
     """
     model = unwrap(model)
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
@@ -201,10 +192,9 @@ def evaluate_hellaswag(
 ) -> dict[str, float] | None:
     """Accuracy over the items, each scored once, spread over all ranks; `rows` are the `continuations` of `items`.
 
-    Returns:
-        `acc` (the ending with the largest summed log-likelihood is the right one), `acc_norm` (the largest per character of
-        the ending, as EleutherAI's harness defines it), `acc_per_token` (the largest per token, which llm.c reports),
-        `items`, `runtime_s`, `samples_per_s`. `how` are `autocast` and `poll`.
+    `acc`: the ending with the largest summed log-likelihood is the right one; `acc_norm`: the largest per character of the
+    ending, as EleutherAI's harness defines it; `acc_per_token`: the largest per token, which llm.c reports. And `items`,
+    `runtime_s`, `samples_per_s`. `how` are `autocast` and `poll`.
     """
     started = time.perf_counter()
     scores = log_likelihoods(model, rows, ranks, **how)

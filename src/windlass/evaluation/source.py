@@ -55,14 +55,9 @@ def alone(device: str | torch.device | None = None) -> Ranks:
 
 def find_source(name: str | Path | Run, overrides: Sequence[str] = ()) -> Source:
     """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
-    `transformers`, or `hf:NAME` of the Hub.
+    `transformers`, or `hf:NAME` of the Hub; raises UserError where there is no such thing, or it is damaged.
 
-    Args:
-        name: See above; a `Run` is its directory.
-        overrides: Settings to change in the recipe, for example where to evaluate on.
-
-    Raises:
-        UserError: There is no such thing, or it is damaged.
+    `overrides` change settings of its recipe, for example where to evaluate on.
     """
     name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
@@ -126,10 +121,7 @@ def same_tokenizer(source: Source, directory: Path) -> bool:
 
 
 def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, the end of a turn, and what a model of `transformers` came with.
-
-    The last are the `eos_token_id` of its `generation_config.json`.
-    """
+    """The tokens that end a text: the tokenizer's, the end of a turn, and those in the model's `generation_config.json`."""
     tokens = chat.stop_tokens(source.tokenizer, source.template)
     directory: Path | None = getattr(unwrap(model), "directory", None)
     if directory is None:

@@ -1,7 +1,7 @@
 """SQuAD v1.1: Exact Match and F1 as the official script computes them, and the answers a model gives.
 
-Source of the definition: the evaluation script of Rajpurkar et al. (arXiv 1606.05250), `evaluate-v1.1.py`. In one case it
-differs from later ones and from common libraries: where a normalised text is empty, F1 is 0 even if both are.
+Source: `evaluate-v1.1.py` of Rajpurkar et al. (arXiv 1606.05250). In one case it differs from later ones and from common
+libraries: where a normalised text is empty, F1 is 0 even if both are.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
     from windlass.parallel.dist import Ranks
 
-MAX_ANSWER_CHARACTERS = 160
-"""How long an answer may get: of a thousand of SQuAD's one is longer."""
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+MAX_ANSWER_CHARACTERS = 160  # of a thousand of SQuAD's answers one is longer
+PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
     """Lower case, without ASCII punctuation and English articles, single spaces."""
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, reference: str) -> float:
@@ -75,8 +74,7 @@ def evaluate_squad(
 
     An answer is generated greedily, each on one of the ranks: what comes before the end-of-text token, at most `max_tokens`
     long (0: about 160 characters), without surrounding white space. A prompt that is longer than the model's context, or
-    that leaves no space for an answer in a window that cannot grow, loses the end of its paragraph. `how` are `batch`,
-    `autocast` and `poll` of `generate_events`.
+    that leaves no space for an answer in a window that cannot grow, loses the end of its paragraph.
     """
     started, model = time.perf_counter(), unwrap(model)
     if not max_tokens:

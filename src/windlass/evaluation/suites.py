@@ -1,9 +1,8 @@
 """The suites (loss, hellaswag, squad, lm-eval:TASKS) and the verb `eval`: what a model scores, measured once and recorded.
 
 During training a `Suites` object measures the suites of `eval.suites` on the model of the moment. `evaluate` opens a saved
-model, measures it in fp32 (unless asked otherwise), each item once, spread over the ranks, and rank 0 writes one JSON file per
-step: `results` (suite → numbers) and `measured` (suite → what the numbers depend on besides the model). Measured again, a
-suite's numbers are replaced.
+model, and rank 0 writes one JSON file per step: `results` (suite → numbers) and `measured` (suite → what the numbers depend on
+besides the model). Measured again, a suite's numbers are replaced.
 """
 
 from __future__ import annotations

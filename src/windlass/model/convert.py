@@ -136,10 +136,9 @@ def architecture(m: ModelSettings) -> str:
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
     if differs[kind]:
-        title = {"gpt2": "GPT-2", "llama": "Llama"}[kind]
+        nearest = {"gpt2": "GPT-2", "llama": "Llama"}[kind]
         raise UserError(
-            f"no architecture of transformers computes what this model does; from {title}, the nearest, it differs in "
-            + ", ".join(differs[kind])
+            f"no architecture of transformers computes this model; {nearest} differs in {', '.join(differs[kind])}"
         )
     return kind
 
@@ -167,13 +166,12 @@ def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
 def settings_of(config: Any) -> dict[str, Any]:
     """The settings `[model]` of our GPT that compute what a GPT-2 or Llama of `transformers` does; `vocab` among them.
 
-    Raises:
-        UserError: It is neither, or a variant of them that ours is not.
+    Raises UserError where it is neither, or a variant of them that ours is not.
     """
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
         raise UserError(
-            f"model.init_from: weights of {kind or 'an unknown architecture'} do not fit our GPT; GPT-2 and Llama do"
+            f"model.init_from: weights of {kind or 'an unknown architecture'} do not fit; GPT-2's and Llama's do"
         )
     settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
     settings |= {key: values[0] for key, values in ALLOWED[kind].items()}

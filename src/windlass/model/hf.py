@@ -175,8 +175,8 @@ def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torc
     model.context = settings.context
     if model.vocab < vocab:
         raise UserError(
-            f"{settings.name} has {model.vocab:,} token embeddings, and data.tokenizer {vocab:,} tokens: they do not belong "
-            f'together; write data.tokenizer = "hf:{settings.name}"'
+            f"{settings.name} has {model.vocab:,} token embeddings, and data.tokenizer {vocab:,} tokens: write "
+            f'data.tokenizer = "hf:{settings.name}"'
         )
     return model if torch.device(device).type == "meta" else model.to_empty_parameters(device)
 
@@ -211,13 +211,9 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     except ImportError as error:
         raise UserError(f"{what} {hub.missing_package(error)}") from None
     except Exception as error:  # of `transformers`, or of code that came with the model
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{what} comes with code of its own: look through it, and set model.trust_remote_code=true to run it"
-            ) from None
-        raise UserError(
-            f"{what} is no causal language model that can be built ({type(error).__name__}: {first_line(error)})"
-        ) from None
+        remedy = "look through the code that comes with it, and set model.trust_remote_code=true to run it"
+        reason = f"no causal language model that can be built ({type(error).__name__}: {first_line(error)})"
+        raise UserError(f"{what}: {remedy if 'trust_remote_code' in str(error) else reason}") from None
     model.tie_weights()  # type: ignore[operator]
     return model
 

@@ -63,15 +63,10 @@ class WeightFiles:
 
 
 def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool) -> None:
-    """Give parameters and buffers, by their names in `transformers`, their values from a directory, in place.
+    """Give parameters and buffers, whole or sharded, by their names in `transformers`, their values from a directory, in place.
 
-    Args:
-        tensors: Whole or sharded.
-        directory: Where the files lie.
-        prefix: The network's `base_model_prefix`, which some files leave out of the names.
-        remote_code: Whether code that came with the model may be run, where the files are in an older layout.
-
-    Raises UserError where the files lack a tensor, have it in another shape, or are pickled.
+    `prefix` is the network's `base_model_prefix`, which some files leave out of the names; `remote_code` says whether code
+    that came with the model may run. Raises UserError where the files lack a tensor, have it in another shape, or are pickled.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
@@ -113,13 +108,10 @@ def _fill_through_transformers(tensors: dict[str, Tensor], directory: Path, remo
 
 
 def fill_from_seed(parameters: dict[str, Tensor], template: nn.Module, blocks: Sequence[nn.Module], seed: int) -> None:
-    """The architecture's own initialisation, each unit a pure function of the seed and its name.
+    """The architecture's own initialisation of parameters, whole or sharded; each unit is a pure function of seed and name.
 
-    Args:
-        parameters: By their names in `transformers`, whole or sharded, filled in place.
-        template: The network on the meta device; a unit at a time gets storage on the CPU.
-        blocks: Its blocks: they and the modules outside them that have parameters are the units.
-        seed: `run.seed`.
+    The units are the blocks and the modules outside them that have parameters. `template` is the network on the meta device;
+    a unit at a time gets storage on the CPU.
     """
     left = dict(parameters)
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -172,9 +164,8 @@ def save_origin(model: Any, run: Path) -> None:
     partial = run / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    named = [model.directory / name for name in (*CONFIG_FILES, *TOKENIZER_FILES)]
-    for file in (*named, *model.directory.glob(CODE_FILES)):
-        if file.is_file():
+    for pattern in (*CONFIG_FILES, *TOKENIZER_FILES, CODE_FILES):
+        for file in model.directory.glob(pattern):
             shutil.copyfile(file, partial / file.name)
     (partial / RECORD).write_bytes(to_json(describe_origin(model)))
     shutil.rmtree(folder, ignore_errors=True)
@@ -189,10 +180,7 @@ def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
 
 
 def weights_directory(model: Any) -> Path:
-    """The directory with an `HfModel`'s first weights: beside its configuration, or where its name leads to.
-
-    Raises UserError where they cannot be had, or their configuration is not the one that the run started with.
-    """
+    """The directory with an `HfModel`'s first weights: beside its configuration, or where its name leads to; or UserError."""
     folder: Path = model.directory
     if not read_json(folder / RECORD) and all((folder / file).is_file() for file in hub.weight_files(folder)):
         return folder

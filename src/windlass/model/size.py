@@ -78,8 +78,7 @@ def block_parameters(settings: ModelSettings) -> int:
 def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int:
     """FLOPs of one token's forward and backward pass by the usual convention, with which MFU is computed: 6 N + 12 L d T.
 
-    N is what every token is multiplied with: all parameters but the tables that are only looked up (learned positions, and
-    the embedding unless it is also the head). 12 L d T is attention over all T places (`length`; 0: the model's context),
+    N is what every token is multiplied with, and 12 L d T is attention over all T places (`length`; 0: the model's context),
     the half that causality masks included (arXiv 2204.02311, appendix B). GPT-2 small at context 1,024: 855 MFLOP.
     """
     attention = 12 * settings.layers * settings.width * (length or settings.context)
