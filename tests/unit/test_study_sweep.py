@@ -1,4 +1,4 @@
-"""A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals and ends as it is told."""
+"""A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals and ends as planned."""
 
 from __future__ import annotations
 

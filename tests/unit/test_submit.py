@@ -22,10 +22,10 @@ def study(tmp_path):
 
 
 def script_of(study, scheduler, cells, arguments=(), world=1, flags=()):
-    made = array_script(study, scheduler, cells, world, study.path.parent, "/usr/bin/python3", flags, arguments)
-    checked = subprocess.run(["bash", "-n"], input=made, text=True, capture_output=True)
+    script = array_script(study, scheduler, cells, world, study.path.parent, "/usr/bin/python3", flags, arguments)
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
-    return made.splitlines()
+    return script.splitlines()
 
 
 def test_the_array_script_names_the_cells_that_are_left(study):

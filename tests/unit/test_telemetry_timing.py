@@ -105,8 +105,8 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
 
 
 def line(attempt, step, event=None, world=None, **seconds):
-    found = {"kind": "event" if event else "train", "step": step, "attempt": attempt, "seconds": seconds}
-    return found | ({"event": event} if event else {}) | ({"world": world} if world else {})
+    fields = {"kind": "event" if event else "train", "step": step, "attempt": attempt, "seconds": seconds}
+    return fields | ({"event": event} if event else {}) | ({"world": world} if world else {})
 
 
 KILLED = [

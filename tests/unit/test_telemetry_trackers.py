@@ -46,10 +46,10 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         "kind": "train", "step": 3, "time": TIME, "attempt": 1, "loss": 0.1, "lr": 1e-3, "grad_norm": "NaN",
         "tokens_per_s": 5, "samples_per_s": 2, "mfu": 0.4, "step_ms": 7.5, "seconds": {"train": 2.0},
     }  # fmt: skip
-    made = points.point(line, {"device/util_pct/rank_0": 99.0})
-    assert made.step == 3 and made.stream == "train" and made.time == 1767225600.0
-    assert math.isnan(made.scalars.pop("train/grad_norm"))
-    assert made.scalars == {
+    shown = points.point(line, {"device/util_pct/rank_0": 99.0})
+    assert shown.step == 3 and shown.stream == "train" and shown.time == 1767225600.0
+    assert math.isnan(shown.scalars.pop("train/grad_norm"))
+    assert shown.scalars == {
         "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/samples_per_s": 2,
         "throughput/mfu": 0.4, "time/step_ms": 7.5, "goodput/train_s": 2.0, "run/attempt": 1.0,
         "device/util_pct/rank_0": 99.0,
@@ -60,8 +60,8 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         ({"kind": "sample", "index": 1, "prompt": "a", "text": "ab"}, "sample/1", {}, {"samples/1": "ab"}),
         ({"kind": "summary", "seconds": {"train": 1.0}, "a": {"b": 2.5}}, "summary", {"summary/a/b": 2.5}, {}),
     ):
-        made = points.point({"step": 5, "time": TIME, "attempt": 0} | fields, {})
-        assert (made.stream, made.scalars, made.texts) == (stream, scalars, texts)
+        shown = points.point({"step": 5, "time": TIME, "attempt": 0} | fields, {})
+        assert (shown.stream, shown.scalars, shown.texts) == (stream, scalars, texts)
 
 
 # -- following the ledger -----------------------------------------------------------------------------------------------

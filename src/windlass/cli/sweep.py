@@ -36,7 +36,7 @@ def sweep(
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),
     halving: bool = typer.Option(
         False,
-        help="Asynchronous successive halving: at its 1st, 2nd, 4th, ... evaluation a cell goes on only if it is in the "
+        help="Asynchronous successive halving: at its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the "
         "better half, by checkpoint.best, of those that came there before it.",
     ),
     retry_failed: bool = typer.Option(False, help="Train failed and diverged cells again."),

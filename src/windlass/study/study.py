@@ -1,4 +1,4 @@
-"""A study on disk: one directory of runs, made from one recipe and a grid. No torch.
+"""A study on disk: one directory of runs, of one recipe and a grid. No torch.
 
     studies/<name>/
       recipe.toml      the recipe that all cells share
@@ -56,7 +56,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class CellResult:
-    """How a cell stands, from its run's ledger; None for what is not known (yet)."""
+    """How a cell stands, from its run's ledger; None for what the ledger does not have (yet)."""
 
     cell: Cell
     run: Run  # whether it has begun or not
@@ -137,7 +137,7 @@ class Study:
 
     @staticmethod
     def create(recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True) -> Study:
-        """The study of a recipe and a grid: opened where the directory holds the same one, made where it is new.
+        """The study of a recipe and a grid: opened where the directory holds the same one, else created.
 
         `run.dir` and `run.name` of the recipe are ignored. `path` None: `studies/<preset>-<hash of recipe and axes>`.
         `write` False: nothing is written to disk. Raises UserError where the directory holds another study, or a cell's

@@ -65,7 +65,7 @@ def array_script(
 ) -> str:  # fmt: skip
     """The batch script for the cells with these numbers; a pure function of its arguments.
 
-    A rank gets a core and, unless the recipe says `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
+    A rank gets a core and, unless the recipe has `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
     (`--time=04:00:00`) and replace what would be asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A
     task whose time runs out gets a signal, saves and exits with 75; submitting again resumes it.
     """

@@ -186,7 +186,7 @@ class Sweep:
             process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> bool:
-        """Write down why a cell ended, where its ledger does not say; returns whether it is to be started again."""
+        """Write down why a cell ended, where its ledger has no reason; returns whether it is to be started again."""
         cell, result = process.cell, self.study.result(process.cell)
         if self.pruner:  # it may have ended between two looks, and later cells are compared with it
             self.pruner.prune(result)

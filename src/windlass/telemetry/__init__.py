@@ -1,1 +1,1 @@
-"""What a run says of itself: ledger, speed, devices, terminal, trackers."""
+"""What a run records of itself: ledger, speed, devices, terminal, trackers."""

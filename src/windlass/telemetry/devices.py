@@ -49,7 +49,7 @@ class CudaProbe:
         uuid = str(getattr(properties, "uuid", ""))
         self.about = {"device": properties.name, "uuid": uuid, "memory_mb": round(properties.total_memory / MB)}
         self._queries: dict[str, Callable[[], float]] = {}
-        with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML, whatever it raises
+        with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
             import pynvml as nvml
 
             nvml.nvmlInit()
@@ -138,7 +138,7 @@ class DeviceSampler:
                 spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
                 write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
                 before, self.cpu_seconds = phases, time.thread_time()
-        except Exception as error:  # a sampler must never end a run, whatever a driver or a disk does
+        except Exception as error:  # of a driver or a disk: a sampler must never end a run
             self.warning = f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
         finally:
             if file >= 0:

@@ -95,7 +95,7 @@ def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
         return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     driver = None
-    with contextlib.suppress(Exception):  # no NVML, whatever it raises
+    with contextlib.suppress(Exception):  # a machine without NVML
         import pynvml
 
         pynvml.nvmlInit()

@@ -131,7 +131,7 @@ class Throughput(NamedTuple):
     steps_per_s: float
     samples_per_s: float
     tokens_per_s: float  # padding not counted
-    mfu: float | None  # None where the device's peak is not known
+    mfu: float | None  # None without a peak of the device
 
 
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
@@ -168,9 +168,9 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
 def wall_time(lines: Iterable[Line]) -> Seconds:
     """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with `lost`, and `total`.
 
-    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, whatever the
+    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, what the
     attempts before it did after their checkpoint of step *s* was done in vain and counts as `lost`. The parts sum to
-    `total`. Time between an attempt's last line and its death is not known and not in it.
+    `total`. Time between an attempt's last line and its death is in no line and not counted.
     """
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)
@@ -225,14 +225,14 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:
     """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the devices' peak.
 
-    `flops_per_token` counts forward and backward by the 6N convention plus attention, and no recomputation. None where
-    the peak is not known.
+    `flops_per_token` counts forward and backward by the 6N convention plus attention, and no recomputation. None without
+    a peak.
     """
     return tokens_per_s * flops_per_token / (peak_flops * devices) if peak_flops else None
 
 
 def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """FLOP/s that one device can do at most, by its name as torch or NVML gives it; None where that is not known.
+    """FLOP/s that one device can do at most, by its name as torch or NVML gives it; None for others.
 
     `tf32`: fp32 products may be done in TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
@@ -244,9 +244,9 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
 
 
 PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    # The first pattern that is found in the device's name holds. TFLOP/s, dense (never the doubled "with sparsity"),
+    # The first pattern that matches in the device's name holds. TFLOP/s, dense (never the doubled "with sparsity"),
     # for products that accumulate in fp32, at boost clock: datasheets and architecture whitepapers of NVIDIA and AMD.
-    # A precision that is not listed is not known, or is not done in hardware.
+    # A precision that is not listed has no published peak, or is not done in hardware.
     (r"\bMIG\b", {}),  # a slice of a GPU has a share of its peak that its name does not tell
     (r"GB200", {"bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80}),
     (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),

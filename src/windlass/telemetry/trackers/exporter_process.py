@@ -166,7 +166,7 @@ def main(run: str, name: str, flush_seconds: str) -> int:
                 report(follower.backend.hint, False)
             if last:
                 return 0
-        except Exception as error:  # whatever a tracker's library raises, the run is not concerned
+        except Exception as error:  # any error of a tracker's library leaves the run alone
             wait, follower.backend = RETRY_SECONDS, None
             report(scrub(first_line(error)), True)
             print(f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}", file=sys.stderr, flush=True)
