@@ -25,7 +25,7 @@ from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch, worker_command
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import record
+from windlass.training import trainer
 from windlass.training.stop import StopSignals
 
 __all__ = ["corpus", "trainers"]
@@ -228,7 +228,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
     own = {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
     recipe = recipe_of(corpus, tmp_path / "run", **{"eval.sample_every": 4, "eval.sample_tokens": 3, **own})
     whole = untouched(recipe)
-    place, name = (record.Suites, "measure") if what == "evaluation" else (record, "generate")
+    place, name = (trainer.Suites, "measure") if what == "evaluation" else (trainer, "generate")
     original, steps = getattr(place, name), []
 
     def cut(*things: object, **more: object) -> object:
@@ -293,19 +293,19 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
     assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
 
 
-def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch, trainers):
+def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
     """The save of the last step fails, which is reported before the run ends: it is tried once more."""
     original, waited = commit.shutil.disk_usage, []
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: original(path) if waited else SimpleNamespace(free=0))
-    evaluate = record.Measurements.evaluate
+    evaluate = trainer.Trainer.evaluate
 
-    def evaluate_and_wait(self: record.Measurements, step: int, poll: Callable[[], bool]) -> bool:
-        whole = evaluate(self, step, poll)
-        if step == 3:
-            waited.append(trainers[0].saves.wait())
+    def evaluate_and_wait(self: trainer.Trainer) -> bool:
+        whole = evaluate(self)
+        if self.state.step == 3:
+            waited.append(self.saves.wait())
         return whole
 
-    monkeypatch.setattr(record.Measurements, "evaluate", evaluate_and_wait)
+    monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
     run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
     assert waited == [False]
     saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]

@@ -13,8 +13,7 @@ from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 
-HASH_WORDS = 2**20
-"""Words that are hashed at once: three temporary tensors of 8 MB, whatever the size of the parameter."""
+HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, whatever the size of the parameter
 
 
 def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks) -> None:

@@ -1,8 +1,8 @@
 """Steps that went wrong (a loss or gradient that is not finite, a loss spike), and the recipe's policies for them.
 
 On a CPU the host looks at every step before its update. On CUDA looking would make the host wait for the device, so
-there the device leaves the update out itself (`found_inf` of torch's fused optimizers) and counts the bad steps. The host
-reads the counts when it logs or saves; with the policy `stop` no update is made from the first bad step until then.
+there the device leaves the update out itself (`found_inf` of torch's fused optimizers) and counts the bad steps. The
+host reads the counts when it logs or saves; with the policy `stop` no update is made from the first bad step until then.
 Every rank sees the same numbers, so all decide alike.
 """
 
@@ -22,8 +22,7 @@ from windlass.recipe.settings import TrainSettings
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, TrainState
 
-SPIKE_WINDOW, SPIKE_MIN = 128, 16
-"""Losses that a spike is measured against; fewer than 16 say nothing about their spread."""
+SPIKE_WINDOW, SPIKE_MIN = 128, 16  # losses that a spike is measured against; fewer tell nothing about their spread
 
 
 class Decision(NamedTuple):
@@ -34,7 +33,7 @@ class Decision(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Bad steps since the last look: those whose loss or gradient norm was not finite, or whose update was held back."""
+    """Bad steps since the last look: loss or gradient norm was not finite, or the update was held back."""
 
     bad: int = 0
     in_a_row: int = 0  # of the last steps; 0 where the last one was good

@@ -1,4 +1,4 @@
-"""What a training writes: the ledger, the terminal and the trackers; evaluations and samples; checkpoints.
+"""What a training writes: the ledger, the terminal, the trackers, and checkpoints.
 
 Each method is called by every rank at the same step; rank 0 writes. The loop never waits for what is written in the
 background: `poll` reports what ended, `commit` waits.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -22,14 +21,9 @@ from torch.optim import Optimizer
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
 from windlass.checkpoint.save import Outcome, Saver
-from windlass.data.chat import stop_tokens
-from windlass.data.dataset import Data
-from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
-from windlass.evaluation.suites import Suites, write_predictions
 from windlass.model.size import HfSizes
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import autocast, unwrap
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan, Horizon
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
@@ -37,12 +31,10 @@ from windlass.telemetry.environment import describe, describe_rank, write_enviro
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
-from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.start import StartPlan
 from windlass.training.state import LossScaler, TrainState
 
-Poll = Callable[[], bool]  # asked between forward passes whether to stop; True on any rank stops all
-HEARTBEAT_SECONDS = 10.0
-"""How often the run's heartbeat file is touched, by which `windlass runs` tells a running run from a killed one."""
+HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
 
 
 @dataclass(frozen=True)
@@ -75,6 +67,7 @@ class Recorder:
         self.padded_tokens = 0  # tokens of this start, with padding and masked ones
         self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
         self.last_loss: float | None = None
+        self.scores: dict[int, float] = {}  # of `checkpoint.best` by step, from the ledger and since
         self._next_beat = 0.0  # of the monotonic clock
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
         stack.callback(self.ledger.close)
@@ -160,6 +153,16 @@ class Recorder:
         with self.timer.outside(), self.goodput.phase(phase):
             yield
 
+    def sample(self, index: int, prompt: str, text: str) -> None:
+        """A generated text: a `sample` line, a file, and the terminal."""
+        self.ledger.write("sample", self.state.step, index=index, prompt=prompt, text=text)
+        self.console.sample(text, self.state.step)
+        if self.ranks.main:
+            with contextlib.suppress(OSError):  # the text is in the ledger
+                self.run.samples_dir.mkdir(exist_ok=True)
+                file = self.run.samples_dir / f"step-{self.state.step:08d}-{index}.txt"
+                file.write_text(text, encoding="utf-8")
+
     def beat(self) -> None:
         """Touch the heartbeat file where it is time; costs a clock reading otherwise."""
         now = time.monotonic()
@@ -207,87 +210,6 @@ class Recorder:
 
 
 @dataclass
-class Measurements:
-    """The evaluations and samples of a run."""
-
-    recipe: Recipe
-    model: nn.Module
-    data: Data
-    suites: Suites
-    recorder: Recorder
-    scores: dict[int, float] = field(default_factory=dict)  # of `checkpoint.best` by step, from the ledger and since
-
-    def evaluation_due(self, step: int) -> bool:
-        """Whether the suites are measured after `step`: before the first and after the last, and by `eval.every`."""
-        every = self.recipe.eval.every
-        ends = step in (0, self.recorder.horizon.steps)
-        return self.data.val is not None and every not in (0, 0.0) and (ends or self.recorder.horizon.due(every, step))
-
-    def sample_due(self, step: int) -> bool:
-        """Whether a text is generated after `step`; a user's own model or tokenizer may not be able to."""
-        able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
-        return able and self.recorder.horizon.due(self.recipe.eval.sample_every, step)
-
-    def read_ledger(self, step: int) -> set[str]:
-        """Take the scores up to `step`; returns which kinds of lines (`eval`, `sample`) there are of `step` itself."""
-        run, kinds = self.recorder.run, ("eval", "sample")
-        read = lambda: [x for x in run.ledger() if x["kind"] in kinds and x["step"] <= step]  # noqa: E731
-        lines = decide_on_rank_0(self.recorder.ranks, "measured", read)
-        self.scores = scores_by_step(lines, self.recipe.checkpoint.best)
-        return {line["kind"] for line in lines if line["step"] == step}
-
-    def evaluate(self, step: int, poll: Poll) -> bool:
-        """Every suite of `eval.suites`, into the ledger; False where a stop cut one short: then nothing is written."""
-        measured, recorder = [], self.recorder
-        with recorder.outside("eval"):
-            recorder.ranks.mark(step, "evaluation")
-            for suite in self.recipe.eval.suites:
-                result = self.suites.measure(suite, self.model, poll)
-                if result is None:
-                    return False
-                numbers, predictions = result
-                measured.append({"suite": suite, **numbers})
-                if predictions and recorder.ranks.main:
-                    try:
-                        write_predictions(recorder.run.path / "eval", step, predictions)
-                    except OSError as error:  # the scores are in the ledger
-                        recorder.console.warning(f"{suite}: the predictions were not written: {error}")
-        more = {"epoch": recorder.epoch, "samples_trained": recorder.state.samples}
-        lines = [recorder.ledger.write("eval", step, **fields, **more) for fields in measured]
-        for line in lines:
-            recorder.console.eval(line)
-        self.scores |= scores_by_step(lines, self.recipe.checkpoint.best)
-        return True
-
-    def sample(self, step: int, poll: Poll) -> bool:
-        """Texts from the recipe's prompt, equal on every rank and world size; False as in `evaluate`."""
-        settings, tokenizer, recorder = self.recipe.eval, self.data.tokenizer, self.recorder
-        prompt = prompt_ids(self.model, tokenizer, settings.prompt)
-        sampling = Sampling(
-            max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k,
-            seed=self.recipe.run.seed, stop=stop_tokens(tokenizer, self.data.template),
-        )  # fmt: skip
-        with recorder.outside("sample"):
-            recorder.ranks.mark(step, "sample")
-            generated = generate(
-                self.model, [prompt] * settings.sample_count, sampling, recorder.ranks, vocab=tokenizer.vocab,
-                autocast=partial(autocast, self.recipe, recorder.ranks.device), poll=poll,
-            )  # fmt: skip
-        if generated is None:
-            return False
-        for index, ids in enumerate(generated):
-            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
-            recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
-            recorder.console.sample(text, step)
-            if recorder.ranks.main:
-                folder = recorder.run.samples_dir
-                with contextlib.suppress(OSError):  # the text is in the ledger
-                    folder.mkdir(exist_ok=True)
-                    (folder / f"step-{step:08d}-{index}.txt").write_text(text, encoding="utf-8")
-        return True
-
-
-@dataclass
 class Saves:
     """The checkpoints of a run: saved in the background, and reported when they are committed or have failed."""
 
@@ -296,7 +218,6 @@ class Saves:
     optimizer: Optimizer
     scaler: LossScaler | None
     recorder: Recorder
-    measurements: Measurements
     meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch
     step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
     committed: int  # the newest step that a restart would resume from
@@ -314,8 +235,7 @@ class Saves:
                 "reason": reason, "train_loss": recorder.last_loss, "samples": state.samples, "tokens": state.tokens,
             }  # fmt: skip
             tensors = gather_state(self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world)
-            scores = self.measurements.scores
-            self.saver.save(state.step, tensors, state.to_json(), meta, scores, while_waiting=recorder.beat)
+            self.saver.save(state.step, tensors, state.to_json(), meta, recorder.scores, while_waiting=recorder.beat)
         self.step = state.step
 
     def wait(self, timeout: float | None = None) -> bool:

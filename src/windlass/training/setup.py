@@ -1,7 +1,7 @@
 """From a recipe to a run: `train` makes the parts of a training in order, and has the `Trainer` run them.
 
-What rank 0 alone may do, look into the run directory and write there, goes through `decide_on_rank_0`, so that every rank
-has the result or raises the same error.
+What rank 0 alone may do, look into the run directory and write there, goes through `decide_on_rank_0`: every rank has the
+result or raises the same error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
 from windlass.training.checks import tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
-from windlass.training.record import Measurements, ModelFacts, Recorder, Saves
+from windlass.training.record import ModelFacts, Recorder, Saves
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
 from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
@@ -50,27 +50,19 @@ from windlass.training.trainer import OnStep, Trainer
 
 
 def train(
-    recipe: Recipe,
-    model: nn.Module | None = None,
-    data: Data | None = None,
-    on_step: OnStep | None = None,
-    *,
-    fresh: bool = False,
-    extend_to: int = 0,
-    branch_from: str = "",
-    stop_at: int = 0,
-    profile: int = 0,
-) -> Run:
+    recipe: Recipe, model: nn.Module | None = None, data: Data | None = None, on_step: OnStep | None = None, *,
+    fresh: bool = False, extend_to: int = 0, branch_from: str = "", stop_at: int = 0, profile: int = 0,
+) -> Run:  # fmt: skip
     """Train a recipe in this process, as one rank among those of the launcher that started it; returns the run.
 
-    A run directory that holds a committed checkpoint is resumed; a finished run is returned as it is. A signal before the
-    first step ends the process with exit code 75: nothing is lost.
+    A run directory that holds a committed checkpoint is resumed; a finished run is returned as it is. A signal before
+    the first step ends the process with exit code 75: nothing is lost.
 
     Args:
         recipe: Everything that defines the run.
-        model: A module of the user's own, which is trained with the weights it has: `forward(tokens [B, T], labels [B, T])`
-            gives the sum of the loss over labels that are not -100, `blocks()` the list of its repeated parts. With `vocab`
-            it is checked against the data's, with `new_cache` (as `windlass.model.gpt.GPT`) it is sampled.
+        model: A module of the user's own, which is trained with the weights it has: `forward(tokens [B, T], labels
+            [B, T])` gives the sum of the loss over labels that are not -100, `blocks()` the list of its repeated parts.
+            With `vocab` it is checked against the data's, with `new_cache` (as `GPT` has it) it is sampled.
         data: Samples of the user's own; with no tokenizer no text is generated.
         on_step: Called after every step.
         fresh: Set an existing run directory aside.
@@ -94,8 +86,8 @@ def train(
 
 
 def set_up(
-    plan: StartPlan, custom: nn.Module | None, data: Data | None, on_step: OnStep | None, stop: StopSignals, stack: ExitStack,
-    stop_at: int,
+    plan: StartPlan, custom: nn.Module | None, data: Data | None, on_step: OnStep | None, stop: StopSignals,
+    stack: ExitStack, stop_at: int,
 ) -> Trainer:  # fmt: skip
     """Make every part of a training, in order; `stack` ends them in the reverse order."""
     recipe, goodput = plan.recipe, Goodput()
@@ -135,16 +127,14 @@ def set_up(
         "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
         "micro_batch": batch.micro_batch,
     }  # fmt: skip
-    suites = Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch)
-    measurements = Measurements(recipe, model, data, suites, recorder)
     newest = (state.step, state.step) if choice is not None else (-1, 0)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     return Trainer(
         recipe=recipe, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
-        saves=Saves(saver, model, optimizer, scaler, recorder, measurements, meta, *newest),
-        measurements=measurements, recorder=recorder, on_step=on_step, stop_at=stop_at,
+        saves=Saves(saver, model, optimizer, scaler, recorder, meta, *newest),
+        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch), recorder=recorder, on_step=on_step, stop_at=stop_at,
     )  # fmt: skip
 
 
@@ -234,8 +224,8 @@ def prepare_model(
     if custom is None and recipe.model.kind == "gpt":
         flops = flops_per_token(recipe.model, data.vocab)
     facts = ModelFacts(
-        sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model), tie_groups(model),
-        hf, flops, device_name, peak,
+        sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model),
+        tie_groups(model), hf, flops, device_name, peak,
     )  # fmt: skip
     model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
@@ -252,7 +242,7 @@ def load_checkpoint(
     path: Path, recipe: Recipe, ranks: Ranks, data: Data, batch: BatchPlan, facts: ModelFacts, model: nn.Module,
     optimizer: torch.optim.Optimizer, notes: list[str],
 ) -> TrainState:  # fmt: skip
-    """Fill model and optimizer from a checkpoint; returns its counters, and adds to `notes` what will not be the same."""
+    """Fill model and optimizer from a checkpoint, return its counters, and note what will not be as it was."""
     checkpoint = checkpoints.open_checkpoint(path, deep=False)
     saved = checkpoint.meta
     if saved.get("data") != data.fingerprint:

@@ -39,8 +39,7 @@ LEFT_OVER = {
     LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
 }  # fmt: skip
 """What a start that failed before it wrote its recipe may leave behind; a new run may begin among these files."""
-LOCK_WAIT_SECONDS = 10.0
-"""How long to wait for the lock of a run directory: a process that was just killed may still be ending."""
+LOCK_WAIT_SECONDS = 10.0  # for the lock of a run directory: a process that was just killed may still be ending
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
         steps, lineage = [entry.step for entry in list_entries(plan.run.checkpoints_dir)], read_lineage(run)
         if not paths and (steps or (lineage is not None and lineage.checkpoint)):
             raise UserError(
-                f"the decay of {run} began at step {decay_begins}, and no checkpoint from before it is left (there are: "
+                f"the decay of {run} began at step {decay_begins}, and none from before it is left (there are: "
                 f"{sorted(steps)}): a decayed run cannot be extended; set checkpoint.keep_every next time"
             )
         return paths

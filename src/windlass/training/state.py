@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000
-"""fp16: the initial loss scale, and the steps without an overflow after which it doubles (as torch.amp.GradScaler)."""
+SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Signals that ask a training to stop.
 
-Before the first optimizer step nothing can be lost (data preparation and what a start writes bear a kill at any moment),
-so a signal ends the process at once with exit code 75. From the first step on it only sets a flag. The loop posts the
-flag with each step, every rank sees the largest flag one step later, and all save the same step and exit with 75.
+Before the first optimizer step nothing can be lost (data preparation and what a start writes bear a kill at any
+moment), so a signal ends the process at once with exit code 75. From the first step on it only sets a flag. The loop
+posts the flag with each step, every rank sees the largest one step later, and all save the same step and exit with 75.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from windlass.errors import STOPPED, before_training
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What people and schedulers send to end a job: SLURM and PBS warn with SIGTERM or SIGUSR1/2."""
-INTERRUPTED = 130
-"""The exit code of a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)."""
+INTERRUPTED = 130  # the exit code of a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
 
 
 class StopSignals:
@@ -52,8 +51,8 @@ class StopSignals:
         if not self.training:
             if number == signal.SIGINT and hasattr(sys, "ps1"):
                 raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
-            # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so the
-            # line goes to the descriptor; a progress bar has hidden the terminal's cursor, so that is shown again.
+            # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so
+            # the line goes to the descriptor; a progress bar has hidden the terminal's cursor: it is shown again.
             with contextlib.suppress(Exception):
                 os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {before_training(name)}\n").encode())
                 self.before_exit(name)

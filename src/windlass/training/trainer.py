@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +23,30 @@ from torch.optim import Optimizer
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.reshard import restore
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best, scores_by_step
+from windlass.data.chat import stop_tokens
 from windlass.data.dataset import Data
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line
+from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
+from windlass.evaluation.suites import Suites, write_predictions
 from windlass.optim.build import set_lr
 from windlass.optim.schedule import factor
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import autocast, sync_gradients
+from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
-from windlass.training.record import Measurements, ModelFacts, Recorder, Saves, start_profiler
+from windlass.training.record import ModelFacts, Recorder, Saves, start_profiler
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 
-OnStep = Callable[[int, "StepResult"], object]
-"""Called after every step on every rank with the steps completed and the step's result (tensors on the device)."""
+OnStep = Callable[
+    [int, "StepResult"], object
+]  # called on every rank with the steps completed and the last one's result
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
 FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
@@ -59,10 +64,8 @@ def step_seed(seed: int, step: int, micro: int) -> int:
 class StepResult:
     """What a step leaves behind, on the device: nothing here was waited for."""
 
-    loss: Tensor
-    """This rank's share of the step's loss: summed over ranks it is the loss per unmasked label. Scalar."""
-    grad_norm: Tensor
-    """Global gradient norm before clipping, the same on every rank. Scalar."""
+    loss: Tensor  # scalar: this rank's share; the sum over the ranks is the loss per unmasked label
+    grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
     tokens: int  # unmasked labels of the step, over all ranks
     padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
     lr_factor: float  # what the peak learning rates were multiplied by
@@ -87,7 +90,7 @@ class Trainer:
     state: TrainState
     bad_steps: BadSteps
     saves: Saves
-    measurements: Measurements
+    suites: Suites  # of evaluation
     recorder: Recorder
     on_step: OnStep | None
     stop_at: int
@@ -109,16 +112,19 @@ class Trainer:
 
     def begin(self) -> None:
         """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
-        recorder, measurements, step = self.recorder, self.measurements, self.state.step
+        recorder, step, kinds = self.recorder, self.state.step, ("eval", "sample")
         # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
         self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
-        done = measurements.read_ledger(step)
+        read = lambda: [x for x in recorder.run.ledger() if x["kind"] in kinds and x["step"] <= step]  # noqa: E731
+        lines = decide_on_rank_0(self.ranks, "measured", read)
+        recorder.scores |= scores_by_step(lines, self.recipe.checkpoint.best)
+        done = {line["kind"] for line in lines if line["step"] == step}
         if self.recipe.train.startup_checks:
             startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
-        if measurements.evaluation_due(step) and "eval" not in done:
+        if self.evaluation_due() and "eval" not in done:
             self.evaluate()
-        if measurements.sample_due(step) and "sample" not in done:
-            measurements.sample(step, self.poll_stop)
+        if self.sample_due() and "sample" not in done:
+            self.sample()
         recorder.goodput.enter("train")
         recorder.restart_counts()
 
@@ -145,7 +151,7 @@ class Trainer:
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
                 save_due = horizon.due(recipe.checkpoint.every, state.step)
-                evaluation_due = self.measurements.evaluation_due(state.step)
+                evaluation_due = self.evaluation_due()
                 stopping = bool(stop_requested) or (state.step == self.stop_at and not last)
                 # What is logged, saved or measured must be known to be good; on a CPU every step is looked at.
                 look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
@@ -165,8 +171,8 @@ class Trainer:
                 if save_due and self.saves.step != state.step:
                     self.saves.save()
                 complete = not evaluation_due or self.evaluate()
-                if complete and self.measurements.sample_due(state.step):
-                    complete = self.measurements.sample(state.step, self.poll_stop)
+                if complete and self.sample_due():
+                    complete = self.sample()
                 self.saves.report(self.saves.saver.poll())
                 recorder.poll()
                 if profiler is not None:
@@ -209,7 +215,7 @@ class Trainer:
             grad_norm = grad_norm if scale is None else grad_norm / scale
             bad, spike = self.bad_steps.observe(loss, grad_norm)
             if self.bad_steps.deferred:
-                self.optimizer.found_inf = bad  # type: ignore[attr-defined] # the device leaves the update out where it is 1
+                self.optimizer.found_inf = bad  # type: ignore[attr-defined] # where it is 1, the device does not update
             if spike is None and (self.bad_steps.deferred or not bool(bad)):
                 # One pass over the gradients clips them and divides out the loss scale.
                 limit = self.recipe.train.grad_clip or math.inf
@@ -257,14 +263,63 @@ class Trainer:
         self.recorder.beat()
         return self.stop.requested
 
+    def evaluation_due(self) -> bool:
+        """Whether the suites are measured at this step: before the first and after the last, and by `eval.every`."""
+        step, every = self.state.step, self.recipe.eval.every
+        ends = step in (0, self.horizon.steps)
+        return self.data.val is not None and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
+
     def evaluate(self) -> bool:
-        """Measure; save the best model so far, also where no save is due. False where a stop cut the evaluation short."""
-        step, scores, settings = self.state.step, self.measurements.scores, self.recipe.checkpoint
-        if not self.measurements.evaluate(step, self.poll_stop):
-            return False
-        if step and settings.keep_best and self.saves.step != step and best(scores, settings.best) == step:
+        """Measure every suite of `eval.suites`, and save the best model so far, also where no save is due.
+
+        False where a stop cut it short: then nothing is written.
+        """
+        step, recorder, settings, measured = self.state.step, self.recorder, self.recipe.checkpoint, []
+        with recorder.outside("eval"):
+            self.ranks.mark(step, "evaluation")
+            for suite in self.recipe.eval.suites:
+                result = self.suites.measure(suite, self.model, self.poll_stop)
+                if result is None:
+                    return False
+                numbers, predictions = result
+                measured.append({"suite": suite, **numbers})
+                if predictions and self.ranks.main:
+                    try:
+                        write_predictions(recorder.run.path / "eval", step, predictions)
+                    except OSError as error:  # the scores are in the ledger
+                        recorder.console.warning(f"{suite}: the predictions were not written: {error}")
+        more = {"epoch": recorder.epoch, "samples_trained": self.state.samples}
+        lines = [recorder.ledger.write("eval", step, **fields, **more) for fields in measured]
+        for line in lines:
+            recorder.console.eval(line)
+        recorder.scores |= scores_by_step(lines, settings.best)
+        if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
             self.saves.save(BEST)
         return True
+
+    def sample_due(self) -> bool:
+        """Whether a text is generated at this step; a user's own model or tokenizer may not be able to."""
+        able = hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
+        return able and self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+
+    def sample(self) -> bool:
+        """Texts from the recipe's prompt, equal on every rank and world size; False as in `evaluate`."""
+        settings, tokenizer, recorder, step = self.recipe.eval, self.data.tokenizer, self.recorder, self.state.step
+        prompt = prompt_ids(self.model, tokenizer, settings.prompt)
+        sampling = Sampling(
+            max_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k,
+            seed=self.recipe.run.seed, stop=stop_tokens(tokenizer, self.data.template),
+        )  # fmt: skip
+        with recorder.outside("sample"):
+            self.ranks.mark(step, "sample")
+            generated = generate(
+                self.model, [prompt] * settings.sample_count, sampling, self.ranks, vocab=tokenizer.vocab,
+                autocast=partial(autocast, self.recipe, self.ranks.device), poll=self.poll_stop,
+            )  # fmt: skip
+        for index, ids in enumerate(generated or []):
+            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
+            recorder.sample(index, settings.prompt, text)
+        return generated is not None
 
     def rewind(self, reason: str, stop_sample: int) -> None:
         """Return to the last good checkpoint, and leave out the samples from there up to `stop_sample`."""
@@ -296,9 +351,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.load(state)
         self.saves.step = self.saves.committed = state.step
-        scores = self.measurements.scores
-        for step in [step for step in scores if step > state.step]:
-            del scores[step]
+        recorder.scores = {step: score for step, score in recorder.scores.items() if step <= state.step}
         recorder.rewound(reason, start, stop_sample)
 
     def stop_run(self) -> None:
