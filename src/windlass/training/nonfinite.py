@@ -2,7 +2,7 @@
 
 On a CPU the host looks at every step before its update. On CUDA looking would make the host wait for the device, so
 there the device leaves the update out itself (`found_inf` of torch's fused optimizers) and counts the bad steps. The
-host reads the counts when it logs or saves; with the policy `stop` no update is made from the first bad step until then.
+host reads the counts when it logs or saves; with the policy `stop` no update is made from a bad step until then.
 Every rank sees the same numbers, so all decide alike.
 """
 

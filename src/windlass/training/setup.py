@@ -1,7 +1,7 @@
 """From a recipe to a run: `train` makes the parts of a training in order, and has the `Trainer` run them.
 
-What rank 0 alone may do, look into the run directory and write there, goes through `decide_on_rank_0`: every rank has the
-result or raises the same error.
+What rank 0 alone may do, look into the run directory and write there, goes through `decide_on_rank_0`: every rank has
+the result or raises the same error.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def set_up(
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
         saves=Saves(saver, model, optimizer, scaler, recorder, meta, *newest),
-        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch), recorder=recorder, on_step=on_step, stop_at=stop_at,
+        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch), recorder=recorder, on_step=on_step,
+        stop_at=stop_at,
     )  # fmt: skip
 
 
