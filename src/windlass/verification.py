@@ -1,7 +1,6 @@
-"""The proof on the user's own machine: each promise tried with real runs, and what was measured.
+"""The proof on the user's own machine: each promise tried with real trainings, by their ledgers and checkpoints.
 
-Every proof is made of trainings as `windlass train` does them, in a temporary directory, and of what they left there:
-ledgers and checkpoints. `python -m windlass.verification TASK` is such a training, in processes of its own.
+`python -m windlass.verification TASK` is such a training, in processes of its own.
 """
 
 from __future__ import annotations
@@ -264,12 +263,10 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     for number in range(bench.kills):
         process = bench.start("killed", worlds[number % len(worlds)], train__steps=10_000, checkpoint__keep_last=2)
         try:
-            until = time.monotonic() + 120
-            while process.poll() is None and time.monotonic() < until:
-                steps = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-????????")]
-                if max(steps, default=0) != committed:
-                    break
+            until, newest = time.monotonic() + 120, committed
+            while newest == committed and process.poll() is None and time.monotonic() < until:
                 time.sleep(0.005)
+                newest = max((int(p.name[5:]) for p in (run / "checkpoints").glob("step-????????")), default=0)
             time.sleep(draw.random() * 0.2)
         finally:  # all its processes at once, also when this one is interrupted
             finished += process.poll() == 0

@@ -67,7 +67,7 @@ def launch(
         stopped_seconds: how long a rank may be suspended.
 
     Returns:
-        0: all done. 75: stopped by a signal, everything saved. 2, 44, 46: what the first rank to end said. 1: a failure.
+        0: all done. 75: stopped by a signal, everything saved. 2, 44, 46: the code of the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
     log, world = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0]
@@ -245,13 +245,13 @@ class Group:
         codes = [worker.code or 0 for worker in self.workers if worker not in alive]
         killed = [-code for code in codes if -code in self.forwarded]
         if not hung and self.forwarded and (killed or errors.STOPPED in codes):
-            if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has said so
+            if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has logged it
                 self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
         first = hung[0] if hung else self._first_to_fail(alive)
         code = first.code or errors.FAILED
         if code in MEANT_CODES:
-            if first.rank and self.workers[0].code != code:  # else rank 0 has said it on the terminal
+            if first.rank and self.workers[0].code != code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return code
         self.lost = bool(hung) or (first not in alive and code < 0)

@@ -53,7 +53,7 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 class Agreement:
     """Flags that all ranks act on together, at the same step.
 
-    At the end of each step a rank takes the `result` of the last `post` and posts its own flags anew. What one rank knows
+    At the end of each step a rank takes the `result` of the last `post` and posts its own flags again. What one rank has seen
     at step *s*, all act on after step *s + 1*; no step waits for it.
     """
 

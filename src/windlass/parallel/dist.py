@@ -33,7 +33,7 @@ from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
-EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, whatever its communicators wait for
+EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where its communicators still wait
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
@@ -127,7 +127,7 @@ class Ranks:
         self.store = self.control = self.mesh = None
 
     def fail(self, error: BaseException) -> processes.Failure:
-        """Report that this rank cannot go on; returns the failure that came first, its own or another rank's.
+        """Report that this rank cannot continue; returns the failure that came first, its own or another rank's.
 
         From now on it joins no collective. Its process is ended after EXIT_SECONDS if it does not end by itself.
         """

@@ -72,7 +72,10 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     Raises:
         UserError: variables are missing, are no numbers, or contradict each other.
     """
-    in_slurm = _is_slurm_task(environ)
+    # Whether srun started this process, as one of several tasks. The shell of a batch job also has SLURM_PROCID = 0 and the
+    # job's SLURM_NTASKS, but no step; an interactive shell is a step of its own, with a number near 2**32, and of one task.
+    step, tasks = environ.get("SLURM_STEP_ID", ""), _number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", 1)
+    in_slurm = "SLURM_PROCID" in environ and step.isdigit() and int(step) < INTERACTIVE_STEP and tasks > 1
     if in_slurm and environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and "RANK" not in environ:
         launcher = "slurm"  # PMI is srun's own, and names no hosts
     elif "WINDLASS_LAUNCHED" in environ:
@@ -95,20 +98,6 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     return DistEnv(attempt=env.attempt) if is_alone else env
 
 
-def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, as one of several tasks.
-
-    The shell of a batch job also has SLURM_PROCID = 0 and the job's SLURM_NTASKS, but no step; an interactive shell is a
-    step of its own, with a number near 2**32, and of one task.
-    """
-    if "SLURM_PROCID" not in environ:
-        return False
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    if step.isdigit():
-        return int(step) < INTERACTIVE_STEP and _number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", 1) > 1
-    return _number(environ, "SLURM_PROCID") > 0
-
-
 def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     names = VARIABLES[launcher]
 
@@ -120,7 +109,7 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     nodes = nodes or -(-world // local_world)
     node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
     if launcher == "slurm":  # hosts may have unequal numbers of tasks: `4(x2),1` is 4, 4, 1
-        text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+        text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
         tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
         local_world = tasks[node] if node < len(tasks) and sum(tasks) == world else local_world
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))

@@ -4,8 +4,8 @@ A thread writes this rank's step and phase under the rank's own key of the store
 the others that of rank 0, and all look for the first failure that any rank reported. A rank whose count stands still for
 MISSED intervals (it was suspended, or its host is gone) is lost, and the run ends: within 30 s at the default interval.
 
-The store lives in rank 0. When that is suspended a call to the store never returns, whatever its time limit; so each call
-is made in a helper thread, which is left to itself when it takes too long.
+The store lives in rank 0. When that is suspended a call to the store never returns, in spite of its time limit; so each call
+runs in a helper thread, which is left to itself when it takes too long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from windlass.processes import Failure, RankStatus
 
 MISSED = 5  # intervals without a beat after which a rank is lost
 POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least
-EXIT_SECONDS = 2.0  # how long the main thread has to end with a message of its own, once the run is known to be lost
+EXIT_SECONDS = 2.0  # how long the main thread has to end with a message of its own, once the run is lost
 CAUSE_SECONDS = 1.0  # how long a rank that only lost contact waits for the report of the one that failed
 
 Result = TypeVar("Result")

@@ -57,8 +57,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     afterwards) or hold values (rank 0's reach every rank). `model.blocks()` lists
     the units of sharding, checkpointing and compiling.
 
-    Returns:
-        The model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
+    Returns the model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
     """
     settings, blocks = recipe.parallel, list(model.blocks())  # type: ignore[operator]
     checkpoint_activations(blocks, settings.activation_checkpointing)
@@ -68,7 +67,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     on_meta = any(p.is_meta for p in model.parameters())
     if ranks.strategy not in SHARDED:
         _move(model, ranks.device, ranks.device)
-    if not on_meta and ranks.world > 1:  # a model that a user made may differ from process to process
+    if not on_meta and ranks.world > 1:  # a model that a user built may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
     if ranks.strategy in SHARDED:
@@ -168,8 +167,7 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
     """Have each block drop its activations in the forward pass and compute them again in the backward pass.
 
     `full` recomputes the whole block; `selective` saves what matrix products and attention gave. The generators' states are
-    restored for the recomputation, so that dropout draws the same masks. The blocks stay the modules they were: no name
-    changes.
+    restored for the recomputation, so that dropout draws the same masks.
     """
     contexts = functools.partial(create_selective_checkpoint_contexts, selective_policy)
     context = {"context_fn": contexts} if how == "selective" else {}

@@ -294,24 +294,24 @@ class ParallelSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """What is saved, how often, and what is kept."""
+    """What is saved, how often, and what is deleted."""
 
     every: Duration = 0.1
     """How often the state is saved."""
     keep_last: int = Field(10, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints stay."""
     keep_every: Duration = 0
-    """Those at multiples of this are kept for good."""
+    """Those at multiples of this stay for good."""
     best: BestMeasure = "loss"
     """Which one is the best: that of the lowest validation loss, or of the highest of another suite's measures."""
     keep_best: bool = True
-    """The best one is kept."""
+    """The best one stays."""
     resume: str = "latest"
     """`latest`, `best`, a step, a checkpoint's path, or `never` (refuses where there is one)."""
     background: bool = True
-    """Write in the background while training goes on; `false`: wait for the disk."""
+    """Write in the background while training continues; `false`: wait for the disk."""
     max_failed_saves: int = Field(3, ge=1)
-    """So many saves in a row that fail end the run: it would go on with nothing to resume from."""
+    """So many failed saves in a row end the run: it would train with nothing to resume from."""
     grace_seconds: float = Field(25.0, gt=0)
     """Seconds from a signal to the end of the run; a save that would take longer is not begun. torchrun kills after 30 s."""
 
