@@ -98,10 +98,7 @@ def test_a_run_that_was_only_begun_or_whose_recipe_is_of_another_time(top):
     assert verb.table([row]).row_count == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [(["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")],
-)
+@pytest.mark.parametrize(("arguments", "word"), [(["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")])
 def test_what_is_wrong_is_said(top, arguments, word):
     result = call(*arguments)
     assert isinstance(result.exception, UserError) and word in str(result.exception)

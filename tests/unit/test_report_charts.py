@@ -1,9 +1,5 @@
-import json
 import math
-import shutil
-import subprocess
 from dataclasses import replace
-from importlib import resources
 
 import numpy as np
 import pytest
@@ -15,16 +11,6 @@ from windlass.reports.charts import charts, on_grid, smoothed, thin
 from windlass.reports.page import numbers, payload
 from windlass.reports.plots import draw
 from windlass.reports.view import Track, view
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return view(build_run(folder / "one", killed_at=263))
 
 
 def described(*views):
@@ -68,17 +54,6 @@ def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
             assert math.isnan(smooth)
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node; tests/e2e compares the two in a browser")
-def test_the_pages_script_smooths_as_the_pictures_do():
-    values = [4.0, 3.5, None, 3.75, 2.0, None, None, 2.5, 1.0]
-    script = (resources.files("windlass.reports") / "page.js").read_text()
-    functions = script[script.index("function decayed") : script.index("/** What is drawn of a chart now")]
-    code = f"{functions}; console.log(JSON.stringify(smooth({json.dumps(values)}, 0.8)))"
-    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True, timeout=60)
-    expected = smoothed(np.array([math.nan if v is None else v for v in values]), 0.8)
-    assert [math.nan if v is None else v for v in json.loads(done.stdout)] == pytest.approx(list(expected), nan_ok=True)
-
-
 def test_a_grid_averages_what_falls_into_each_span():
     track = Track({"hours": np.array([0.0, 0.1, 0.9, 1.0]), "x": np.array([1.0, 3.0, math.nan, 7.0])})
     late = Track({"hours": np.array([0.95]), "x": np.array([5.0])})
@@ -95,15 +70,15 @@ def test_the_ranks_have_a_line_each_and_utilisation_is_that_of_training(one):
     assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
 
 
-def test_many_ranks_become_mean_range_and_extremes(folder):
-    mean, *ranks = described(view(build_run(folder / "many", ranks=12, steps=30)))["utilisation"].series
+def test_many_ranks_become_mean_range_and_extremes(tmp_path):
+    mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))["utilisation"].series
     assert [s.name for s in ranks] == ["rank 0", "rank 11"]
     assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
     assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
 
 
-def test_only_charts_with_numbers_are_drawn(one, folder):
-    cuda, cpu = described(one), described(view(build_run(folder / "cpu", device="cpu", ranks=1, steps=30)))
+def test_only_charts_with_numbers_are_drawn(one, tmp_path):
+    cuda, cpu = described(one), described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {"memory", "power"} <= set(cuda)
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
 

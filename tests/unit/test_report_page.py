@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import struct
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import matplotlib
@@ -44,16 +42,6 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return view(build_run(folder / "one", f"run.notes={json.dumps(NASTY)}", killed_at=263))
-
-
-@pytest.fixture(scope="module")
 def text(one):
     return page([one], charts([one]))
 
@@ -66,8 +54,8 @@ def test_what_a_model_or_a_recipe_says_is_text_and_nothing_else(text):
     assert NASTY.replace("\x1b", "\ufffd") in "".join(parsed.texts["p"]) and "\x1b" not in text
 
 
-def test_a_hostile_name_is_text_everywhere(folder, one):
-    other = view(build_run(folder / "two", steps=50), label=f"two {NASTY}")
+def test_a_hostile_name_is_text_everywhere(tmp_path, one):
+    other = view(build_run(tmp_path / "two", steps=50), label=f"two {NASTY}")
     parsed = Page(page([one, other], charts([one, other])))
     assert len(parsed.all("script")) == 2
     assert json.loads("".join(parsed.texts["script"][:1]))["runs"][1]["label"] == f"two {NASTY}"
@@ -100,19 +88,10 @@ def test_the_data_are_the_runs_numbers(text, one):
     assert {chart["id"] for chart in data["charts"]} == {a["data-chart"] for a in Page(text).all("figure")}
 
 
-def test_a_run_without_steps_has_a_page(folder):
-    run = build_run(folder / "empty", steps=50)
+def test_a_run_without_steps_has_a_page(tmp_path):
+    run = build_run(tmp_path / "empty", steps=50)
     run.metrics_path.unlink()
     assert "No step has been logged yet." in Page(page([view(run)], [])).texts["p"]
-
-
-def test_reports_import_neither_torch_nor_matplotlib_before_they_draw():
-    code = (
-        "import sys, windlass.reports.page, windlass.cli.report; print('torch' in sys.modules, 'matplotlib' in sys.modules);"
-        "import windlass.reports.plots; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False", "False"]
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -158,8 +137,8 @@ def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one
     assert contents(again) == contents(written)
 
 
-def test_several_runs_are_stacked_under_their_names(folder, one, tmp_path):
-    other = build_run(folder / "other", lr=1e-2, steps=100)
+def test_several_runs_are_stacked_under_their_names(one, tmp_path):
+    other = build_run(tmp_path / "other", lr=1e-2, steps=100)
     made = report([one.run, other], tmp_path, plots=False)
     assert made.plots == {} and not (tmp_path / "plots").exists()
     assert [row["run"] for row in rows(tmp_path / "train.csv")] == ["one"] * 40 + ["other"] * 10
@@ -168,8 +147,8 @@ def test_several_runs_are_stacked_under_their_names(folder, one, tmp_path):
     assert "optim.lr" in made.markdown.read_text().split("## Results")[1].splitlines()[2]
 
 
-def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(folder, tmp_path):
-    made = report(build_study(folder / "study"), tmp_path)
+def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tmp_path):
+    made = report(study.study.path, tmp_path)
     command = "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine"
     assert {"loss-against-lr", "loss-against-kind", "heat-map", "loss", "loss-late"} <= set(made.plots)
     assert command in made.markdown.read_text()
@@ -186,8 +165,8 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(folder, t
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2
 
 
-def test_nothing_to_report_on_and_nowhere_to_write(folder, one, tmp_path):
-    path = build_study(folder / "new", rates=(1e-3,), seeds=(1,))
+def test_nothing_to_report_on_and_nowhere_to_write(one, tmp_path):
+    path = build_study(tmp_path / "new", rates=(1e-3,), seeds=(1,))
     for cell in (path / "runs").iterdir():
         (cell / "recipe.toml").unlink()
     (tmp_path / "file").write_text("in the way")
@@ -204,13 +183,13 @@ def call(*arguments):
     return end.value.code
 
 
-def test_the_verb(folder, one, tmp_path, capsys, monkeypatch):
+def test_the_verb(one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call(one.run.path, "--out", tmp_path, "--no-plots") == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'index.html'}\n"
     assert call(one.run.path, "--no-plots", "--text", "--out", tmp_path) == 0
     out = capsys.readouterr().out
     assert "sample at step 400" in out and "└" in out and "Final training loss" in out and "\x1b" not in out
-    assert call(build_study(folder / "again", rates=(1e-3,), seeds=(1,)), one.run.path, "--no-plots") == 0
+    assert call(build_study(tmp_path / "again", rates=(1e-3,), seeds=(1,)), one.run.path, "--no-plots") == 0
     assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()
     assert call(tmp_path) == 2 and "no recipe.toml" in capsys.readouterr().err

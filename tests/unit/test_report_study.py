@@ -6,22 +6,11 @@ import numpy as np
 import pytest
 from report_fixtures import build_run, build_study, edit, loss_at
 
-from windlass.errors import UserError
 from windlass.reports.charts import charts
 from windlass.reports.page import page
 from windlass.reports.plots import draw, heat_figure
 from windlass.reports.study import cell_table, heat_map, read_study, seed_table, sweep_charts, tones, winner_text
 from windlass.run import Run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("studies")
-
-
-@pytest.fixture(scope="module")
-def study(folder):
-    return read_study(build_study(folder / "study"))
 
 
 def best(lr, seed):
@@ -73,9 +62,9 @@ def test_the_heat_map_of_two_swept_settings(study):
     assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
 
 
-def test_a_study_is_compared_by_its_own_measure(folder):
+def test_a_study_is_compared_by_its_own_measure(tmp_path):
     settings = ("eval.suites=['loss', 'hellaswag']", "checkpoint.best=hellaswag.acc_norm")
-    path = build_study(folder / "scored", seeds=(1,), overrides=settings)
+    path = build_study(tmp_path / "scored", seeds=(1,), overrides=settings)
 
     def raise_score(line):  # the best score where the loss is not the lowest
         return line | ({"acc_norm": line["acc_norm"] + 0.2} if "acc_norm" in line else {})
@@ -92,23 +81,8 @@ def test_a_study_is_compared_by_its_own_measure(folder):
     assert "hellaswag.acc_norm" in page(seen.views, charts(seen.views), seen)
 
 
-def test_a_cell_that_failed_before_it_began_shows_its_reason(folder):
-    path = build_study(folder / "early", rates=(1e-2, 1e-3), seeds=(1,))
-    listed = json.loads((path / "study.json").read_text())["cells"]
-    status = {listed[-1]["key"]: {"state": "failed", "reason": "bad input: no such corpus"}}
-    (path / "statuses.json").write_text(json.dumps(status))
-    last = rows(cell_table(read_study(path)))[-1]
-    assert (last["state"], last["reason"], last["steps"]) == ("failed", "bad input: no such corpus", None)
-
-
-def test_no_study_is_a_mistake_of_the_user(folder):
-    with pytest.raises(UserError) as error:
-        read_study(folder)
-    assert "study.json" in str(error.value)
-
-
 @pytest.fixture(scope="module")
-def diverged(folder):
+def diverged(tmp_path_factory):
     """Three rates, two schedules, two seeds; both seeds of 1e-2 with wsd blew up and ended at step 120."""
 
     def blow_up(line):
@@ -116,7 +90,7 @@ def diverged(folder):
             line["loss"] = 40.0 if line["step"] < 120 else math.nan
         return line if line["step"] <= 120 else None
 
-    path = build_study(folder / "diverged")
+    path = build_study(tmp_path_factory.mktemp("studies") / "diverged")
     listed = json.loads((path / "study.json").read_text())["cells"]
     for cell in listed[2:4]:
         shutil.rmtree(path / cell["run"])

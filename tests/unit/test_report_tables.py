@@ -17,23 +17,10 @@ from windlass.reports.view import Track, view, views
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return view(build_run(folder / "one", killed_at=263))
-
-
-@pytest.fixture(scope="module")
-def three(folder):
-    runs = [
-        build_run(folder / "a", lr=1e-2, steps=100, ranks=1),
-        build_run(folder / "b", lr=1e-3, steps=100, ranks=1, seed=2),
-        build_run(folder / "c", lr=1e-4, steps=100, ranks=1, seed=3, finished=False, device="cpu"),
-    ]
-    return views(runs)
+def three(tmp_path_factory):
+    folder, options = tmp_path_factory.mktemp("runs"), {"steps": 100, "ranks": 1}
+    runs = [build_run(folder / "a", lr=1e-2, **options), build_run(folder / "b", lr=1e-3, seed=2, **options)]
+    return views([*runs, build_run(folder / "c", lr=1e-4, seed=3, finished=False, device="cpu", **options)])
 
 
 def read(table):
@@ -59,8 +46,8 @@ def test_the_results_of_a_run_by_hand(one):
     assert "best_measure" not in values, "the loss has its own lines"
 
 
-def test_speed_is_work_divided_by_time(folder):
-    run = build_run(folder / "uneven", steps=20, ranks=1, finished=False)
+def test_speed_is_work_divided_by_time(tmp_path):
+    run = build_run(tmp_path / "uneven", steps=20, ranks=1, finished=False)
     edit(run, lambda line: line if line.get("event") == "started" else None)
     # 10 steps of 100 ms with 1000 tokens each, then 10 of 900 ms with 1000: 20,000 tokens in 10 s, after a first line
     for step, ms in ((10, 500), (20, 100), (30, 900)):
@@ -87,10 +74,11 @@ def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one
     assert rows["Final evaluation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
+    assert [float(row["loss"]) for row in read(curves(one))] == list(one.train["loss"])
 
 
-def test_a_bad_end_is_shown_and_a_run_without_lines_has_a_table(folder):
-    run = build_run(folder / "bad", steps=50, finished=False)
+def test_a_bad_end_is_shown_and_a_run_without_lines_has_a_table(tmp_path):
+    run = build_run(tmp_path / "bad", steps=50, finished=False)
     add_lines(run, {"kind": "train", "step": 60, "loss": "NaN"})
     assert shown(view(run))["Final training loss"] == "NaN"
     run.metrics_path.unlink()
@@ -124,16 +112,9 @@ def test_the_comparison_has_a_row_a_run_and_what_differs_first(three):
     assert [float(row["train_loss"]) for row in rows] == losses and rows[2]["mem_alloc_mb"] == ""
 
 
-def test_curves_are_the_ledger_to_the_last_digit(one):
-    rows = read(curves(one))
-    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [
-        (int(step), loss) for step, loss in zip(one.train["step"], one.train["loss"], strict=True)
-    ]
-
-
-def test_the_best_score_of_another_measure_has_its_name(folder):
+def test_the_best_score_of_another_measure_has_its_name(tmp_path):
     settings = ["eval.suites=['loss', 'hellaswag']", "checkpoint.best=hellaswag.acc_norm"]
-    values = measures(view(build_run(folder / "scored", *settings, steps=100, ranks=1)))
+    values = measures(view(build_run(tmp_path / "scored", *settings, steps=100, ranks=1)))
     assert (values["best_measure"], values["best_score_step"]) == ("hellaswag.acc_norm", 100)
     assert values["best_score"] == pytest.approx(0.26 + 100 / 8000)
 

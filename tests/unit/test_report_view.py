@@ -9,60 +9,50 @@ from windlass.run import Run
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
+def straight(tmp_path_factory):
+    return view(build_run(tmp_path_factory.mktemp("runs") / "straight"))
 
 
-@pytest.fixture(scope="module")
-def resumed(folder):
-    return view(build_run(folder / "resumed", killed_at=263))
+def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_one(one, straight):
+    assert list(one.train["step"]) == list(range(10, 401, 10))
+    assert list(one.train["loss"]) == list(straight.train["loss"]) and one.train["loss"][3] == loss_at(40, 1)
+    assert list(one.evals["loss"]["step"]) == list(range(0, 401, 50))
+    assert one.evals["loss"]["tokens"] == pytest.approx(one.evals["loss"]["step"] * 2048), "trained on"
 
 
-@pytest.fixture(scope="module")
-def straight(folder):
-    return view(build_run(folder / "straight"))
-
-
-def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_one(resumed, straight):
-    assert list(resumed.train["step"]) == list(range(10, 401, 10))
-    assert list(resumed.train["loss"]) == list(straight.train["loss"]) and resumed.train["loss"][3] == loss_at(40, 1)
-    assert list(resumed.evals["loss"]["step"]) == list(range(0, 401, 50))
-    assert resumed.evals["loss"]["tokens"] == pytest.approx(resumed.evals["loss"]["step"] * 2048), "trained on"
-
-
-def test_the_restart_lies_at_the_checkpoint_that_was_resumed(resumed, straight):
-    assert [(r.step, r.what, r.tokens) for r in resumed.restarts] == [(200, "resumed", 200 * 2048)]
+def test_the_restart_lies_at_the_checkpoint_that_was_resumed(one, straight):
+    assert [(r.step, r.what, r.tokens) for r in one.restarts] == [(200, "resumed", 200 * 2048)]
     assert straight.restarts == []
 
 
-def test_hours_leave_out_the_pause_the_start_up_and_the_steps_done_twice(resumed, straight):
-    assert (np.diff(resumed.train["hours"]) > 0).all()
-    assert resumed.train["hours"] * 3600 == pytest.approx(straight.train["hours"] * 3600, abs=0.01)
+def test_hours_leave_out_the_pause_the_start_up_and_the_steps_done_twice(one, straight):
+    assert (np.diff(one.train["hours"]) > 0).all()
+    assert one.train["hours"] * 3600 == pytest.approx(straight.train["hours"] * 3600, abs=0.01)
 
 
-def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(resumed):
-    track = resumed.ranks[0]
-    assert (np.diff(track["hours"]) >= 0).all() and track["hours"].max() <= resumed.train["hours"][-1] + 10 / 3600
-    assert [t.rank for t in resumed.ranks] == [0, 1] and set(np.unique(track["training"])) == {0.0, 1.0}
+def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(one):
+    track = one.ranks[0]
+    assert (np.diff(track["hours"]) >= 0).all() and track["hours"].max() <= one.train["hours"][-1] + 10 / 3600
+    assert [t.rank for t in one.ranks] == [0, 1] and set(np.unique(track["training"])) == {0.0, 1.0}
     assert np.nanmean(track["util_pct"]) == pytest.approx(93, abs=0.5), "in training steps only"
 
 
-def test_wall_time_counts_what_was_lost(resumed):
-    assert resumed.wall["lost"] > 30 * STEP_SECONDS
-    assert sum(v for k, v in resumed.wall.items() if k != "total") == pytest.approx(resumed.wall["total"])
-    assert resumed.device_hours == pytest.approx(2 * resumed.wall["total"] / 3600)
+def test_wall_time_counts_what_was_lost(one):
+    assert one.wall["lost"] > 30 * STEP_SECONDS
+    assert sum(v for k, v in one.wall.items() if k != "total") == pytest.approx(one.wall["total"])
+    assert one.device_hours == pytest.approx(2 * one.wall["total"] / 3600)
 
 
-def test_what_is_not_finite_stays_visible(folder):
-    run = build_run(folder / "nan", steps=50, finished=False)
+def test_what_is_not_finite_stays_visible(tmp_path):
+    run = build_run(tmp_path / "nan", steps=50, finished=False)
     add_lines(run, *({"kind": "train", "step": step, "loss": loss} for step, loss in ((60, "NaN"), (70, "Infinity"))))
     seen = view(run)
     assert list(seen.train["step"][~np.isfinite(seen.train["loss"])]) == [60, 70]
     assert math.isinf(seen.train["loss"][-1]) and seen.state == "failed"
 
 
-def test_a_run_without_a_line_is_a_view_without_lines(folder):
-    run = build_run(folder / "empty", steps=50)
+def test_a_run_without_a_line_is_a_view_without_lines(tmp_path):
+    run = build_run(tmp_path / "empty", steps=50)
     run.metrics_path.unlink()
     seen = view(run)
     assert len(seen.train) == 0 and (seen.step, seen.restarts, seen.evals, seen.wall["total"]) == (0, [], {}, 0)
