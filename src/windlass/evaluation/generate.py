@@ -15,22 +15,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.data.chat import prompt_tokens
+from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import Source, alone, evaluating, find_source, open_model, stop_tokens
 from windlass.parallel.collectives import sum_async
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast as recipe_autocast
 from windlass.parallel.parallelize import uncompiled, unwrap
 from windlass.run import Run
-
-if TYPE_CHECKING:
-    from windlass.data.tokenizer import Tokenizer
-    from windlass.parallel.dist import Ranks
 
 Event = tuple[int, int | None]
 """The index of a text and its next token; None when the text is complete."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from windlass import hub
 from windlass.data.loader import eval_batches
+from windlass.data.samples import Samples
+from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
 from windlass.parallel.collectives import sum_async
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from windlass.data.samples import Samples
-    from windlass.data.tokenizer import Tokenizer
-    from windlass.parallel.dist import Ranks
 
 HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}

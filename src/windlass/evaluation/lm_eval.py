@@ -8,20 +8,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from windlass import hub
+from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
-
-if TYPE_CHECKING:
-    from windlass.data.tokenizer import Tokenizer
-    from windlass.parallel.dist import Ranks
 
 MAX_TOKENS = 256
 """Tokens to generate where a task does not say."""

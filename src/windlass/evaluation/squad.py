@@ -12,18 +12,15 @@ import string
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.data.chat import stop_tokens
-from windlass.data.squad import prompt
+from windlass.data.squad import Question, prompt
+from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate_divided, window
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
-
-if TYPE_CHECKING:
-    from windlass.data.squad import Question
-    from windlass.data.tokenizer import Tokenizer
-    from windlass.parallel.dist import Ranks
 
 MAX_ANSWER_CHARACTERS = 160  # of a thousand of SQuAD's answers one is longer
 PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from windlass.data import squad as squad_data
-from windlass.data.dataset import open_data
+from windlass.data.dataset import Samples, open_data
+from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import (
     Continuation,
@@ -35,16 +38,10 @@ from windlass.fileio import read_json, write_atomic
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
+from windlass.recipe import Recipe
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 from windlass.run import Run
-
-if TYPE_CHECKING:
-    import torch
-
-    from windlass.data.dataset import Samples
-    from windlass.data.tokenizer import Tokenizer
-    from windlass.recipe import Recipe
 
 HARNESS = "lm-eval:"
 Numbers = dict[str, Any]

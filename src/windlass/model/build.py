@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT
-
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
+from windlass.recipe import Recipe
 
 
 def build_model(
