@@ -21,8 +21,7 @@ from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 
-MAX_TOKENS = 256
-"""Tokens to generate where a task does not say."""
+MAX_TOKENS = 256  # to generate where a task does not say
 
 
 class Interrupted(Exception):
@@ -124,27 +123,27 @@ def generate_until(
 
     Requests of equal settings are generated together. Raises Interrupted where `poll` cut it short.
     """
-    groups: dict[Sampling, list[int]] = {}
-    for number, (_, settings) in enumerate(asked):
+    samplings = []
+    for _, settings in asked:
         given = settings if settings.get("do_sample") else {"temperature": 0.0}  # without it the likeliest tokens
-        sampling = Sampling(
+        samplings.append(Sampling(
             int(settings.get("max_gen_toks", MAX_TOKENS)), float(given.get("temperature", 1.0)), int(given.get("top_k", 0)),
             float(given.get("top_p", 1.0)), stop=frozenset() if tokenizer.eot is None else frozenset({tokenizer.eot}),
-        )  # fmt: skip
-        groups.setdefault(sampling, []).append(number)
+        ))  # fmt: skip
+    ids = [tokenizer.encode(context).tolist() or prompt_ids(model, tokenizer, "") for context, _ in asked]
     texts: dict[int, str] = {}
-    for sampling, numbers in groups.items():
-        longest = max(1, window(unwrap(model)) - sampling.max_tokens)
+    for sampling in dict.fromkeys(samplings):
         prompts = {
-            n: (tokenizer.encode(asked[n][0]).tolist() or prompt_ids(model, tokenizer, ""))[-longest:] for n in numbers
+            n: ids[n][-max(1, window(unwrap(model)) - one.max_tokens) :]
+            for n, one in enumerate(samplings)
+            if one == sampling
         }
-        group = generate_divided(model, tokenizer, ranks, sampling, numbers, prompts.__getitem__, **how)
+        group = generate_divided(model, tokenizer, ranks, sampling, list(prompts), prompts.__getitem__, **how)
         if group is None:
             raise Interrupted
         texts |= group
-    shortened = []
     for number, (_, settings) in enumerate(asked):  # a text ends before the first of the stop texts
         text, until = texts[number], settings.get("until") or []
-        stops = [until] if isinstance(until, str) else until
-        shortened.append(text[: min((text.find(stop) for stop in stops if stop and stop in text), default=len(text))])
-    return shortened
+        places = [text.find(stop) for stop in ([until] if isinstance(until, str) else until) if stop and stop in text]
+        texts[number] = text[: min(places, default=len(text))]
+    return [texts[number] for number in range(len(asked))]

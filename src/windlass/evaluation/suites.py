@@ -167,10 +167,8 @@ def measure(source: Source, ranks: Ranks, on_result: Callable[[str, Numbers], No
 
 
 def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: str = "") -> dict[str, Any]:
-    """What the numbers of a suite depend on besides the model.
-
-    That is `settings` (key → value; the precision is the one used), and, as the suite has them, `files` (path → SHA-256), `data`
-    (the prepared data's `fingerprint`), `lm_eval` (the harness's version).
+    """What the numbers of a suite depend on besides the model: `settings` (the precision is the one used), and, as the suite has
+    them, `files` (path → SHA-256), `data` (the prepared data's fingerprint), `lm_eval` (the harness's version).
     """
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
