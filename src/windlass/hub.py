@@ -90,14 +90,8 @@ def missing_package(error: ImportError) -> str:
 def directory(name: str, revision: str = "", key: str = "model.name", weights: bool = False) -> Path:
     """The local directory of a model or tokenizer: a directory is itself, anything else is fetched from the Hub once.
 
-    Args:
-        name: A directory, or a name on the Hub.
-        revision: A commit, tag or branch of the Hub.
-        key: The setting that names it, for messages.
-        weights: Whether to fetch the weights too: the files that the index names, or the single one.
-
-    Raises:
-        UserError: There is neither; the Hub does not give it.
+    `revision` is a commit, tag or branch of the Hub, `key` the setting that names it. With `weights` those come too: the
+    files that the index names, or the single one. Raises UserError where the Hub does not give it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -108,11 +102,10 @@ def directory(name: str, revision: str = "", key: str = "model.name", weights: b
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
-        folder = Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS)
-        )
+        version = revision or None
+        folder = Path(snapshot_download(name, revision=version, allow_patterns=SMALL_FILES, ignore_patterns=SUBFOLDERS))
         if weights:
-            snapshot_download(name, revision=commit_of(folder) or revision or None, allow_patterns=weight_files(folder))
+            snapshot_download(name, revision=commit_of(folder) or version, allow_patterns=weight_files(folder))
         return folder
 
 

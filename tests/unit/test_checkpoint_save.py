@@ -174,13 +174,6 @@ def test_a_file_that_goes_bad_between_choosing_and_reading_is_one_message(tmp_pa
         file.unlink(missing_ok=True)
 
 
-def test_names_do_not_show_wrappers() -> None:
-    inner = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    names = set(gather_state(inner).slices)
-    inner[1] = torch.compile(inner[1])
-    assert set(gather_state(inner).slices) == names == {f"model/{i}.{n}" for i in (0, 1) for n in ("weight", "bias")}
-
-
 # -- the saver --------------------------------------------------------------------------------------------------------
 
 

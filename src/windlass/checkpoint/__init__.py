@@ -1,1 +1,1 @@
-"""Checkpoints: committed whole or not at all, loaded on any world size, kept by rule."""
+"""Checkpoints: committed whole or not at all, loaded on any world size, removed by rule."""

@@ -60,17 +60,12 @@ class Chunk(NamedTuple):
 
 
 class TensorInfo(BaseModel):
-    """A tensor's type (a key of DTYPES), whole shape, and its rows in the order of `start`."""
+    """A tensor's type (a key of DTYPES), whole shape, and its rows in the order of `start`; a scalar is one row."""
 
     model_config = ConfigDict(frozen=True)
     dtype: str
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
-
-    @property
-    def rows(self) -> int:
-        """Rows along the first dimension; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
@@ -93,16 +88,15 @@ class Manifest(BaseModel):
     format: Literal["windlass-checkpoint"] = "windlass-checkpoint"
     version: Literal[2] = 2
     step: Count
-    serial: Count
-    """The number of its commit in the run: higher is newer, also after the run went back to an earlier step."""
+    serial: Count  # of its commit in the run: higher is newer, also after the run went back to an earlier step
     save_id: str
     time: str
     world: Count
-    meta: dict[str, Any]
-    """What the trainer gave with the save: `reason` (see retention), hashes of recipe and data, ..."""
+    meta: dict[
+        str, Any
+    ]  # what the trainer gave with the save: `reason` (see retention), hashes of recipe and data, ...
     tensors: dict[str, TensorInfo]
-    aliases: dict[str, str]
-    """Names of tied weights, and the name under which each is written."""
+    aliases: dict[str, str]  # names of tied weights, and the name under which each is written
     files: dict[FileName, FileInfo]
 
     @property
@@ -126,8 +120,9 @@ class Manifest(BaseModel):
                 info = self.files.get(chunk.file)
                 if info is None or chunk.offset + chunk.rows * tensor.row_bytes > info.size:
                     raise ValueError(f"rows of {name} lie outside of {chunk.file}")
-            if row != (tensor.rows if tensor.row_bytes else 0):
-                raise ValueError(f"rows {row} to {tensor.rows} of {name} are missing")
+            rows = tensor.shape[0] if tensor.shape else 1
+            if row != (rows if tensor.row_bytes else 0):
+                raise ValueError(f"rows {row} to {rows} of {name} are missing")
         for alias, name in self.aliases.items():
             if name not in self.tensors or alias in self.tensors:
                 raise ValueError(f"{alias} is an alias of {name}, which is not there, or is there itself")

@@ -181,7 +181,7 @@ def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
     lineage, limit = read_lineage(run.path), float("inf") if up_to is None else up_to
     origin = run.path / lineage.checkpoint if lineage is not None and lineage.checkpoint else None
     since = lineage.serial if lineage is not None else 0
-    # Damaged ones, whose serial is not known, may belong to the lineage: they are tried, and reported.
+    # Damaged ones, whose serial cannot be read, may belong to the lineage: they are tried, and reported.
     paths = [
         e.path for e in entries if (e.manifest is None or e.serial > since) and e.step <= limit and e.path != origin
     ]

@@ -12,7 +12,7 @@ their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,11 @@ def divide_rows(tensors: Iterable[tuple[str, int, int]], index: int, count: int)
 
 def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every tensor of model and optimizer by its name (DTensors where they are sharded), and tied weights' aliases."""
-    parameters, persistent, aliases = _model_tensors(model)
-    tensors = {MODEL + name: tensor.detach() for name, tensor in persistent.items()}
-    for name, parameter, state in _optimizer_states(parameters, optimizer):
-        for key, value in sorted(state.items()):
+    tensors, aliases = _model_tensors(model)
+    for name, parameter in _trained(model, optimizer):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
-    return tensors, {MODEL + alias: MODEL + name for alias, name in aliases.items()}
+    return tensors, aliases
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -118,13 +117,12 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
             that was whole when the checkpoint was chosen cannot be read now.
     """
     try:
-        parameters, persistent, aliases = _model_tensors(model)
-        targets = {MODEL + name: tensor.detach() for name, tensor in persistent.items()}
-        _check_same_model(checkpoint, targets, {MODEL + alias for alias in aliases})
+        targets, aliases = _model_tensors(model)
+        _check_same_model(checkpoint, targets, aliases.keys())
         for name, tensor in targets.items():
             _fill(checkpoint, name, tensor)
         if optimizer is not None:
-            _restore_optimizer(checkpoint, parameters, optimizer)
+            _restore_optimizer(checkpoint, model, optimizer)
     except (Damaged, FileNotFoundError) as error:
         raise UserError(
             f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}; give the same "
@@ -132,19 +130,19 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
         ) from None
 
 
-def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], optimizer: Any) -> None:
+def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
     saved: dict[str, list[str]] = {}
     for full in checkpoint.names(OPTIM):
         name, _, key = full.removeprefix(OPTIM).rpartition("/")
         saved.setdefault(name, []).append(key)
-    states = list(_optimizer_states(parameters, optimizer, create=True))
-    unknown = sorted(set(saved) - {name for name, _, _ in states})
-    if unknown:
+    trained = _trained(model, optimizer)
+    if unknown := sorted(set(saved) - {name for name, _ in trained}):
         raise UserError(
             f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}, which the optimizer here "
             "does not train: the recipe freezes other weights or names another optimizer"
         )
-    for name, parameter, state in states:
+    for name, parameter in trained:
+        state = optimizer.state[parameter]
         old = dict(state)
         state.clear()
         for key in saved.get(name, ()):
@@ -161,7 +159,7 @@ def _restore_optimizer(checkpoint: Checkpoint, parameters: dict[str, Tensor], op
             state[key] = tensor
 
 
-def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: set[str]) -> None:
+def _check_same_model(checkpoint: Checkpoint, targets: dict[str, Tensor], aliases: Set[str]) -> None:
     saved, problems = set(checkpoint.names(MODEL)), list[str]()
     for name, tensor in targets.items():
         short = name.removeprefix(MODEL)
@@ -189,42 +187,36 @@ def _some(items: list[str], most: int = 6) -> str:
 # -- names and rows ---------------------------------------------------------------------------------------------------
 
 
-def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """Parameters, then with the persistent buffers, by clean name, each once, and the other names of those that are
-    tied.
-    """
+def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers, each once, and the other names of those that are tied."""
     model = unwrap(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation under `shard_grad_op` leaves parameters gathered
-    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     temporary = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
     buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in temporary}
+    first_names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first_name: dict[int, str] = {}
-    for name, tensor in {**parameters, **buffers}.items():
-        first = first_name.setdefault(id(tensor), name)
-        if first == name:
-            tensors[name] = tensor
+    for name, tensor in {**dict(model.named_parameters(remove_duplicate=False)), **buffers}.items():
+        first = first_names.setdefault(id(tensor), MODEL + name)
+        if first == MODEL + name:
+            tensors[first] = tensor.detach()
         else:
-            aliases[name] = first
-    return {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}, tensors, aliases
+            aliases[MODEL + name] = first
+    return tensors, aliases
 
 
-def _optimizer_states(
-    parameters: dict[str, Tensor], optimizer: Any, create: bool = False
-) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """(name, parameter, state) of each trained parameter, in the order of the model's names."""
+def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
+    """The parameters that the optimizer trains, in the order of the model's names."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
-    assert trained <= {id(p) for p in parameters.values()}, "the optimizer has parameters that the model has not"
-    for name, parameter in parameters.items():
-        if id(parameter) in trained and (create or parameter in optimizer.state):
-            yield name, parameter, optimizer.state[parameter]
+    parameters = [(name, p) for name, p in unwrap(model).named_parameters() if id(p) in trained]
+    assert len(parameters) == len(trained), "the optimizer has parameters that the model has not"
+    return parameters
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
     if adapter and not model.lora.rank:
         raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave --adapter out")
     if model.kind == "gpt":
-        convert.architecture(model)  # refuses a model that is none of theirs
+        convert.architecture(model)  # refuses a model that is neither GPT-2 nor Llama
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -154,7 +154,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
 
 
 def card(source: Source) -> str:
-    """The model card: what it is, what it was measured at, and the recipe that made it."""
+    """The model card: what it is, what it was measured at, and its recipe."""
     run, recipe, step, m = source.run, source.recipe, source.step or 0, source.recipe.model
     assert run is not None
     # What was measured at this step while training and by `windlass eval` (which counts where both did).
