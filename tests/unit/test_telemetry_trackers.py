@@ -29,11 +29,11 @@ def run(tmp_path):
     return Run(tmp_path / "run")
 
 
-def write(run, attempt, first, last, event=None, value=1.0):
+def write(run, attempt, first, last, event=None):
     ledger = Ledger(run.metrics_path, attempt)
     ledger.write("event", first, event="resumed" if attempt else "started")
     for step in range(first + 1, last + 1):
-        ledger.write("train", step, loss=step * value)
+        ledger.write("train", step, loss=float(step))
         if step == 7 and attempt:
             ledger.write("eval", step, suite="loss", loss=2.0)
     if event:
