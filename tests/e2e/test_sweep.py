@@ -98,10 +98,10 @@ def test_cells_are_stopped_when_they_diverge_and_when_they_are_pruned(sweep, tmp
 @pytest.mark.dist
 def test_strategies_worlds_and_models_with_steps_of_their_own_are_axes(sweep, tmp_path):
     axes = ["parallel.strategy+parallel.world=single+1,ddp+2,full_shard+2", "model.layers=1,2"]
-    windlass(*sweep(axes, train__steps="compute-optimal", train__tokens_per_parameter=0.2), timeout=300)
+    windlass(*sweep(axes, train__steps="compute-optimal", train__tokens_per_parameter=0.1), timeout=300)
     results = Study.open(tmp_path / "study").results()
     started = [r.run.lines("event", event="started")[0] for r in results]
     assert [(e["strategy"], e["world"]) for e in started[::2]] == [("single", 1), ("ddp", 2), ("full_shard", 2)]
     assert [r.step for r in results] == [r.steps for r in results]
-    assert [r.steps for r in results] == [int(event["parameters"] * 0.2 / (8 * 32)) for event in started]
+    assert [r.steps for r in results] == [int(event["parameters"] * 0.1 / (8 * 32)) for event in started]
     assert results[0].steps < results[1].steps
