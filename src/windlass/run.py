@@ -97,7 +97,7 @@ class Run:
         return read_json(self.path / "environment.json")
 
     def ledger(self) -> list[Line]:
-        """The effective ledger: one line a step and kind, whatever was killed and done again."""
+        """The effective ledger: one line a step and kind, also after kills."""
         return effective(read_lines(self.metrics_path))
 
     def lines(self, kind: str, **where: Any) -> list[Line]:

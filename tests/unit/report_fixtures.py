@@ -74,10 +74,8 @@ class Writer:
 
     def start(self, event: str, step: int) -> None:
         self.devices(4.0, "startup")
-        self.line(
-            "event", step, event=event, parameters=813_568, world=self.ranks, strategy="ddp", steps=self.steps,
-            samples_per_epoch=4000, global_batch=16,
-        )  # fmt: skip
+        sizes = {"parameters": 813_568, "samples_per_epoch": 4000, "global_batch": 16}
+        self.line("event", step, event=event, world=self.ranks, steps=self.steps, **sizes)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first + 1, last + 1):

@@ -1,8 +1,8 @@
 import json
-import time
 
 import pytest
 import typer
+from report_fixtures import edit, stamp
 from typer.testing import CliRunner
 
 from windlass.cli import runs as verb
@@ -48,37 +48,33 @@ def call(*arguments):
 
 
 def test_a_row_for_every_run(top):
-    found = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
-    assert list(found) == ["done", "killed", "stopped", "study/cells/a"]
-    done = found["done"]
-    assert (done["state"], done["step"], done["steps"], done["best_loss"]) == ("finished", 100, 100, 3.25)
+    rows = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
+    assert [(name, row["state"], row["step"], row["steps"], row["best_loss"]) for name, row in rows.items()] == [
+        ("done", "finished", 100, 100, 3.25), ("killed", "failed", 30, 70, None), ("stopped", "preempted", 40, 100, 3.75),
+        ("study/cells/a", "running", 20, 50, None),
+    ]  # fmt: skip
+    done = rows["done"]
     assert done["loss"] == 3.0 and done["tokens_per_s"] == pytest.approx(99e6 / 5049) and done["left_s"] is None
-    assert (found["stopped"]["state"], found["stopped"]["best_loss"]) == ("preempted", 3.75)
-    assert (found["killed"]["state"], found["killed"]["steps"]) == ("failed", 70), "as the recipe says"
-    assert found["study/cells/a"]["state"] == "running" and found["study/cells/a"]["best_loss"] is None
 
 
 def test_time_left_is_taken_from_the_last_steps_of_this_start(top):
     path = top / "study" / "cells" / "a"
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    begin = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
-    for line in lines:
-        line["time"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(begin + 6 * line["step"])) + ".000Z"
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit(Run(path), lambda line: line | {"time": stamp(6 * line["step"])})
     assert overview(path)[0].left_s == 180.0
 
 
-def test_the_table_and_its_order(top):
-    def order(key):
-        result = call("runs", "--sort", key)
-        assert result.exit_code == 0
-        return [line.split()[0] for line in result.stdout.splitlines()[1:]]
-
-    assert order("name") == ["done", "killed", "stopped", "study/cells/a"]
-    assert order("best") == ["done", "stopped", "killed", "study/cells/a"]
-    assert order("speed") == ["study/cells/a", "killed", "stopped", "done"]
-    assert order("step") == ["done", "stopped", "killed", "study/cells/a"]
-    text = call("runs").stdout
+@pytest.mark.parametrize(
+    ("key", "order"),
+    [
+        ("name", ["done", "killed", "stopped", "study/cells/a"]),
+        ("best", ["done", "stopped", "killed", "study/cells/a"]),
+        ("speed", ["study/cells/a", "killed", "stopped", "done"]),
+        ("step", ["done", "stopped", "killed", "study/cells/a"]),
+    ],
+)
+def test_the_table_and_its_order(top, key, order):
+    text = call("runs", "--sort", key).stdout
+    assert [line.split()[0] for line in text.splitlines()[1:]] == order
     assert "100/100" in text and "20/50" in text and "3.2500" in text and "19.6k" in text
 
 
@@ -99,15 +95,13 @@ def test_a_run_that_was_only_begun_or_whose_recipe_is_of_another_time(top):
 
 
 @pytest.mark.parametrize(("arguments", "word"), [(["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")])
-def test_what_is_wrong_is_said(top, arguments, word):
+def test_bad_input(top, arguments, word):
     result = call(*arguments)
     assert isinstance(result.exception, UserError) and word in str(result.exception)
 
 
 def test_a_ledger_with_nan_is_strict_json(tmp_path):
     make(tmp_path / "x", 5, 1, evals=[(1, float("nan"))])
-    ledger = Ledger(Run(tmp_path / "x").metrics_path)
-    ledger.write("train", 2, loss=float("inf"))
-    ledger.close()
-    found = json.loads(call(tmp_path, "--json").stdout, parse_constant=lambda word: pytest.fail(word))
-    assert found[0]["loss"] == "Infinity" and found[0]["best_loss"] is None
+    edit(Run(tmp_path / "x"), lambda line: line | ({"loss": "Infinity"} if line["kind"] == "train" else {}))
+    (row,) = json.loads(call(tmp_path, "--json").stdout, parse_constant=lambda word: pytest.fail(word))
+    assert row["loss"] == "Infinity" and row["best_loss"] is None

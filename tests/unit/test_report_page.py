@@ -88,12 +88,6 @@ def test_the_data_are_the_runs_numbers(text, one):
     assert {chart["id"] for chart in data["charts"]} == {a["data-chart"] for a in Page(text).all("figure")}
 
 
-def test_a_run_without_steps_has_a_page(tmp_path):
-    run = build_run(tmp_path / "empty", steps=50)
-    run.metrics_path.unlink()
-    assert "No step has been logged yet." in Page(page([view(run)], [])).texts["p"]
-
-
 # --- what is written -------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,9 @@
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
-from report_fixtures import build_run, build_study, edit, loss_at
+from report_fixtures import build_study, edit, loss_at
 
 from windlass.reports.charts import charts
 from windlass.reports.page import page
@@ -93,9 +92,7 @@ def diverged(tmp_path_factory):
     path = build_study(tmp_path_factory.mktemp("studies") / "diverged")
     listed = json.loads((path / "study.json").read_text())["cells"]
     for cell in listed[2:4]:
-        shutil.rmtree(path / cell["run"])
-        settings = {"seed": cell["assignment"]["run.seed"], "ranks": 1, "lr": 1e-2, "device": "cpu", "finished": False}
-        edit(build_run(path / cell["run"], "optim.schedule.kind=wsd", steps=200, **settings), blow_up)
+        edit(Run(path / cell["run"]), blow_up)
     statuses = {cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in listed[2:4]}
     (path / "statuses.json").write_text(json.dumps(statuses))
     return read_study(path)

@@ -1,7 +1,7 @@
 """Which charts a report has: one description of each, drawn by matplotlib (`plots.py`) and by the page (`page.js`).
 
 A chart is a list of series. A series has its own points: it is thinned at its own extremes, so a spike of the gradient
-norm survives whatever the loss does there. Both drawers smooth the same points by the same formula (`smoothed`).
+norm survives where the loss is smooth. Both drawers smooth the same points by the same formula (`smoothed`).
 """
 
 from __future__ import annotations

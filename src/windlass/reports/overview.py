@@ -22,7 +22,7 @@ SORTS = {
 
 
 class RunRow(NamedTuple):
-    """How a run stands; None for what is not known."""
+    """How a run stands; None where there is no value (yet)."""
 
     run: str  # its path below the directory that was asked about
     state: str

@@ -78,7 +78,7 @@ def report(
 
     Args:
         sources: runs, run directories, or one study's directory; a study among other sources stands for its runs.
-        out: the directory to write into, made where it is missing; None: `report/` in the run or study, of several runs
+        out: the directory to write into, created if it is missing; None: `report/` in the run or study, of several runs
             `report/` here.
         skip: the second picture of the loss leaves out the steps before this one; None: the first tenth.
         plots: whether to draw the PNG files, which takes most of the time.
