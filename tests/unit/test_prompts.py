@@ -122,7 +122,6 @@ def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_pat
     for room in (1, 2, 40):
         prompt = squad.prompt(long, ours, room)
         assert len(prompt) == room and (room < 3 or prompt[: len(ours.bos)] == list(ours.bos))
-    assert len(squad.rows([long, item], ours, 150)) == 1
 
 
 def test_a_text_ends_where_the_model_and_the_tokenizer_say(tmp_path: Path) -> None:

@@ -286,11 +286,10 @@ def encode_documents(
             yield batch
 
     def encode(batch: list[tuple[int, str, bool, bool]]) -> list[Encoded]:
-        encoded = []
-        for number, text, begins, ends in batch:
-            tokens = tokenizer.encode(text)
-            encoded.append((number, np.concatenate([start, tokens]) if begins and text else tokens, ends))
-        return encoded
+        return [
+            (number, np.concatenate([start[: begins and text != ""], tokenizer.encode(text)]), ends)
+            for number, text, begins, ends in batch
+        ]
 
     source = batches()
     with ThreadPoolExecutor(workers) as pool:

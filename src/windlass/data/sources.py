@@ -142,7 +142,7 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     sizes = [path.stat().st_size for path in files]
 
     def read(start: int) -> Iterator[tuple[str, float]]:
-        number = before = 0
+        number, before, total = 0, 0, max(1, sum(sizes))
         for path, size in zip(files, sizes, strict=True):
             is_json = _suffix(path)[0] in (".jsonl", ".ndjson")
             try:
@@ -150,10 +150,7 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
                     for place, record in _records(path, raw, text_key):
                         number += 1
                         if number > start:  # what was read before is left out without being decoded
-                            yield (
-                                _document(record, is_json, place, text_key),
-                                (before + raw.tell()) / max(1, sum(sizes)),
-                            )
+                            yield _document(record, is_json, place, text_key), (before + raw.tell()) / total
             except UserError:
                 raise
             except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are of these kinds
