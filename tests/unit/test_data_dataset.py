@@ -119,13 +119,6 @@ def test_a_damaged_shard_is_refused_by_name(prepared, kind):
         open_data(recipe)
 
 
-def test_a_truncated_file_while_reading_is_an_error_not_a_crash(prepared):
-    _, data = prepared
-    (data.directory / "shard-00000.bin").write_bytes(b"")
-    with refused("shard-00000.bin"):
-        data.train.read(np.array([0]))
-
-
 def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch):
     recipe, data = prepared
     read = []

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data.order import Order, step_samples
-from windlass.recipe import plan_batch
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -78,11 +77,6 @@ def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
         order[np.array([0, 777])]
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError):
-        Order("shards-shuffled", 0, 1, 5, [2, 2])
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 16])
 def test_every_sample_comes_at_every_place_equally_often(n):
     """Chi-squared over 500 seeds, of each (place, sample) pair; the bound is six standard deviations."""
@@ -104,15 +98,3 @@ def test_skipped_ranges_are_left_out_and_nothing_else(global_batch, skipped):
     wanted = [n for n in range(1000) if n not in left_out]
     found = np.concatenate([step_samples(step, global_batch, skipped) for step in range(20)])
     assert found.tolist() == wanted[: len(found)]
-
-
-@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([0, 1, 2]))
-def test_ranks_deal_out_the_same_global_batch(world, micro):
-    plan = plan_batch(24, micro, world, 64)
-    samples = step_samples(7, 24)
-    dealt = {
-        k: samples[k * plan.micro_batch : (k + 1) * plan.micro_batch]
-        for r in range(world)
-        for k in plan.micro_batches(r)
-    }
-    assert np.concatenate([dealt[k] for k in sorted(dealt)]).tolist() == samples.tolist()

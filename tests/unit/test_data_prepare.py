@@ -19,7 +19,7 @@ from windlass.data.dataset import open_data
 from windlass.data.documents import Progress
 from windlass.data.prepare import data_dir, find_prepared, prepare
 from windlass.data.shards import Stream
-from windlass.data.vocabulary import load_tokenizer, train_bpe
+from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 
@@ -280,31 +280,6 @@ def test_splits_of_a_data_set(tmp_path):
         assert split_tokens(directory, index, "val").tolist() == packed(texts[20:], tokenizer)
         found.append(index.fingerprint)
     assert found[0] == found[1]
-
-
-def test_characters_of_many_documents_end_with_one_more(tmp_path):
-    for name, text in (("a", "hello"), ("b", "world")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    recipe = recipe_for(f"{tmp_path}/*.txt", tmp_path / "data", tokenizer="char", val_fraction=0)
-    directory, index = run(recipe)
-    assert index.tokenizer.vocab == 8 and index.tokenizer.eot == 7
-    tokenizer = load_tokenizer(recipe, directory)
-    end = "<|endoftext|>"
-    assert tokenizer.decode(split_tokens(directory, index, "train")) == f"{end}hello{end}world"
-
-
-def test_a_tokenizer_that_cannot_end_a_text(tmp_path):
-    train_bpe(["some text"], 270).save(tmp_path)
-    file = tmp_path / "tokenizer" / "tokenizer.json"
-    tree = json.loads(file.read_text())
-    tree["added_tokens"] = []
-    tree["model"]["vocab"] = {k.replace("<|endoftext|>", "nothing"): v for k, v in tree["model"]["vocab"].items()}
-    file.write_text(json.dumps(tree))
-    source = jsonl(tmp_path / "x.jsonl", ["some text", "more"])
-    with refused("data.tokenizer", "end-of-text"):
-        prepare(recipe_for(source, tmp_path / "data", tokenizer=f"hf:{file}"))
-    (tmp_path / "one.txt").write_text("some text, " * 9)
-    run(recipe_for(tmp_path / "one.txt", tmp_path / "one", tokenizer=f"hf:{file}"))
 
 
 def test_too_little_text(tmp_path):
