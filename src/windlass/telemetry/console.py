@@ -37,13 +37,9 @@ class Console:
     """
 
     def __init__(
-        self,
-        steps: int,
-        enabled: bool = True,
-        log_path: Path | None = None,
-        rank: int = 0,
+        self, steps: int, enabled: bool = True, log_path: Path | None = None, rank: int = 0,
         stream: TextIO | None = None,
-    ):
+    ):  # fmt: skip
         self.steps, self.enabled, self.rank = steps, enabled, rank
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step

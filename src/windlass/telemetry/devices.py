@@ -58,16 +58,13 @@ class CudaProbe:
                 with contextlib.suppress(nvml.NVMLError):
                     # CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's, so its index cannot be used
                     handle = nvml.nvmlDeviceGetHandleByUUID(name)
-            self._queries = (
-                {}
-                if handle is None
-                else {
+            if handle is not None:
+                self._queries = {
                     "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
                     "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
                     "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
                     "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
                 }
-            )
 
     def read(self) -> dict[str, float]:
         from torch.cuda.memory import memory_stats_as_nested_dict  # as fast as it gets: no flattening of 80 counters
