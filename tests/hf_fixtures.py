@@ -13,7 +13,7 @@ VOCAB = 512
 def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
     """The configuration of a tiny model: `bloom`, `gpt2`, `llama`, `gemma2` (with capped logits), `mistral` (a sliding window),
     `mamba` and `rwkv` (recurrent), `jamba` (both kinds), `glm4_moe` (a router with a saved buffer), `qwen3` (normalised queries)."""
-    import transformers
+    from transformers import AutoConfig
 
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     if kind == "bloom":
@@ -42,12 +42,7 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
             "expert_layer_period": 2, "expert_layer_offset": 1,
         }  # fmt: skip
         del fields["head_dim"]
-    kinds = {
-        "bloom": "BloomConfig", "gpt2": "GPT2Config", "llama": "LlamaConfig", "gemma2": "Gemma2Config", "rwkv": "RwkvConfig",
-        "mistral": "MistralConfig", "mamba": "MambaConfig", "jamba": "JambaConfig", "glm4_moe": "Glm4MoeConfig",
-        "qwen3": "Qwen3Config",
-    }  # fmt: skip
-    return getattr(transformers, kinds[kind])(**{"vocab_size": vocab, **fields, **special, **changes})
+    return AutoConfig.for_model(kind, **{"vocab_size": vocab, **fields, **special, **changes})
 
 
 def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

@@ -36,22 +36,24 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: pytest.
     answers = [{"text": "the mat", "answer_start": 10}]
     questions = [{"id": f"q{i}", "question": f"Where {i}?", "answers": answers} for i in range(3)]
     paragraph = {"context": "It sat on the mat.", "qas": questions}
-    (tmp_path / "s.json").write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
+    squad = tmp_path / "s.json"
+    squad.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEM) + "\n")
-    files = (f"eval.hellaswag_file={tmp_path / 'h.jsonl'}", f"eval.squad_file={tmp_path / 's.json'}")
-    assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "eval.squad_items=2", "--json") == 0
+    files = (f"eval.hellaswag_file={tmp_path / 'h.jsonl'}", f"eval.squad_file={squad}", "eval.squad_items=2")
+    assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    written = json.loads((run / "eval" / "step-00000012.json").read_text())
-    assert shown == written and shown["step"] == 12 and list(shown["results"]) == ["loss", "hellaswag", "squad"]
-    loss = shown["results"]["loss"]
-    assert loss["bits_per_byte"] == pytest.approx(loss["loss"] / 0.6931471805599453)  # a byte is a token here
-    assert (shown["results"]["hellaswag"]["items"], shown["results"]["squad"]["items"]) == (1, 2)
+    assert shown == json.loads((run / "eval" / "step-00000012.json").read_text()) and shown["step"] == 12
+    results = shown["results"]
+    assert results["loss"]["bits_per_byte"] == pytest.approx(
+        results["loss"]["loss"] / 0.6931471805599453
+    )  # tokens are bytes
+    assert [results[suite]["items"] for suite in ("hellaswag", "squad")] == [1, 2]
     predictions = json.loads((run / "eval" / "squad-predictions-step-00000012.json").read_text())
     assert len(predictions) == 2
-    result = evaluate(run, ["squad"], [files[1], "eval.squad_items=2"], tmp_path / "again")
-    assert result.predictions == predictions and result.path == tmp_path / "again" / "step-00000012.json"
-    assert result.results["squad"]["f1"] == shown["results"]["squad"]["f1"]
-    assert result.measured["squad"]["files"] == {str(tmp_path / "s.json"): sha256(tmp_path / "s.json")}
+    again = evaluate(run, ["squad"], files[1:], tmp_path / "again")
+    assert again.predictions == predictions and again.path == tmp_path / "again" / "step-00000012.json"
+    assert again.results["squad"]["f1"] == results["squad"]["f1"]
+    assert again.measured["squad"]["files"] == {str(squad): sha256(squad)}
     assert typed("eval", f"{run}@6", "--suite", "loss") == 0
     assert (run / "eval" / "step-00000006.json").is_file() and "bits_per_byte" in capsys.readouterr().out
 
@@ -103,11 +105,16 @@ def test_sample_is_a_function_of_its_seed_and_reads_a_pipe(
     assert first == f"=== 1 of 2 ===\n{texts[0]}\n=== 2 of 2 ===\n{texts[1]}\n"
 
 
-def test_a_conversation_remembers_its_turns(run: Path) -> None:
+def test_a_conversation_remembers_its_turns_and_shows_those_of_a_pipe(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = TextSampler(run, "cpu", max_tokens=4, temperature=0)
     answers = ["".join(sampler.reply(message)) for message in ("the cat", "the dog")]
     assert [m["role"] for m in sampler.messages] == ["user", "assistant"] * 2
     assert [m["content"] for m in sampler.messages[1::2]] == [answer.strip() for answer in answers]
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
+    assert typed("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0") == 0
+    assert capsys.readouterr().out == f"> the cat\n{answers[0]}\n> the dog\n{answers[1]}\n"
 
 
 def test_mistakes_are_one_message_and_exit_code_2(

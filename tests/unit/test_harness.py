@@ -88,12 +88,12 @@ def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
 
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
     ranks = join(recipe(**{f"model__{key}": value for key, value in SHAPE.items()}, parallel__strategy="full_shard"))
-    made = parallelize(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
-    initialise(made, 1)
+    gpt = parallelize(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
+    initialise(gpt, 1)
     os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
-    found = run_harness("parity", made, BYTES, ranks, task_manager=parity(folder / str(ranks.rank)))
+    numbers = run_harness("parity", gpt, BYTES, ranks, task_manager=parity(folder / str(ranks.rank)))
     ranks.stop()
-    return found
+    return numbers
 
 
 @pytest.mark.dist
@@ -102,10 +102,8 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 def test_two_ranks_of_a_sharded_model_have_the_scores_of_one(tmp_path: Path) -> None:
     import lm_eval  # noqa: F401, so that the ranks need not
 
-    found = run_ranks(on_a_rank, 2, tmp_path)
-    alone = run_harness("parity", model(), BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
-    assert alone is not None
-    assert [one["parity/acc"] for one in found] == [alone["parity/acc"]] * 2
+    expected = run_harness("parity", model(), BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
+    assert [one["parity/acc"] for one in run_ranks(on_a_rank, 2, tmp_path)] == [expected["parity/acc"]] * 2
 
 
 @pytest.fixture
