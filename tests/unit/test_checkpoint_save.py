@@ -21,7 +21,7 @@ from torch import nn
 
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes, shortage
 from windlass.checkpoint.format import DTYPES, names_in, read_manifest
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.reshard import Slice, State, divide_rows, gather_state, restore
 from windlass.checkpoint.retention import EMERGENCY, Policy
 from windlass.checkpoint.save import HostBuffer, Saver
@@ -58,12 +58,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
-def save(run: Path, model: nn.Module, optimizer: Any = None, step: int = 3) -> Path:
-    saver = Saver(run / "checkpoints", attempt=f"a{step}")
-    saver.save(step, gather_state(model, optimizer), {"step": step, "list": [1, 2]})
-    [outcome] = saver.wait()
+def commit(saver: Saver, step: int = 3, state: State | None = None, *more: Any) -> Path:
+    saver.save(step, state or gather_state(Net()), {"step": step}, *more)
+    [outcome] = saver.wait(30)
     assert not outcome.error, outcome.error
     return outcome.path
+
+
+def save(run: Path, model: nn.Module, optimizer: Any = None) -> Checkpoint:
+    return open_checkpoint(commit(Saver(run / "checkpoints"), 3, gather_state(model, optimizer)))
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> State:
@@ -78,24 +81,22 @@ def test_every_row_goes_to_one_rank_and_the_bytes_are_even(sizes: list[tuple[int
     tensors = [(str(i), rows, row_bytes) for i, (rows, row_bytes) in enumerate(sizes)]
     parts = [divide_rows(tensors, index, count) for index in range(count)]
     for name, rows, row_bytes in tensors:
-        assert [row for part in parts for row in range(*part.get(name, (0, 0)))] == list(
-            range(rows if row_bytes else 0)
-        )
+        dealt = [row for part in parts for row in range(*part.get(name, (0, 0)))]
+        assert dealt == list(range(rows if row_bytes else 0))
     each = [sum((b - a) * sizes[int(n)][1] for n, (a, b) in part.items()) for part in parts]
     assert max(each) - min(each) <= 2 * max((row_bytes for _, row_bytes in sizes), default=0)
 
 
 def test_the_files_are_safetensors_and_tied_weights_are_written_once(tmp_path: Path) -> None:
     model, optimizer = trained()
-    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    checkpoint = save(tmp_path, model, optimizer)
     file = checkpoint.path / "rank-00000.safetensors"
     saved = load_file(file)
     assert torch.equal(saved["model/embedding.weight"], model.embedding.weight)
     assert torch.equal(saved["optim/embedding.weight/exp_avg"], optimizer.state[model.embedding.weight]["exp_avg"])
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
-    assert checkpoint.counters == {"step": 3, "list": [1, 2]}
-    assert "model/head.weight" not in checkpoint.names()
+    assert checkpoint.counters == {"step": 3} and "model/head.weight" not in checkpoint.names()
     assert torch.equal(checkpoint.tensor("model/head.weight"), model.embedding.weight)
     untied = Net(tied=False)
     restore(checkpoint, untied)
@@ -108,9 +109,8 @@ def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
     assert dtype.itemsize == DTYPES[key][1]
     raw = torch.randint(0, 2 if dtype == torch.bool else 255, (5, 3, dtype.itemsize), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(5, 3)
-    saver = Saver(tmp_path / "checkpoints", background=False)
-    saver.save(1, plain({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]}), {})
-    checkpoint = open_checkpoint(saver.poll()[0].path)
+    state = plain({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]})
+    checkpoint = open_checkpoint(commit(Saver(tmp_path / "checkpoints"), 1, state))
     assert torch.equal(checkpoint.tensor("x").view(torch.uint8), tensor.t().contiguous().view(torch.uint8))
     assert torch.equal(checkpoint.tensor("s").view(-1).view(torch.uint8), raw[0, 0])
 
@@ -124,10 +124,10 @@ def test_training_continues_bit_for_bit(tmp_path: Path, make: Any) -> None:
     model, other = Net(), Net()
     optimizer = make(model.parameters())
     train(model, optimizer, 3)
-    path = save(tmp_path, model, optimizer)
+    checkpoint = save(tmp_path, model, optimizer)
     train(model, optimizer, 3)
     fresh = make(other.parameters())
-    restore(open_checkpoint(path), other, fresh)
+    restore(checkpoint, other, fresh)
     assert other.head.weight is other.embedding.weight
     train(other, fresh, 3)
     for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
@@ -137,9 +137,9 @@ def test_training_continues_bit_for_bit(tmp_path: Path, make: Any) -> None:
 def test_optimizer_state_that_the_checkpoint_has_not_is_dropped(tmp_path: Path) -> None:
     """A rewind to a checkpoint from before the first step starts the optimizer over."""
     model, optimizer = trained(0)
-    path = save(tmp_path, model, optimizer, step=0)
+    checkpoint = save(tmp_path, model, optimizer)
     train(model, optimizer, 3)
-    restore(open_checkpoint(path), model, optimizer)
+    restore(checkpoint, model, optimizer)
     assert not any(optimizer.state.values())
     train(model, optimizer, 3)
     assert torch.equal(model.embedding.weight, trained(3)[0].embedding.weight)
@@ -147,7 +147,7 @@ def test_optimizer_state_that_the_checkpoint_has_not_is_dropped(tmp_path: Path) 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     model, optimizer = trained()
-    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    checkpoint = save(tmp_path, model, optimizer)
     frozen = Net().requires_grad_(False)
     frozen.norm.requires_grad_(True)
     adam = torch.optim.AdamW([p for p in frozen.parameters() if p.requires_grad])
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(tmp_path
 
 def test_a_file_that_goes_bad_between_choosing_and_reading_is_one_message(tmp_path: Path) -> None:
     model, optimizer = trained()
-    checkpoint = open_checkpoint(save(tmp_path, model, optimizer))
+    checkpoint = save(tmp_path, model, optimizer)
     file = checkpoint.path / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-40])
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state(tmp_path: 
 def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path) -> None:
     gate = Gate()
     saver = Saver(tmp_path / "checkpoints", files=gate)
-    state, waited = gather_state(trained()[0]), []
+    state, waited = gather_state(Net()), []
     saver.save(1, state, {})
     saver.save(2, state, {}, while_waiting=lambda: (waited.append(1), gate.open.set()))
     outcomes = saver.wait()
@@ -217,7 +217,7 @@ def test_a_save_that_comes_too_early_waits_for_the_one_before(tmp_path: Path) ->
 
 
 def test_one_buffer_serves_all_saves() -> None:
-    buffer, slices = HostBuffer(), gather_state(trained()[0]).slices
+    buffer, slices = HostBuffer(), gather_state(Net()).slices
     images = [(bytes(buffer.fill(slices, 0)[0]), buffer._bytes.data_ptr()) for _ in range(2)]
     assert images[0] == images[1]
 
@@ -244,9 +244,7 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: py
     """Defect 18: a new thread's CUDA device is 0, whatever the rank's is."""
     calls: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: calls.append((threading.current_thread().name, d)))
-    saver = Saver(tmp_path / "checkpoints", device=torch.device("cuda", 3))
-    saver.save(1, gather_state(trained()[0]), {})
-    assert not saver.wait()[0].error
+    commit(Saver(tmp_path / "checkpoints", device=torch.device("cuda", 3)))
     assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
 
 
@@ -254,11 +252,10 @@ def test_a_programming_error_in_the_writer_is_an_outcome(tmp_path: Path, monkeyp
     saver = Saver(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:
         patch.setattr("windlass.checkpoint.format.parse", lambda data: {}["oops"])
-        saver.save(1, gather_state(trained()[0]), {})
+        saver.save(1, gather_state(Net()), {})
         [outcome] = saver.wait(timeout=30)
     assert outcome.error == "KeyError: 'oops'" and names_in(tmp_path / "checkpoints") == []
-    saver.save(2, gather_state(trained()[0]), {})
-    assert not saver.wait(timeout=30)[0].error
+    commit(saver)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 70_001])
@@ -266,10 +263,8 @@ def test_written_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """With an end that is no whole page."""
     monkeypatch.setattr("windlass.checkpoint.commit.DIRECT_BYTES", 0)
     numbers = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)
-    saver = Saver(tmp_path / "checkpoints", background=False, piece_bytes=8192)
-    saver.save(1, plain({"x": numbers}), {})
-    [outcome] = saver.poll()
-    assert not outcome.error and torch.equal(open_checkpoint(outcome.path).tensor("x"), numbers)
+    path = commit(Saver(tmp_path / "checkpoints", piece_bytes=8192), 1, plain({"x": numbers}))
+    assert torch.equal(open_checkpoint(path).tensor("x"), numbers)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
@@ -293,9 +288,7 @@ def test_retention_follows_each_commit_and_the_scores_of_the_ledger(tmp_path: Pa
     policy = Policy(last=2, keep_forever=lambda step: step == 1, measure="squad.f1")
     saver = Saver(tmp_path / "checkpoints", policy=policy)
     for step in range(1, 7):
-        meta = {"reason": EMERGENCY if step == 3 else "periodic"}
-        saver.save(step, gather_state(trained()[0]), {}, meta, scores={2: 60.0, 4: 10.0})
-        assert not saver.wait()[0].error
+        commit(saver, step, None, {"reason": EMERGENCY if step == 3 else "periodic"}, {2: 60.0, 4: 10.0})
     assert names_in(tmp_path / "checkpoints") == [f"step-0000000{s}" for s in (1, 2, 5, 6)]
 
 
@@ -308,15 +301,13 @@ def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: p
     for attempt in ("a", "b"):
         saver = Saver(tmp_path / "checkpoints", attempt=attempt)
         for step in (1, 2, 3):
-            saver.save(step, gather_state(trained()[0]), {})
-            assert not saver.wait()[0].error
+            commit(saver, step)
         assert read == ([] if attempt == "a" else [f"step-0000000{s}" for s in (1, 2, 3)])
 
 
 def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=RESERVE_BYTES + 10**9))
     assert shortage(tmp_path, 10**9, "it") == ""
-    assert "it needs 3.02 GB" in shortage(tmp_path, 3 * 10**9, "it") and "1.02 GB" in shortage(
-        tmp_path, 3 * 10**9, "it"
-    )
+    message = shortage(tmp_path, 3 * 10**9, "it")
+    assert "it needs 3.02 GB" in message and "1.02 GB" in message
     assert [format_bytes(n) for n in (17, 1234, 5 * 10**6, 10**18)] == ["17 bytes", "1.23 kB", "5 MB", "1,000,000 TB"]

@@ -205,8 +205,8 @@ def test_matrices_that_lie_in_one_are_taken_apart():
 # The learning rate
 
 
-def horizon(steps, samples_per_epoch=1000, samples_per_step=10):
-    return Horizon(steps, samples_per_epoch, samples_per_step)
+def horizon(steps):
+    return Horizon(steps, samples_per_epoch=1000, samples_per_step=10)
 
 
 def curve(steps, **settings):
@@ -238,15 +238,10 @@ def test_after_the_end_the_value_stays():
 def test_gpt2_124m():
     """The schedule of the GPT-2 reproductions: 715 steps of warm-up, cosine from 6e-4 to 6e-5 over 19,073 steps."""
     s, h, lr = ScheduleSettings(kind="cosine", warmup=715, final=0.1), horizon(19073), 6e-4
-
-    def build_nanogpt(it):
-        if it < 715:
-            return lr * (it + 1) / 715
-        ratio = (it - 715) / (19073 - 715)
-        return 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
-
     for it in [0, 1, 100, 713, 714, 715, 716, 5000, 9894, 19071, 19072]:
-        assert lr * factor(s, h, it) == pytest.approx(build_nanogpt(it), rel=1e-12), it
+        ratio = (it - 715) / (19073 - 715)  # as build-nanogpt computes it
+        want = lr * (it + 1) / 715 if it < 715 else 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
+        assert lr * factor(s, h, it) == pytest.approx(want, rel=1e-12), it
     assert lr * factor(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
 
 
@@ -262,10 +257,9 @@ def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
     assert max(got) == 1
 
 
-def torch_values(make, steps):
-    weight = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scheduler = make(optimizer)
+def torch_values(steps, kind, **settings):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **settings)
     values = []
     for _ in range(steps):
         values.append(optimizer.param_groups[0]["lr"])
@@ -275,11 +269,10 @@ def torch_values(make, steps):
 
 
 def test_against_torch_schedulers():
-    sched = torch.optim.lr_scheduler
-    cosine = torch_values(lambda o: sched.CosineAnnealingLR(o, T_max=40, eta_min=0.1), 40)
+    cosine = torch_values(40, "CosineAnnealingLR", T_max=40, eta_min=0.1)
     assert curve(40, kind="cosine", warmup=0, final=0.1) == pytest.approx(cosine, rel=1e-12)
-    linear = torch_values(lambda o: sched.LinearLR(o, start_factor=1.0, end_factor=0.3, total_iters=40), 40)
+    linear = torch_values(40, "LinearLR", start_factor=1.0, end_factor=0.3, total_iters=40)
     assert curve(40, kind="linear", warmup=0, final=0.3) == pytest.approx(linear, rel=1e-9)
     # torch's warm-up is one update behind: its update 0 is at start_factor itself, ours one update up the line
-    rise = torch_values(lambda o: sched.LinearLR(o, start_factor=0.2, end_factor=1.0, total_iters=8), 9)
+    rise = torch_values(9, "LinearLR", start_factor=0.2, end_factor=1.0, total_iters=8)
     assert curve(20, kind="constant", warmup=8, start=0.2)[:8] == pytest.approx(rise[1:], rel=1e-9)
