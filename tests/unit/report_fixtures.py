@@ -82,12 +82,12 @@ class Writer:
             if step % EVERY == 0:
                 self.devices(EVERY * STEP_SECONDS, "train")
                 rate = TOKENS_PER_STEP / STEP_SECONDS * (0.4 if step == EVERY else 1) * (1 + 0.03 * math.sin(step / 9))
+                loss, norm = loss_at(step, self.seed, self.lr), 0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step)
                 lr, ms = self.lr * min(1, step / 20) * (1 + math.cos(math.pi * step / self.steps)) / 2, 2_048_000 / rate
                 self.line(
-                    "train", step, loss=loss_at(step, self.seed, self.lr), lr=lr, samples=step * 16, step_ms=ms,
-                    grad_norm=0.4 + 2.2 * math.exp(-step / 40) + 0.05 * math.cos(step), tokens=step * TOKENS_PER_STEP,
-                    epoch=step * 16 / 4000, forward_ms=0.31 * ms, backward_ms=0.58 * ms, optimizer_ms=0.07 * ms,
-                    data_ms=0.01 * ms, tokens_per_s=rate, samples_per_s=rate / 128, mfu=0.41 * rate / 4096,
+                    "train", step, loss=loss, lr=lr, grad_norm=norm, tokens=step * TOKENS_PER_STEP, samples=step * 16,
+                    epoch=step / 250, step_ms=ms, forward_ms=0.31 * ms, backward_ms=0.58 * ms, tokens_per_s=rate,
+                    samples_per_s=rate / 128, mfu=rate / 10_000,
                 )  # fmt: skip
             if step % 50 == 0:
                 self.evaluate(step)

@@ -41,6 +41,7 @@ def test_the_results_of_a_run_by_hand(one):
         "goodput": 200 / one.wall["total"], "runtime_s": one.wall["total"], "hellaswag_acc": 0.25 + 400 / 9000,
     }  # fmt: skip
     assert {name: values[name] for name in expected} == pytest.approx(expected)
+    assert values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600) and one.wall["lost"] > 15
     assert values["actual_s"] < values["runtime_s"], "without the steps that were done again"
     assert values["predicted_s"] == pytest.approx(values["actual_s"], rel=0.25)
     assert "best_measure" not in values, "the loss has its own lines"

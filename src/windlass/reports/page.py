@@ -265,7 +265,7 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
         figures.append(("Cells", str(len(study.results)), study.states))
     elif len(views) == 1:
         (view,), (own,) = views, values
-        lede = [f"{view.step:,} of {view.settings['train.steps']} steps"]
+        lede = [f"{view.step:,} of {view.start.get('steps', view.step):,} steps"]
         lede += [f"{show(own['parameters'], 'count')} parameters"] if "parameters" in own else []
         lede += [f"started {1 + len(view.restarts)} times and drawn as one curve"] if view.restarts else []
         figures += [(HEADLINES[name], show(own[name], label(name)[1]), "") for name in HEADLINES if name in own]
