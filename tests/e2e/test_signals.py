@@ -39,8 +39,7 @@ full = pytest.mark.full
 
 
 def output_of(
-    command: list[str], ready: Callable[[], bool], code: int = 75, number: int = signal.SIGTERM,
-    alone: int | None = None, **env: str,
+    command: list[str], ready: Callable[[], bool], number: int = signal.SIGTERM, alone: int | None = None, **env: str
 ) -> str:  # fmt: skip
     """What a command prints that is signalled when it is ready; `alone`: that rank of its children gets the signal."""
     process = subprocess.Popen(
@@ -53,7 +52,7 @@ def output_of(
     target = next((p for p in ranks if p.environ().get("RANK") == str(alone)), process)
     target.send_signal(number)
     output, _ = process.communicate(timeout=90)
-    assert process.returncode == code and "Traceback" not in output, output
+    assert process.returncode == 75 and "Traceback" not in output, output
     return output
 
 
@@ -126,49 +125,6 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
     last = run.lines("train")[-1]["step"]
     assert run.state == "preempted" and "start the same command again" in output
     assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
-
-
-SLEEPY = """
-import sys, time
-from pathlib import Path
-import numpy as np
-from windlass.data.dataset import Data
-from windlass.errors import Stopped
-from windlass.recipe import Recipe
-from windlass import train
-
-class Sleepy:
-    given = 0
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        self.given += 1
-        if self.given > 3 * 8:  # after three steps
-            here.touch()
-            time.sleep(600)
-        return np.arange(16) % 7, np.arange(1, 17) % 7
-
-    def read(self, indices):
-        tokens, labels = zip(*(self[int(i)] for i in indices))
-        return np.stack(tokens), np.stack(labels)
-
-here = Path(sys.argv[1])
-data = Data(Sleepy(), None, None, "sleepy", 7)
-try:
-    train(Recipe.load("quickstart", sys.argv[2:]), data=data)
-except Stopped as stop:
-    sys.exit(f"{stop}")
-"""
-
-
-def test_a_stop_does_not_wait_for_a_source_that_sleeps(tmp_path):
-    """A source of the user's own that takes ten minutes for a sample; the process ends all the same."""
-    here, run = tmp_path / "here", Run(tmp_path / "run")
-    command = [sys.executable, "-c", SLEEPY, str(here), *settings(tmp_path, run.path, **{"eval.every": 0})]
-    output = output_of(command, lambda: here.exists() and bool(run.lines("train", step=3)), code=1)
-    assert "stopped by SIGTERM after step 3" in output and "FATAL" not in output, output
 
 
 def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch, trainers):

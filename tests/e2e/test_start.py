@@ -196,12 +196,6 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(co
     assert starts(run) == [("resumed", 6)] and same(run, whole, 9)
 
 
-def test_a_branch_that_just_began_is_running(tmp_path):
-    lines = [{"kind": "event", "step": 0, "event": name} for name in ("started", "failed", "branched")]
-    (tmp_path / "heartbeat").touch()
-    assert Run(tmp_path).state_by(lines) == "running"
-
-
 @pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
 def test_a_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"optim.kind": f"'{first}'", "train.steps": 6}))
