@@ -223,15 +223,13 @@ def as_if_untouched(run: Run, whole: Run) -> None:
     assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
 
 
-def test_a_disk_too_small_is_told_before_step_1_and_at_each_save(corpus, tmp_path, monkeypatch, capsys):
-    """A warning at the start; a save that has no room fails by itself, and training continues; at the end it is an error."""
+def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monkeypatch):
+    """At the end it is an error; with room, the same command saves the end."""
     free = [1000]
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     recipe, run = recipe_of(corpus, tmp_path / "run", **{"train.steps": 7}), Run(tmp_path / "run")
     with refused(RunFailed, "last checkpoint"):
         train(recipe)
-    output = " ".join("".join(capsys.readouterr()).split())
-    assert "the run needs" in output and "are free" in output
     assert {3, 6, 7} <= {e["step"] for e in run.events if e["event"] == "save_failed"}
     assert len(run.lines("train")) == 7 and run.state == "failed"
     free[0] = 10**12

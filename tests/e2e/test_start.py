@@ -77,11 +77,10 @@ def starts(run: Run) -> list[tuple[str, int]]:
 
 
 def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monkeypatch):
-    """Before the checkpoint is chosen, and after; asked again with the same command, and with a plain one."""
+    """Before the checkpoint is chosen, and after; asked again with the same command, a plain one, and for more steps."""
     recipe = recipe_of(corpus, tmp_path / "run", **WSD)
-    longer = recipe.with_overrides("train.steps=16")
+    longer, longest = (recipe.with_overrides(f"train.steps={steps}") for steps in (16, 20))
     train(recipe)
-    whole = untouched(longer)
 
     def fail(*_: object) -> None:
         raise RunFailed("a failure of the test")
@@ -91,20 +90,10 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
             patch.setattr(setup, name, fail)
             train(recipe, extend_to=16)
     assert not resolve_start(longer).finished
-    run = train(longer)
-    assert starts(run)[-1] == ("resumed", 6) and same(run, whole, 16)
-    assert resolve_start(longer).finished and Run(run.path).recipe.train.steps == 16
-
-
-def test_an_extension_killed_before_its_first_save_goes_back_to_the_plateau_again(corpus, tmp_path):
-    """And extended once more, before any new save: not from the end of the decay that was left."""
-    recipe = recipe_of(corpus, tmp_path / "run", **WSD)
-    train(recipe)
-    for steps in (16, 16, 20):
-        failed(recipe, extend_to=steps)
-    run = train(recipe.with_overrides("train.steps=20"))
-    assert starts(run) == [("started", 0), *[("resumed", 6)] * 4]
-    assert same(run, untouched(recipe, "train.steps=20"), 20)
+    failed(longer)
+    run = train(recipe, extend_to=20)  # before any new save: not from the end of the decay that was left
+    assert starts(run)[1:] == [("resumed", 6)] * 2 and same(run, untouched(longest), 20)
+    assert resolve_start(longest).finished and Run(run.path).recipe.train.steps == 20
 
 
 def test_a_decayed_run_is_refused_each_time_it_is_asked(corpus, tmp_path):

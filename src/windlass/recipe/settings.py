@@ -215,7 +215,7 @@ class TrainSettings(Section):
     max_skips: int = Field(20, ge=1)
     """The run ends after this number of skipped steps in a row (fp16 overflows, `on_nonfinite`, `on_spike`)."""
     startup_checks: bool = True
-    """Checks before step 1: master weights, ties, equal replicas, gradient norm, token ids."""
+    """Checks before step 1: master weights, ties, equal replicas, gradient norm."""
     threads: int = Field(0, ge=0)
     """CPU threads of one rank; 0: the cores shared among the ranks of a host."""
 
