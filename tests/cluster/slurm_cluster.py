@@ -6,10 +6,8 @@ import contextlib
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-sys.path.append(str(Path(__file__).parent.parent))  # the watcher is a script of its own
 from helpers import wait_for
 from windlass.processes import kill_with_parent
 
@@ -117,13 +114,7 @@ class Cluster:
         for node in NODES:
             (self.root / node).mkdir()
             self.spawn("slurmd", "-D", "-N", node)
-        wait_for(self.idle, 30)
-
-    def idle(self) -> bool:
-        """Whether both nodes wait for work."""
-        if gone := [d.args for d in self.daemons if d.poll() is not None]:
-            raise RuntimeError(f"ended at once: {gone}")
-        return self.call("sinfo", "--noheader", "-N", "-o", "%t", seconds=10).stdout.split() == ["idle"] * len(NODES)
+        wait_for(lambda: self.call("sinfo", "--noheader", "-N", "-o", "%t").stdout.split() == ["idle"] * len(NODES), 30)
 
     def spawn(self, name: str, *arguments: str) -> None:
         """A daemon in the foreground that dies with this process, however that ends."""
@@ -136,24 +127,19 @@ class Cluster:
             ))  # fmt: skip
 
     def stop(self) -> None:
-        """Cancel what runs, end the daemons, and then whatever was started with this cluster's configuration."""
+        """Cancel what runs, end the daemons, and kill what was started with this cluster's configuration."""
         with contextlib.suppress(AssertionError):  # it took too long
-            if len(self.daemons) == 2 + len(NODES):
-                self.call("scancel", "--full", "--user", getpass.getuser(), seconds=10)
-                wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15)
+            self.call("scancel", "--full", "--user", getpass.getuser(), seconds=10)
+            wait_for(lambda: not self.call("squeue", "--noheader", seconds=5).stdout.split(), 15)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-        self.clear()
-
-    def clear(self) -> None:
-        """Kill what carries this cluster in its environment and the keepers of its jobs, and remove its directory."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SLURM_CONF") == str(self.root / "slurm.conf") and process.pid != os.getpid():
                     for one in (process, *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd")):
-                        one.send_signal(signal.SIGKILL)
+                        one.kill()
         for daemon in self.daemons:
             daemon.wait()
         shutil.rmtree(self.root, ignore_errors=True)
@@ -173,18 +159,11 @@ def cluster() -> Iterator[Cluster]:
     root = Path(tempfile.mkdtemp(prefix="windlass-slurm-"))
     root.chmod(0o755)
     running = Cluster(root)
-    watcher = subprocess.Popen([sys.executable, __file__, str(root)], stdin=subprocess.PIPE, start_new_session=True)
     try:
         try:
             running.start()
-        except (AssertionError, RuntimeError) as error:
+        except AssertionError as error:
             raise RuntimeError(f"no cluster: {error}\n{running.logs()}") from error
         yield running
     finally:
         running.stop()
-        watcher.communicate()
-
-
-if __name__ == "__main__":  # the watcher: whatever ends the tests, SIGKILL too, closes this pipe
-    sys.stdin.read()
-    Cluster(Path(sys.argv[1])).clear()
