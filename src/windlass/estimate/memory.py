@@ -108,8 +108,6 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
         host, parameters, state = 2 * parameters + state, 0, 0
     sharded = layout.strategy in SHARDED
     always = 16 * step.n  # tokens and labels, int64
-    if sharded and layout.device == "cpu":
-        always += max(step.root, step.block)  # gloo's receive buffer stays allocated
     peak = max(_fsdp_events(step) if sharded else _plain_events(step), key=lambda event: event.total)
     return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=peak.buffers + always)
 

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from windlass.parallel.collectives import AllGather, ReduceScatter
 from windlass.parallel.dist import SHARDED, Ranks
 from windlass.recipe import Recipe
 
@@ -118,14 +117,10 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
             block, mesh=ranks.mesh, reshard_after_forward=gather_again, mp_policy=in_blocks, offload_policy=offload
         )
     fully_shard(model, mesh=ranks.mesh, reshard_after_forward=False, mp_policy=in_root, offload_policy=offload)
-    gather, reduce = AllGather(), ReduceScatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-            if ranks.device.type == "cpu":
-                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
     model.reduces_always = settings.reduce_each_micro_batch  # type: ignore[assignment]
 
