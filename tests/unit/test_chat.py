@@ -111,15 +111,6 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: i
             assert theirs.decode(counted[:-1]).strip() == talk[1]["content"] and counted[-1] in special
 
 
-def test_text_without_special_tokens_is_tokenized_as_a_whole(tmp_path: Path) -> None:
-    text = "Who are you? é ü"
-    for kind in KINDS:
-        ours, _, theirs = opened(kind, tmp_path / kind)
-        ids, marks = ours.encode_marked([("Who are", False), (" you? é ü", True)])
-        assert ids == ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
-        assert theirs.decode([i for i, mark in zip(ids, marks, strict=True) if mark]).strip() == "you? é ü"
-
-
 def test_a_conversation_is_cut_at_the_context_and_left_out_where_no_answer_is_left() -> None:
     ids, marks, _ = row(TALK, Template(), BYTES, 70)
     assert len(ids) == 71 and any(marks)
@@ -198,9 +189,6 @@ def test_conversations_of_a_data_set(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "set")
     data = open_data(recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "d")))
     assert (len(data.train), len(data.val or ())) == (8, 3)
-    of_file = open_data(recipe(file, dir=str(tmp_path / "f"))).train
-    for left, right in zip(data.train.read(np.arange(8)), of_file.read(np.arange(8)), strict=True):
-        assert np.array_equal(left, right)
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
     with refused("'messages'", "it has text"):
         chat.read(f"hf:{tmp_path / 'other'}")

@@ -51,12 +51,8 @@ def test_a_row_is_prompt_answer_and_end_in_one_sequence_and_only_the_answer_coun
     ids, marks = squad.row(question("A cat sat.", "cat"), BYTES, 100)  # type: ignore[misc]
     assert BYTES.decode(ids) == "Question: What is it? Context: A cat sat. Answer: cat<|endoftext|>"
     assert BYTES.decode([i for i, m in zip(ids, marks, strict=True) if m]) == " cat<|endoftext|>"
-    rows = Rows([(ids, marks)], pad=256)
-    tokens, labels = rows.read(np.array([0]))
-    assert tokens[0].tolist() == ids[:-1] and rows.length(0) == len(ids) - 1
-    counted = [(t, label) for t, label in enumerate(labels[0].tolist()) if label != -100]
-    assert [ids[t + 1] for t, _ in counted] == [label for _, label in counted] == [*b" cat", 256]
-    assert rows.valid_tokens == 5
+    labels = Rows([(ids, marks)], pad=256).read(np.array([0]))[1]
+    assert [label for label in labels[0].tolist() if label != -100] == [*b" cat", 256]
 
 
 def test_rows_are_padded_to_the_longest_of_a_batch_and_the_padding_is_masked() -> None:
@@ -88,13 +84,6 @@ def test_a_context_is_cut_around_the_answer_between_words_and_as_little_as_neede
     for side, given_side in ((before, left + gap), (after, gap + right)):
         assert set(side.split()) <= set(given_side.split()), "words are whole"
     assert sum(marks) == len(answer.encode()) + 2
-
-
-def test_what_is_cut_is_taken_from_both_sides_in_proportion() -> None:
-    item = question("l " * 300 + "ANSWER" + " r" * 100, "ANSWER")
-    kept = squad.around(item, 200)
-    assert kept is not None and len(kept) > 190
-    assert kept.count("l") == pytest.approx(3 * kept.count("r"), abs=3)
 
 
 def test_questions_that_cannot_fit_are_left_out() -> None:
@@ -191,7 +180,7 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[", "SQuAD"), ("[]", "SQuAD"), ('{"data": []}', "no questions"),
+        ("[", "SQuAD"), ('{"data": []}', "no questions"),
         ('{"data": [{"paragraphs": [{"context": "c", "qas": [{"id": 1, "question": "q", "answers": []}]}]}]}', "SQuAD"),
         ('{"data": [{"paragraphs": [{"context": "abc", "qas": [{"id": "k", "question": "q", '
          '"answers": [{"text": "b", "answer_start": 2}]}]}]}]}', "question k: its answer 'b'"),
@@ -202,16 +191,6 @@ def test_files_that_are_no_squad_are_refused_by_name(tmp_path: Path, text: str, 
     (tmp_path / "s.json").write_text(text)
     with refused(words):
         squad.read_questions(f"squad:{tmp_path / 's.json'}")
-
-
-def test_other_mistakes_are_named(tmp_path: Path) -> None:
-    with refused("data.source", "none.json"):
-        squad.read_questions(f"squad:{tmp_path / 'none.json'}")
-    one = write(tmp_path / "one.json", articles=1)
-    with refused("data.val_fraction", "data.eval_source"):
-        squad.read_splits(recipe(f"squad:{one}", tmp_path / "d"))
-    with refused("data.source", "squad:FILE.json"):
-        squad.read_splits(recipe("hf:elsewhere", tmp_path / "d"))
 
 
 def test_the_real_file_is_read_whole(data_files: Path) -> None:
