@@ -49,22 +49,18 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     rows = [row for row in rows if ragged or len(row) == context]
     assert len(samples) == len(rows)
     assert samples.valid_tokens == sum(map(len, rows))
-    assert sum(samples.shard_samples) == len(rows)
+    if rows:
+        assert isinstance(samples, Samples)
+    with pytest.raises(IndexError):
+        samples.read(np.array([len(rows)]))
     found_tokens, found_labels = samples.read(np.arange(len(rows)))
     assert found_tokens.shape == found_labels.shape == (len(rows), context)
     for row, x, y in zip(rows, found_tokens.tolist(), found_labels.tolist(), strict=True):
         padding = context - len(row)
         assert x == [a for a, _ in row] + [0] * padding
         assert y == [b for _, b in row] + [-100] * padding
-    place = 0
-    for shard, rows_there in enumerate(samples.shard_samples):
-        for i in range(place, place + rows_there):
-            assert stream.edges[shard] <= start + i * context < stream.edges[shard + 1]
-        place += rows_there
-    if rows:
-        assert isinstance(samples, Samples)
-    with pytest.raises(IndexError):
-        samples.read(np.array([len(rows)]))
+    shard_of_row = np.searchsorted(stream.edges, start + context * np.arange(len(rows)), side="right") - 1
+    assert samples.shard_samples == np.bincount(shard_of_row, minlength=len(stream.shards)).tolist()
 
 
 @given(PIECES, st.integers(3, 40), st.integers(1, 35))
@@ -126,16 +122,13 @@ def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch)
     monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
     open_data(recipe)
     assert read == []  # what was just written was hashed on its way
-    for lose in (lambda path: path.unlink(), lambda path: path.write_text("[1, 2")):
-        lose(data.directory / "verified.json")
-        read.clear()
-        open_data(recipe)
-        open_data(recipe)
-        assert sorted(read) == sorted(shard.file for shard in Index.load(data.directory).shards)
-    read.clear()
+    (data.directory / "verified.json").write_text("[1, 2")
+    open_data(recipe)
+    open_data(recipe)
+    assert sorted(read) == sorted(shard.file for shard in Index.load(data.directory).shards)
     os.utime(data.directory / "shard-00001.bin")
     open_data(recipe)
-    assert read == ["shard-00001.bin"]
+    assert read[-1] == "shard-00001.bin"
     (data.directory / "verified.json").unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # a directory of somebody else's
     open_data(recipe)
@@ -204,16 +197,13 @@ def nanogpt(path, tokens):
 
 
 def build_nanogpt(path, tokens):
-    with path.open("wb") as file:
-        np.save(file, np.array(tokens, dtype=np.uint16))
+    np.save(path, np.array(tokens, dtype=np.uint16))
 
 
-def llmc(path, tokens):
+def llmc(path, tokens, version=1):
     header = np.zeros(256, dtype=np.int32)
-    header[:3] = 20240520, 1, len(tokens)
-    with path.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(np.array(tokens, dtype=np.uint16).tobytes())
+    header[:3] = 20240520, version, len(tokens)
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype=np.uint16).tobytes())
 
 
 WRITERS = {"nanogpt.bin": nanogpt, "build.npy": build_nanogpt, "llmc.bin": llmc}
@@ -258,24 +248,21 @@ def test_bad_shards_of_others_are_refused_by_name(tmp_path):
     for name, writer in WRITERS.items():
         writer(tmp_path / name, list(range(200)))
         whole[name] = (tmp_path / name).read_bytes()
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = 20240520, 3, 200
+    llmc(tmp_path / "third.bin", range(200), version=3)
     cases = [
         ("a.bin", whole["nanogpt.bin"][:-1], "truncated"),
         ("b.bin", b"", "truncated"),
         ("c.bin", whole["llmc.bin"][:-2], "200 tokens"),
         ("d.npy", whole["build.npy"][:-2], "no whole .npy file"),
-        ("e.npy", whole["build.npy"][:30], "no whole .npy file"),
-        ("f.npy", whole["nanogpt.bin"], "no whole .npy file"),
-        ("g.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
-        ("h.bin", header.tobytes() + whole["nanogpt.bin"], "llm.c's header of version 3"),
-        ("i.bin", whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes(), "token id 257 at place 200"),
+        ("e.npy", whole["nanogpt.bin"], "no whole .npy file"),
+        ("f.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
+        ("g.bin", (tmp_path / "third.bin").read_bytes(), "llm.c's header of version 3"),
+        ("h.bin", whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes(), "token id 257 at place 200"),
     ]
     for array, words in (
         (np.zeros(9, np.float32), "holds float32"),
         (np.array([{}], dtype=object), "no whole .npy file"),  # a pickle, which could run code, is not opened
         (np.zeros((3, 3), np.uint16), "of shape"),
-        (np.zeros(0, np.uint16), "npy"),
     ):
         np.save(tmp_path / "y.npy", array)
         cases.append(("j.npy", (tmp_path / "y.npy").read_bytes(), words))
