@@ -139,15 +139,6 @@ class Gated(Numbers):
         return super().read(indices)
 
 
-def test_a_poll_does_not_wait():
-    source = Gated(10)
-    with Loader(source, plan_batch(2, 2, 1, 512), 0, 5) as loader:
-        assert loader.poll() is None
-        assert loader.poll(0.01) is None
-        source.gate.set()
-        assert next(loader).step == 1
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyboardInterrupt(), SystemExit(3)])
 def test_errors_reach_the_loop(prefetch, error):
@@ -169,11 +160,12 @@ def alive():
     return [t for t in threading.enumerate() if t.name == "windlass-loader"]
 
 
-def test_close_abandons_a_slow_source_and_with_patience_waits_for_it():
+def test_a_poll_does_not_wait_and_close_abandons_a_slow_source_or_with_patience_waits_for_it():
     """A source that is in the middle of a read: the thread ends after that read; no micro-batch more is read."""
     source = Gated(16)
     loader = Loader(source, plan_batch(8, 2, 1, 512), 0, 5)
     source.reading.wait()
+    assert loader.poll() is None and loader.poll(0.01) is None
     loader.close(0.01)
     assert alive()
     threading.Timer(0.2, source.gate.set).start()

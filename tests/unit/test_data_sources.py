@@ -36,7 +36,7 @@ def parquet(path, texts, key="text"):
 
 
 def write_all(folder):
-    """One corpus in each form: the source of each, by name."""
+    """One corpus in each form: the source of each."""
     for i, text in enumerate(TEXTS):
         (folder / f"{i:02d}.txt").write_bytes(text.encode())
         (folder / f"{i:02d}.txt.gz").write_bytes(gzip.compress(text.encode()))
@@ -53,7 +53,7 @@ def write_all(folder):
     (half / "c.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[12:])))
     (half / "notes.md").write_text("not a part of it")
     names = ["*.txt", "*.txt.gz", "*.md.zst", "all.jsonl", "all.jsonl.gz", "all.jsonl.zst", "all.parquet", "halves"]
-    return {name: str(folder / name) for name in names}
+    return [str(folder / name) for name in names]
 
 
 def read(source, start=0, **settings):
@@ -62,9 +62,9 @@ def read(source, start=0, **settings):
 
 
 def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
-    for name, source in write_all(tmp_path).items():
+    for source in write_all(tmp_path):
         for start in (0, 1, 5, 9, 11, 22, 23, 24):
-            assert read(source, start) == TEXTS[start:], (name, start)
+            assert read(source, start) == TEXTS[start:], (source, start)
         corpus = open_corpus(DataSettings(), source)
         for _ in corpus.documents():
             assert 0 <= corpus.share <= 1
@@ -76,8 +76,6 @@ def test_a_single_text_is_one(tmp_path):
     (tmp_path / "one.txt").write_bytes(b"\xef\xbb\xbfa\r\nb")
     corpus = open_corpus(DataSettings(), str(tmp_path / "one.txt"))
     assert corpus.single_text and list(corpus.documents()) == ["a\r\nb"]
-    (tmp_path / "one.jsonl").write_bytes(lines(["a"]))
-    assert not open_corpus(DataSettings(), str(tmp_path / "one.jsonl")).single_text
 
 
 def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
@@ -90,11 +88,8 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("e.jsonl", b'["text"]\n', ["line 1", "object"]),
         ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
         ("g.jsonl.gz", gzip.compress(raw)[:-20], ["cut short"]),
-        ("h.jsonl.gz", b"not gzip at all", ["damaged"]),
         ("i.jsonl.zst", zst(raw)[:-20], ["cut short"]),
-        ("j.txt.zst", b"not zst at all", ["damaged"]),
         ("k.parquet", table[:-30], ["damaged"]),
-        ("l.parquet", b"", ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
     ]
@@ -216,10 +211,8 @@ def test_datasets(tmp_path):
     for streaming in (False, True):
         with refused("'content'", "data.text_key"):
             read(f"hf:{tmp_path / 'table'}", text_key="content", streaming=streaming)
-    (tmp_path / "empty").mkdir()
-    for place in ("nobody/nothing-of-the-kind", tmp_path / "empty"):
-        with refused(f"hf:{place}"):
-            read(f"hf:{place}")
+    with refused("hf:nobody/nothing-of-the-kind"):
+        read("hf:nobody/nothing-of-the-kind")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jsonl").write_text("{oops")
     for streaming in (False, True):

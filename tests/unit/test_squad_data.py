@@ -23,8 +23,8 @@ from windlass.recipe import Recipe
 BYTES = byte_tokenizer()
 
 
-def question(context: str, answer: str, key: str = "q", group: str = "") -> Question:
-    return Question(key, "What is it?", context, (answer,), context.index(answer), group)
+def question(context: str, answer: str) -> Question:
+    return Question("q", "What is it?", context, (answer,), context.index(answer))
 
 
 def article(title: str, count: int) -> dict[str, Any]:
