@@ -74,18 +74,6 @@ def test_without_the_harness_the_message_says_what_to_install() -> None:
         run_harness("arc_easy", model(), BYTES, ALONE)
 
 
-@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
-@pytest.mark.filterwarnings("ignore")
-def test_a_task_is_scored_through_the_harness(tmp_path: Path) -> None:
-    gpt, right = model(), 0
-    numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path))
-    for row in ROWS:
-        pairs = [Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]]
-        scores = [one.sum for one in log_likelihoods(gpt, pairs, ALONE)]
-        right += scores.index(max(scores)) == row["gold"]
-    assert numbers["parity/acc"] == pytest.approx(right / 9) and not gpt.training
-
-
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
     ranks = join(recipe(**{f"model__{key}": value for key, value in SHAPE.items()}, parallel__strategy="full_shard"))
     gpt = parallelize(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))
@@ -99,11 +87,17 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 @pytest.mark.dist
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
-def test_two_ranks_of_a_sharded_model_have_the_scores_of_one(tmp_path: Path) -> None:
-    import lm_eval  # noqa: F401, so that the ranks need not
-
-    expected = run_harness("parity", model(), BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
-    assert [one["parity/acc"] for one in run_ranks(on_a_rank, 2, tmp_path)] == [expected["parity/acc"]] * 2
+def test_a_task_is_scored_through_the_harness_and_two_ranks_of_a_sharded_model_have_the_same_scores(
+    tmp_path: Path,
+) -> None:
+    gpt, right = model(), 0
+    numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
+    for row in ROWS:
+        pairs = [Continuation([*row["q"].encode()], [*choice.encode()]) for choice in row["choices"]]
+        scores = [one.sum for one in log_likelihoods(gpt, pairs, ALONE)]
+        right += scores.index(max(scores)) == row["gold"]
+    assert numbers["parity/acc"] == pytest.approx(right / 9) and not gpt.training
+    assert [one["parity/acc"] for one in run_ranks(on_a_rank, 2, tmp_path)] == [numbers["parity/acc"]] * 2
 
 
 @pytest.fixture

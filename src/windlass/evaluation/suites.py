@@ -23,14 +23,7 @@ from windlass.data import squad as squad_data
 from windlass.data.dataset import Samples, open_data
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    evaluate_loss,
-    read_items,
-)
+from windlass.evaluation import likelihood
 from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
@@ -68,10 +61,10 @@ class Suites:
             return evaluate_squad(model, tokenizer, self._questions, ranks, **how)
         if suite == LOSS_SUITE:
             assert self.val is not None
-            limit = recipe.eval.batches * recipe.train.global_batch
-            numbers = evaluate_loss(model, self.val, ranks, self.batch, limit, token_bytes=self._token_bytes, **how)
+            how |= {"limit": recipe.eval.batches * recipe.train.global_batch, "token_bytes": self._token_bytes}
+            numbers = likelihood.evaluate_loss(model, self.val, ranks, self.batch, **how)
         elif suite == HELLASWAG_SUITE:
-            numbers = evaluate_hellaswag(model, *self._endings, ranks, **how)
+            numbers = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how)
         else:  # the recipe has checked the name
             numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
         return None if numbers is None else (numbers, None)
@@ -85,9 +78,9 @@ class Suites:
         return squad_data.eval_questions(self.recipe)
 
     @cached_property
-    def _endings(self) -> tuple[list[Item], list[Continuation]]:
-        items = read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
-        return items, continuations(items, self.tokenizer)
+    def _endings(self) -> tuple[list[likelihood.Item], list[likelihood.Continuation]]:
+        items = likelihood.read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
+        return items, likelihood.continuations(items, self.tokenizer)
 
 
 @dataclass(frozen=True)
