@@ -95,7 +95,7 @@ def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs(one):
     assert evaluation_names(half, "0.5 epochs") == ["epoch 0.5"]
     tables = evaluations(one)
     assert [int(row["step"]) for row in read(tables["loss"])] == list(range(0, 401, 50))
-    assert [column.name for column in tables["hellaswag"].columns[4:]] == ["acc", "acc_norm", "items"]
+    assert [column.name for column in tables["hellaswag"].columns[3:]] == ["acc", "acc_norm", "items"]
 
 
 def test_settings_that_differ_come_first_then_those_changed(three):

@@ -236,7 +236,7 @@ def evaluations(view: RunView) -> dict[str, Table]:
     for suite, track in view.evals.items():
         names = [name for name in (*track.measures(), "runtime_s") if track.has(name)]
         measured = [Column(x, *special.get(x, (x.replace("_", " ").capitalize(), "loss"))) for x in names]
-        columns = [*place, *measured]
+        columns = [*(column for column in place if track.has(column.name)), *measured]
         titles = evaluation_names(track, view.settings.get("eval.every"))
         rows = [(title, *(float(track[c.name][i]) for c in columns)) for i, title in enumerate(titles)]
         tables[suite] = Table([Column("evaluation", "Evaluation"), *columns], rows)
