@@ -1,6 +1,4 @@
-"""A manifest is read as what a stranger may have written: everything in it is checked, nothing outside is opened or
-run.
-"""
+"""A manifest is read as what a stranger may have written: all of it is checked, nothing outside is opened or run."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
     saver = Saver(tmp_path / "run" / "checkpoints", background=False)
     state = State({"model/x": Slice(torch.arange(12.0).reshape(4, 3), (4, 3))}, {}, 48)
     saver.save(4, state, {"step": 4}, {"loss": float("nan")})
-    [outcome] = saver.poll()
-    assert not outcome.error
-    return outcome.path
+    return saver.poll()[0].path
 
 
 def seal(path: Path, manifest: bytes) -> None:

@@ -184,7 +184,7 @@ def read_manifest(path: Path) -> Manifest:
             if (size := (path / name).stat().st_size) != info.size:
                 raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
     except OSError as error:
-        raise Damaged(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
+        raise Damaged(f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}") from None
     return manifest
 
 
