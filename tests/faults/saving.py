@@ -97,27 +97,12 @@ class Recorder(Files):
         self.log.append((operation, path.name))
 
 
-class Killer(Files):
-    """Kills the process at its operation number `at`; a write is torn, half of it done."""
-
-    def __init__(self, at: int):
-        self.at, self.count = at, 0
-
-    def about_to(self, operation, path, output=None, data=None):
-        if self.count == self.at:
-            if output is not None and data is not None:
-                os.write(output.descriptor, data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-        self.count += 1
-
-
 class Failer(Files):
-    """Raises an error at operation number `at`, at every operation from there on, or at all of one kind."""
+    """Fails at operation number `at`, at every operation from there on, or at all of one kind; a write is half done."""
 
     def __init__(self, at: int, code: int = errno.ENOSPC, lasting: bool = False, only: tuple[str, ...] = ()):
-        self.at, self.code, self.lasting, self.only, self.count = at, code, lasting, only, 0
-        self.failed = 0
+        self.at, self.code, self.lasting, self.only = at, code, lasting, only
+        self.count = self.failed = 0
 
     def about_to(self, operation, path, output=None, data=None):
         hit = self.count >= self.at if self.lasting else self.count == self.at
@@ -126,7 +111,18 @@ class Failer(Files):
             self.failed += 1
             if output is not None and data is not None:
                 os.write(output.descriptor, data[: len(data) // 2])
-            raise OSError(self.code, os.strerror(self.code), str(path))
+            self.fail(path)
+
+    def fail(self, path: Path) -> None:
+        raise OSError(self.code, os.strerror(self.code), str(path))
+
+
+class Killer(Failer):
+    """Kills the process at its operation number `at`."""
+
+    def fail(self, path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
 
 
 def tally(what: str, tried: int, **more: float) -> None:
