@@ -32,7 +32,6 @@ def train(
     branch_from: str = typer.Option(
         "", metavar="RUN@STEP", help="A new run that starts from another run's checkpoint."
     ),
-    profile: int = typer.Option(0, min=0, metavar="N", help="Write a torch profiler trace of N steps."),
 ) -> int:
     """Train a recipe; train again to resume.
 
@@ -63,9 +62,7 @@ def train(
     with StopSignals():  # importing torch takes seconds; the training then has its own
         from windlass.training.setup import train as run_training
 
-        run = run_training(
-            loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at, profile=profile
-        )
+        run = run_training(loaded, fresh=fresh, extend_to=extend_to, branch_from=branch_from, stop_at=stop_at)
     if env.launcher == "none" and run.state == "finished":
         show_end(run)
     return 0

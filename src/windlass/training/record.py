@@ -106,14 +106,6 @@ class Recorder:
         if resumed_from:
             self.console.event(f"resumed from {resumed_from}", state.step)
 
-    def rewound(self, reason: str, start: int, stop: int) -> None:
-        """The run returned to the step of the state: a new attempt, whose lines replace those after that step."""
-        self.ledger.attempt += 1
-        self.sampler.attempt = self.ledger.attempt
-        self.event("rewound", reason=reason, left_out=[start, stop])
-        self.console.warning(f"{reason}: back to step {self.state.step}, samples {start} to {stop} are left out")
-        self.restart_counts()
-
     def restart_counts(self) -> None:
         """At a start or after a rewind: speeds are measured from here on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
@@ -274,19 +266,3 @@ class Saves:
                 if outcome.warning:
                     recorder.console.warning(outcome.warning)
         return not any(outcome.error for outcome in outcomes)
-
-    def expected_seconds(self) -> float:
-        """How long a save that begins now may take: as the last one, after the rest of one that is being written."""
-        return (self.saver.last_seconds or 0.0) + self.saver.remaining_seconds()
-
-
-def start_profiler(steps: int, recorder: Recorder) -> torch.profiler.profile:
-    """Trace `steps` steps of this rank, after one that is left out and one to warm up, for https://ui.perfetto.dev."""
-    path = recorder.run.path / "profile" / f"trace-{recorder.ledger.attempt}.json"
-    path.parent.mkdir(exist_ok=True)
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=steps, repeat=1), record_shapes=True,
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-    )  # fmt: skip
-    profiler.start()
-    return profiler

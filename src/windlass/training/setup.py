@@ -51,7 +51,7 @@ from windlass.training.trainer import OnStep, Trainer
 
 def train(
     recipe: Recipe, model: nn.Module | None = None, data: Data | None = None, on_step: OnStep | None = None, *,
-    fresh: bool = False, extend_to: int = 0, branch_from: str = "", stop_at: int = 0, profile: int = 0,
+    fresh: bool = False, extend_to: int = 0, branch_from: str = "", stop_at: int = 0,
 ) -> Run:  # fmt: skip
     """Train a recipe in this process, as one rank among those of the launcher that started it; returns the run.
 
@@ -69,7 +69,6 @@ def train(
         extend_to: Continue to so many steps, past the horizon of the run in the directory.
         branch_from: `RUN@STEP`: begin a new run from that checkpoint.
         stop_at: Save and stop after this step.
-        profile: Write a profiler's trace of so many steps.
 
     Raises:
         UserError: The recipe, the data, the directory or the environment are not what they must be.
@@ -80,8 +79,7 @@ def train(
         plan = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return plan.run
-        trainer = set_up(plan, model, data, on_step, stop, stack, stop_at)
-        trainer.run(profile)
+        set_up(plan, model, data, on_step, stop, stack, stop_at).run()
     return plan.run
 
 

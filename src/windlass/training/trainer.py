@@ -39,7 +39,7 @@ from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
-from windlass.training.record import ModelFacts, Recorder, Saves, start_profiler
+from windlass.training.record import ModelFacts, Recorder, Saves
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
@@ -96,11 +96,11 @@ class Trainer:
     stop_at: int
     rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
 
-    def run(self, profile: int = 0) -> None:
+    def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped where a signal or `stop_at` ends it before."""
         try:
             self.begin()
-            self.loop(profile)
+            self.loop()
             self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
@@ -128,10 +128,9 @@ class Trainer:
         recorder.goodput.enter("train")
         recorder.restart_counts()
 
-    def loop(self, profile: int) -> None:  # noqa: PLR0915 - in one piece, so that it reads as the training does
+    def loop(self) -> None:
         """Step, log, save, evaluate, until the last step."""
         state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
-        profiler = start_profiler(profile, recorder) if profile and ranks.main else None
         agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps:
@@ -175,8 +174,6 @@ class Trainer:
                     complete = self.sample()
                 self.saves.report(self.saves.saver.poll())
                 recorder.poll()
-                if profiler is not None:
-                    profiler.step()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
                     raise RunFailed(f"{failed_saves} saves in a row failed (see above; checkpoint.max_failed_saves)")
                 # A signal may cut an evaluation or a sample short: the next start makes it up, at this very step.
@@ -184,8 +181,6 @@ class Trainer:
                     self.stop_run()
         finally:
             loader.close()
-            if profiler is not None:
-                profiler.stop()
 
     def step(self, batch: StepBatch, lr_factor: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
@@ -352,7 +347,11 @@ class Trainer:
             self.scaler.load(state)
         self.saves.step = self.saves.committed = state.step
         recorder.scores = {step: score for step, score in recorder.scores.items() if step <= state.step}
-        recorder.rewound(reason, start, stop_sample)
+        recorder.ledger.attempt += 1  # its lines replace those after this step
+        recorder.sampler.attempt = recorder.ledger.attempt
+        recorder.event("rewound", reason=reason, left_out=[start, stop_sample])
+        recorder.console.warning(f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out")
+        recorder.restart_counts()
 
     def stop_run(self) -> None:
         """Save where the grace allows it, and raise Stopped; all ranks come here after the same step."""
@@ -361,7 +360,9 @@ class Trainer:
         signalled, since = any(requested for requested, _ in signals), max(seconds for _, seconds in signals)
         reason = self.stop.name if signalled else f"--stop-at {step}"
         left, end = grace - since, time.monotonic() + grace - since
-        needed = decide_on_rank_0(self.ranks, "needed", lambda: saves.expected_seconds() if saves.step != step else 0.0)
+        # A save takes as long as the last one, after the rest of one that is being written.
+        expected = (saves.saver.last_seconds or 0.0) + saves.saver.remaining_seconds() if saves.step != step else 0.0
+        needed = self.ranks.broadcast_object("needed", expected)
         if signalled and needed > left:
             saves.wait(max(0.0, left))  # what is being written may still be committed
             recorder.event("preempted", reason=reason, saved=False)
