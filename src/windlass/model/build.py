@@ -19,18 +19,12 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     run: Path | None = None,
 ) -> nn.Module:
-    """The network of a recipe's `[model]`, its weights not yet filled.
+    """The network of a recipe's `[model]`, its weights not yet filled; `device` and `dtype` are of the parameters.
 
     On the meta device it takes no memory: `parallelize` gives it storage, then `initialise` or a checkpoint gives it
-    values. On any other device the storage is there, and what is in it is undefined.
-
-    Args:
-        recipe: See above.
-        vocab: The tokenizer's vocabulary; the embedding has `model.vocab` rows where that is set, else one for each token.
-        device, dtype: Of the parameters: the master weights.
-        run: A run directory, where a model of `transformers` may have left its configuration.
-
-    Raises UserError where `model.vocab` is smaller than the tokenizer's vocabulary; or see `windlass.model.hf.build_hf`.
+    values. On any other device the storage is there, and what is in it is undefined. The embedding has `model.vocab` rows
+    where that is set, else one for each of the tokenizer's `vocab` tokens. In the directory `run` a model of `transformers`
+    may have left its configuration. Raises UserError where `model.vocab` is too small; or see `windlass.model.hf.build_hf`.
     """
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf

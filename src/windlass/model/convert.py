@@ -15,8 +15,7 @@ from torch import Tensor
 from windlass.errors import UserError
 from windlass.recipe.settings import ModelSettings
 
-Read = Callable[[str], Tensor]
-"""Gives the tensor of a name, whole, on the CPU."""
+Read = Callable[[str], Tensor]  # gives the tensor of a name, whole, on the CPU
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
 """Our names of activations, and those of GPT-2."""
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
@@ -147,16 +146,15 @@ def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
     """The `config.json` that goes with a model's weights."""
     kind = architecture(m)
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
-    common = {there: resolved[key] for key, there in SETTINGS[kind].items()} | {
+    entries = {there: resolved[key] for key, there in SETTINGS[kind].items()} | {
         "model_type": kind, "vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot,
         "tie_word_embeddings": m.tie_head, "initializer_range": m.init_std, "dtype": "float32",
     }  # fmt: skip
     if kind == "gpt2":
-        return common | {
+        return entries | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout) | {
             "architectures": ["GPT2LMHeadModel"], "activation_function": ACTIVATIONS[m.activation],
-            "attn_pdrop": m.dropout, "embd_pdrop": m.dropout, "resid_pdrop": m.dropout,
         }  # fmt: skip
-    return common | {
+    return entries | {
         "architectures": ["LlamaForCausalLM"], "head_dim": m.width // m.heads, "hidden_act": "silu",
         "attention_dropout": m.dropout, "rope_theta": m.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from windlass.recipe.settings import IGNORE_INDEX
 
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
-"""Logits that are held at a time, in fp32. Fewer tokens than fit into it take the plain path."""
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}  # of logits that are held at a time, in fp32
 
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
