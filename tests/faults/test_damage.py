@@ -87,23 +87,18 @@ def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
     assert choice is not None and choice.step == 2 and "the checkpoint of step 1 under another name" in choice.notes[0]
 
 
-def test_strange_neighbours_do_no_harm(run: Path) -> None:
+def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(run: Path) -> None:
     directory = run / "checkpoints"
     (directory / "step-00000009").mkdir()
     (directory / "step-00000010").write_text("a file")
     (directory / "step-abc").mkdir()
     (directory / "notes.txt").write_text("mine")
-    (directory / "step-00000003" / "extra.pkl").write_bytes(b"anything")
-    assert step_seen(run) == 3
-    load.recover(directory)
-    assert step_seen(run) == 3 and (directory / "notes.txt").exists() and not (directory / "step-00000009").exists()
-
-
-def test_a_removal_that_was_cut_off_is_completed(run: Path) -> None:
-    (run / "checkpoints" / "step-00000003" / "manifest.sha256").unlink()
+    (directory / "step-00000002" / "extra.pkl").write_bytes(b"anything")
+    (directory / "step-00000003" / "manifest.sha256").unlink()
     assert step_seen(run) == 2
-    assert "step-00000003" in load.recover(run / "checkpoints")[0]
-    assert not (run / "checkpoints" / "step-00000003").exists() and step_seen(run) == 2
+    assert "step-00000003" in load.recover(directory)[0]
+    assert step_seen(run) == 2 and (directory / "notes.txt").exists()
+    assert not (directory / "step-00000009").exists() and not (directory / "step-00000003").exists()
 
 
 def test_a_damaged_checkpoint_of_another_run_is_left_where_it_is(run: Path, tmp_path: Path) -> None:

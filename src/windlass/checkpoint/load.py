@@ -32,12 +32,7 @@ PIECE_BYTES = 2**26  # read of a tensor at a time
 
 
 class Checkpoint:
-    """A whole checkpoint, read a tensor or some rows at a time.
-
-    Attributes:
-        step: optimizer steps done.
-        meta: what the trainer gave with the save: reason, hashes of recipe and data, samples, ...
-    """
+    """A whole checkpoint, read a tensor or some rows at a time; `step` and `meta` are the manifest's."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path, self.manifest = path, manifest
@@ -140,11 +135,8 @@ def candidates(
     checkpoint that the lineage started from. `best` is the one with the best score in the ledger, then the next best.
     Both pass over damaged checkpoints; of a step or a path that is damaged nothing else is tried.
 
-    Args:
-        run_dir: the run.
-        resume: `latest`, `best`, a step, a path of a checkpoint or run, or `never`.
-        measure: of `best`; by default the recipe's `checkpoint.best`.
-        up_to: of `latest`: only checkpoints up to this step.
+    `resume` is `latest`, `best`, a step, a path of a checkpoint or run, or `never`; `measure` is that of `best`, by
+    default the recipe's `checkpoint.best`; with `up_to` `latest` means only checkpoints up to this step.
 
     Raises:
         UserError: the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
