@@ -13,11 +13,10 @@ from harness import Join, recipe, run_ranks
 from windlass.data.samples import Rows
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer
+from windlass.evaluation import likelihood
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.likelihood import Item, continuations, evaluate_hellaswag
-from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, log_likelihoods
 from windlass.evaluation.lm_eval import generate_until
-from windlass.evaluation.likelihood import evaluate_loss
 from windlass.evaluation.source import alone
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
@@ -72,20 +71,20 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     """All that is measured, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
     texts = prompts(7)
     mine = [i for i in range(7) if i % ranks.world == ranks.rank and not (ranks.world == 4 and ranks.rank == 3)]
-    made = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
+    continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
     scored = log_likelihoods(model, [Continuation(texts[i], texts[i + 1]) for i in range(6)], ranks)
-    assert made is not None and scored is not None
+    assert continued is not None and scored is not None
     # One text that ends at its first token, while the other ranks go on for long; and of three ranks of four no text at all.
     brief = Sampling(max_tokens=24, temperature=0, stop=frozenset(range(257)) if ranks.rank == 0 else frozenset())
     uneven = generate(model, [texts[0]], brief, ranks)
     assert uneven is not None and len(uneven[0]) == (0 if ranks.rank == 0 else 24)
     lone = generate(model, texts[:1] if ranks.rank == ranks.world - 1 else [], SAMPLING, ranks)
-    hellaswag = evaluate_hellaswag(model, ITEMS, continuations(ITEMS, TOKENIZER), ranks)
+    hellaswag = likelihood.evaluate_hellaswag(model, ITEMS, likelihood.continuations(ITEMS, TOKENIZER), ranks)
     squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
     assert hellaswag is not None and squad is not None
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
-        "texts": dict(zip(mine, made, strict=True)),
+        "texts": dict(zip(mine, continued, strict=True)),
         "sums": [one.sum for one in scored],
         "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items")},
         "squad": squad[1],
@@ -94,7 +93,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
         "few": [
             (
                 log_likelihoods(model, [Continuation([1], [2, i]) for i in range(n)], ranks)[0].tokens,  # type: ignore[index]
-                evaluate_hellaswag(model, ITEMS[:n], continuations(ITEMS[:n], TOKENIZER), ranks)["acc"],  # type: ignore[index]
+                likelihood.evaluate_hellaswag(model, ITEMS[:n], likelihood.continuations(ITEMS[:n], TOKENIZER), ranks)["acc"],  # type: ignore[index]
                 evaluate_squad(model, TOKENIZER, QUESTIONS[:n], ranks, max_tokens=8)[1],
             )  # type: ignore[index]
             for n in (1, 3)
@@ -111,9 +110,9 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
     expected = measured(model, alone("cpu"))
     results = run_ranks(measure, world, strategy)
     for one in results:
-        for mine, theirs in zip(one["loss"], expected["loss"], strict=True):
-            assert (mine["tokens"], mine["samples"]) == (theirs["tokens"], theirs["samples"])
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        for mine, whole in zip(one["loss"], expected["loss"], strict=True):
+            assert (mine["tokens"], mine["samples"]) == (whole["tokens"], whole["samples"])
+            assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
             assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert one["hellaswag"] == expected["hellaswag"] and one["squad"] == expected["squad"]

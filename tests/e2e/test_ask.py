@@ -120,7 +120,7 @@ def test_a_conversation_remembers_its_turns_and_shows_those_of_a_pipe(
 def test_mistakes_are_one_message_and_exit_code_2(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command, said in (
+    for command, word in (
         (("eval", run, "--suite", "trivia"), "trivia"),
         (("eval", tmp_path), str(tmp_path)),
         (("sample", tmp_path / "nowhere"), "nowhere"),
@@ -129,7 +129,7 @@ def test_mistakes_are_one_message_and_exit_code_2(
     ):
         assert typed(*command) == 2
         error = capsys.readouterr().err
-        assert said in error and "Traceback" not in error, error
+        assert word in error and "Traceback" not in error, error
 
 
 @pytest.mark.full
@@ -160,6 +160,9 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
     directory = export(str(tmp_path / "run"), tmp_path / "out")
     prompt = "It is a truth"
     ours = "".join(piece for _, piece in sample(tmp_path / "run", prompt, max_tokens=60, temperature=0, device="cpu"))
-    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
-    told = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)
-    assert tokenizer.decode(told[0]) == prompt + ours
+    reference, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory).eval(),
+        AutoTokenizer.from_pretrained(directory),
+    )
+    output = reference.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)
+    assert tokenizer.decode(output[0]) == prompt + ours

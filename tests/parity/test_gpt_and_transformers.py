@@ -47,7 +47,7 @@ def ours(settings: dict[str, Any]) -> GPT:
     return model.eval()
 
 
-def theirs(model: GPT) -> Any:
+def reference_of(model: GPT) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = convert.config(model.settings, VOCAB, None)
@@ -74,9 +74,9 @@ def write(folder: Path, model: GPT, weights: dict[str, Tensor], **changes: Any) 
 
 def read(folder: Path, settings: ModelSettings, vocab: int = VOCAB) -> dict[str, Tensor]:
     """Our weights from a directory."""
-    made = GPT(settings, vocab)
-    fill_from_hf(made, folder, seed=1)
-    return made.state_dict()
+    model = GPT(settings, vocab)
+    fill_from_hf(model, folder, seed=1)
+    return model.state_dict()
 
 
 def some_tokens() -> Tensor:
@@ -86,7 +86,7 @@ def some_tokens() -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients(name: str) -> None:
     model = ours(MODELS[name])
-    other = theirs(model)
+    other = reference_of(model)
     tokens = some_tokens()
     mine, reference = model(tokens), other(tokens).logits
     torch.testing.assert_close(mine, reference, rtol=0, atol=1e-5)
@@ -116,7 +116,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 def test_a_directory_that_transformers_wrote(name: str, tmp_path: Path) -> None:
     """Whatever names a file has, it is read; a file's own configuration is understood."""
     model = ours(MODELS[name])
-    theirs(model).save_pretrained(tmp_path / "whole")
+    reference_of(model).save_pretrained(tmp_path / "whole")
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     bare = {name.removeprefix("transformer.").removeprefix("model."): value for name, value in weights.items()}
     for folder in (tmp_path / "whole", write(tmp_path / "bare", model, bare)):

@@ -37,13 +37,13 @@ def recipe(directory: Path, **model: Any) -> Recipe:
 
 
 def built(directory: Path, seed: int = 1, **model: Any) -> HfModel:
-    made = build_model(recipe(directory, **model), vocab=100, device="cpu")
-    initialise(made, seed)
-    assert isinstance(made, HfModel)
-    return made.eval()
+    ours = build_model(recipe(directory, **model), vocab=100, device="cpu")
+    initialise(ours, seed)
+    assert isinstance(ours, HfModel)
+    return ours.eval()
 
 
-def theirs(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+def reference_of(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -60,7 +60,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_logits_and_loss_are_those_of_transformers(kind: str, directories: dict[str, Path]) -> None:
-    ours, reference, (tokens, labels) = built(directories[kind]), theirs(directories[kind]), batch()
+    ours, reference, (tokens, labels) = built(directories[kind]), reference_of(directories[kind]), batch()
     expected = reference(input_ids=tokens).logits
     assert (ours(tokens) - expected).abs().max() < 1e-5
     loss = F.cross_entropy(expected.double().flatten(0, 1), labels.flatten(), reduction="sum")
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_transformers(
     kind: str, chunk_bytes: int, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
-    ours, reference, (tokens, labels) = built(directories[kind]), theirs(directories[kind]), batch()
+    ours, reference, (tokens, labels) = built(directories[kind]), reference_of(directories[kind]), batch()
     ours(tokens, labels).backward()
     logits = reference(input_ids=tokens).logits
     F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
@@ -87,10 +87,10 @@ def test_gradients_are_those_of_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_that_of_transformers(kind: str, directories: dict[str, Path]) -> None:
-    ours, reference = built(directories[kind]), theirs(directories[kind])
+    ours, reference = built(directories[kind]), reference_of(directories[kind])
     prompts = [[5, 6, 7], [9] * 9, [17, 4]]
-    made = generate(ours, prompts, Sampling(max_tokens=12, temperature=0))
-    for prompt, text in zip(prompts, made, strict=True):
+    texts = generate(ours, prompts, Sampling(max_tokens=12, temperature=0))
+    for prompt, text in zip(prompts, texts, strict=True):
         expected = reference.generate(
             torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
         )  # fmt: skip
@@ -103,7 +103,7 @@ def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(directory)
     hf_fixtures.save("llama", directory, bos_token_id=5, eos_token_id=0, vocab_size=len(tokenizer))
     assert tokenizer("x").input_ids[0] not in (0, 5) and tokenizer.eos_token_id == 0
-    reference = theirs(directory)
+    reference = reference_of(directory)
     expected = reference.generate(torch.tensor([[5]]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 1:]
     other = reference.generate(torch.tensor([[0]]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 1:]
     text = "".join(piece for _, piece in sample(directory, "", max_tokens=12, temperature=0, device="cpu"))
@@ -162,7 +162,7 @@ def test_a_cache_that_a_network_ignores_is_noticed(
 @torch.no_grad()
 def test_buffers_that_are_saved_are_read_also_through_transformers(tmp_path: Path) -> None:
     directory = hf_fixtures.save("glm4_moe", tmp_path)
-    ours, reference, (tokens, _) = built(directory), theirs(directory), batch()
+    ours, reference, (tokens, _) = built(directory), reference_of(directory), batch()
     mine = {name: b for name, b in ours.model.named_buffers() if name.endswith("e_score_correction_bias")}
     assert len(mine) == 2 and all(b.abs().max() > 0.1 for b in mine.values())
     assert (ours(tokens) - reference(input_ids=tokens).logits).abs().max() < 1e-5
@@ -187,7 +187,7 @@ def test_masters_are_fp32_and_ties_are_kept_whatever_the_file_says(tmp_path: Pat
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert ours.model.lm_head.weight is ours.model.transformer.word_embeddings.weight
     with torch.no_grad():
-        assert (ours(tokens) - theirs(directory)(input_ids=tokens).logits).abs().max() < 1e-5
+        assert (ours(tokens) - reference_of(directory)(input_ids=tokens).logits).abs().max() < 1e-5
 
 
 def test_a_head_that_scales_or_caps_is_noticed(directories: dict[str, Path]) -> None:

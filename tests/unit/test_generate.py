@@ -60,9 +60,9 @@ def prompts(count: int, longest: int) -> list[list[int]]:
 def test_each_text_is_that_of_the_definition(batch: int, temperature: float, longest: int) -> None:
     model, given = Toy(), prompts(11, longest)
     sampling = Sampling(max_tokens=30, temperature=temperature, seed=5, stop=frozenset([3]))
-    made = generate(model, given, sampling, batch=batch)
-    assert made == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
-    assert any(len(text) < 30 for text in made) and (temperature == 0 or len({len(text) for text in made}) > 3)
+    texts = generate(model, given, sampling, batch=batch)
+    assert texts == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
+    assert any(len(text) < 30 for text in texts) and (temperature == 0 or len({len(text) for text in texts}) > 3)
 
 
 def test_the_index_and_the_seed_determine_a_text_not_its_company() -> None:

@@ -1,4 +1,4 @@
-"""The hand-over to EleutherAI's harness: its absence is said; where it is installed, a task of our own is scored through it."""
+"""The hand-over to EleutherAI's harness: without it a message says what to install; with it, a task of our own is scored through it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ SHAPE = {"layers": 1, "heads": 2, "width": 16, "context": 32, "init_std": 0.3}
 
 def model(device: str = "cpu") -> Any:
     """A small GPT; with weights where the device has any."""
-    made = build_model(Recipe.model_validate({"model": SHAPE}), 257, device=device)
+    gpt = build_model(Recipe.model_validate({"model": SHAPE}), 257, device=device)
     if device == "cpu":
-        initialise(made, 1)
-    return made.eval()
+        initialise(gpt, 1)
+    return gpt.eval()
 
 
 ROWS = [{"q": f"Number {i} is", "choices": [" odd", " even", " a cat"], "gold": i % 2} for i in range(9)]

@@ -1,4 +1,4 @@
-"""Log-likelihoods of endings, and HellaSwag made of them, against a plain reference that takes one row at a time."""
+"""Log-likelihoods of endings, and HellaSwag from them, against a plain reference that takes one row at a time."""
 
 from __future__ import annotations
 

@@ -33,17 +33,17 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(kind: str, tmp_path: Path) -> None:
-    ours, theirs = opened(kind, tmp_path)
+    ours, reference = opened(kind, tmp_path)
     text = "Who are you? é 中"
-    assert ours.encode_prompt(text) == ours.encode_with_bos(text) == theirs(text)["input_ids"]
-    assert list(ours.bos) == ([theirs.bos_token_id] if kind in STARTS else [])
-    assert ours.encode_prompt("") == (list(ours.bos) or [theirs.eos_token_id])
+    assert ours.encode_prompt(text) == ours.encode_with_bos(text) == reference(text)["input_ids"]
+    assert list(ours.bos) == ([reference.bos_token_id] if kind in STARTS else [])
+    assert ours.encode_prompt("") == (list(ours.bos) or [reference.eos_token_id])
     ours.save(tmp_path / "saved")
     again = load_tokenizer(
         Recipe.model_validate({"data": {"tokenizer": f"hf:{tmp_path}"}, "model": {"kind": "hf", "name": "x"}}),
         tmp_path / "saved",
     )
-    assert again.encode_with_bos(text) == theirs(text)["input_ids"]
+    assert again.encode_with_bos(text) == reference(text)["input_ids"]
 
 
 def test_gpt2_puts_nothing_before_a_text(data_files: Path) -> None:
@@ -70,27 +70,27 @@ def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_space_after_a_prompt_is_shown(kind: str, tmp_path: Path) -> None:
-    ours, theirs = opened(kind, tmp_path)
+    ours, reference = opened(kind, tmp_path)
     prompt, whole = ours.encode_prompt("Who are"), ours.encode_prompt("Who are you? é 中 cat")
-    made = whole[len(prompt) :]
+    rest = whole[len(prompt) :]
     assert whole[: len(prompt)] == prompt
-    expected = theirs.decode(whole)[len(theirs.decode(prompt)) :]
-    assert text_after(ours, prompt, made) == expected == " you? é 中 cat"
-    events = [(0, token) for token in [*made, None]]
+    expected = reference.decode(whole)[len(reference.decode(prompt)) :]
+    assert text_after(ours, prompt, rest) == expected == " you? é 中 cat"
+    events = [(0, token) for token in [*rest, None]]
     assert "".join(piece for _, piece in in_order(events, ours, 1, after=prompt)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) -> None:
-    ours, theirs = opened(kind, tmp_path)
+    ours, reference = opened(kind, tmp_path)
     item = Item("The cat sat on the mat, and", ("the dog ran after the cat.", "who are you?"), 0)
     for row, ending in zip(continuations([item], ours), item.endings, strict=True):
-        assert row.context == theirs(item.context)["input_ids"]
-        assert [*row.context, *row.ending] == theirs(f"{item.context} {ending}")["input_ids"]
+        assert row.context == reference(item.context)["input_ids"]
+        assert [*row.context, *row.ending] == reference(f"{item.context} {ending}")["input_ids"]
     for ending in ("x", " x"):  # glued to a word that changes: the prompt keeps its tokens
         ids, before = ours.encode_pair("Who are you the ca", ending)
-        assert ids[:before] == theirs("Who are you the ca")["input_ids"]
-        assert theirs.decode(ids).endswith("Who are you the ca" + ending)
+        assert ids[:before] == reference("Who are you the ca")["input_ids"]
+        assert reference.decode(ids).endswith("Who are you the ca" + ending)
 
 
 def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
@@ -103,20 +103,20 @@ def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_questions_begin_and_end_as_texts_of_the_tokenizer_do(kind: str, tmp_path: Path) -> None:
-    ours, theirs = opened(kind, tmp_path)
-    assert theirs.pad_token_id is None
+    ours, reference = opened(kind, tmp_path)
+    assert reference.pad_token_id is None
     context = "The cat sat on the mat. " * 20 + "The dog ran after Žluťoučký kůň."
     item = Question("q", "Who ran?", context, ("Žluťoučký kůň.",), context.index("Ž"))
     for room in (2000, 150):
         ids, marks = squad.row(item, ours, room)  # type: ignore[misc]
-        text = theirs.decode(ids[len(ours.bos) : -1])
+        text = reference.decode(ids[len(ours.bos) : -1])
         assert len(ids) <= room + 1 and text.endswith("Žluťoučký kůň. Answer: Žluťoučký kůň.")
-        assert ids == [*theirs(text)["input_ids"], theirs.eos_token_id]
+        assert ids == [*reference(text)["input_ids"], reference.eos_token_id]
         answer = [i for i, mark in zip(ids, marks, strict=True) if mark]
-        assert theirs.decode(answer[:-1]).strip() == "Žluťoučký kůň." and answer[-1] == theirs.eos_token_id
+        assert reference.decode(answer[:-1]).strip() == "Žluťoučký kůň." and answer[-1] == reference.eos_token_id
         prompt = squad.prompt(item, ours, room)
         assert len(prompt) <= room and prompt[: len(ours.bos)] == list(ours.bos)
-        assert theirs.decode(prompt).endswith(" Answer:")
+        assert reference.decode(prompt).endswith(" Answer:")
     long = Question("long", "who are you " * 300, context, item.answers, item.start)
     assert squad.row(long, ours, 150) is None
     for room in (1, 2, 40):

@@ -60,11 +60,11 @@ def test_published_predictions_get_the_published_scores(
 
 def test_a_second_reading_of_the_definition_agrees_on_random_texts() -> None:
     def words(text: str) -> list[str]:
-        kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
-        return [w for w in kept.split() if w not in ("a", "an", "the")]
+        letters = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return [w for w in letters.split() if w not in ("a", "an", "the")]
 
-    def plain_f1(said: str, wanted: str) -> float:
-        left, right, shared = words(said), words(wanted), 0
+    def plain_f1(answer: str, wanted: str) -> float:
+        left, right, shared = words(answer), words(wanted), 0
         rest = list(right)
         for word in left:
             if word in rest:
@@ -75,6 +75,6 @@ def test_a_second_reading_of_the_definition_agrees_on_random_texts() -> None:
     random.seed(2)
     pieces = ["the", "A", "cat", "Cat,", "dog.", "an", "-", "x-ray", "ray", "10%", "café"]
     for _ in range(2000):
-        said, wanted = (" ".join(random.choices(pieces, k=random.randrange(6))) for _ in range(2))
-        assert f1(said, wanted) == pytest.approx(plain_f1(said, wanted))
-        assert exact_match(said, wanted) == (words(said) == words(wanted))
+        answer, wanted = (" ".join(random.choices(pieces, k=random.randrange(6))) for _ in range(2))
+        assert f1(answer, wanted) == pytest.approx(plain_f1(answer, wanted))
+        assert exact_match(answer, wanted) == (words(answer) == words(wanted))
