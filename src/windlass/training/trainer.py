@@ -112,11 +112,11 @@ class Trainer:
 
     def begin(self) -> None:
         """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
-        recorder, step, kinds = self.recorder, self.state.step, ("eval", "sample")
+        recorder, step = self.recorder, self.state.step
         # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
         self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
-        read = lambda: [x for x in recorder.run.ledger() if x["kind"] in kinds and x["step"] <= step]  # noqa: E731
-        lines = decide_on_rank_0(self.ranks, "measured", read)
+        run = recorder.run  # of it the effective ledger: steps that are done again are not in it
+        lines = decide_on_rank_0(self.ranks, "measured", lambda: run.lines("eval") + run.lines("sample"))
         recorder.scores |= scores_by_step(lines, self.recipe.checkpoint.best)
         done = {line["kind"] for line in lines if line["step"] == step}
         if self.recipe.train.startup_checks:
