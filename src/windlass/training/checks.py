@@ -13,7 +13,7 @@ from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 
-HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, whatever the size of the parameter
+HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, for a parameter of any size
 
 
 def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks) -> None:
@@ -46,7 +46,7 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 
 
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
-    """The distributed norm of gradients whose norm is known: constants, different from parameter to parameter."""
+    """The distributed norm of gradients of a given norm: constants, different from parameter to parameter."""
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     squares = 0.0
     for number, (parameter, _) in enumerate(before):

@@ -47,7 +47,7 @@ def decide_nonfinite(
     """The policy `train.on_nonfinite` for the steps up to `step` since the last look.
 
     `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an ordinary event: the
-    loss scale is halved and the step skipped, whatever the policy.
+    loss scale is halved and the step skipped under every policy.
     """
     if not counts.bad:
         return Decision()

@@ -115,7 +115,7 @@ class Trainer:
         recorder, step = self.recorder, self.state.step
         # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
         self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
-        run = recorder.run  # of it the effective ledger: steps that are done again are not in it
+        run = recorder.run  # its effective ledger has no lines of steps that are done again
         lines = decide_on_rank_0(self.ranks, "measured", lambda: run.lines("eval") + run.lines("sample"))
         recorder.scores |= scores_by_step(lines, self.recipe.checkpoint.best)
         done = {line["kind"] for line in lines if line["step"] == step}
