@@ -12,8 +12,8 @@ from small_runs import corpus, curve, recipe_of, stopped
 from helpers import best_step
 from windlass import train
 from windlass.checkpoint.load import find, list_checkpoints
-from windlass.cli.checkpoints import checkpoints
-from windlass.cli.eval import evaluate
+from windlass.cli.models import evaluate
+from windlass.cli.runs import checkpoints
 from windlass.run import Run
 
 __all__ = ["corpus"]
@@ -72,7 +72,7 @@ def test_the_commands_name_it(whole, tmp_path, capsys):
     header, *rows = capsys.readouterr().out.splitlines()
     best = best_step(whole)
     assert MEASURE in header and f"{accuracies(whole)[best]:.4f}" in rows[0] and "best" in rows[0]
-    assert evaluate(f"{whole.path}@best", [], suite="loss", world="", out=tmp_path, as_json=True) == 0
+    assert evaluate(f"{whole.path}@best", [], suite="loss", world="", out=tmp_path, json_=True) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["step"] == best
     assert shown["results"]["loss"]["loss"] == pytest.approx(losses(whole)[best], rel=1e-5)

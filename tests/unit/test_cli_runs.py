@@ -91,7 +91,7 @@ def test_a_run_that_was_only_begun_or_whose_recipe_is_of_another_time(top):
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
     (row,) = overview(top / "new")
     assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None)
-    assert verb.table([row]).row_count == 1
+    assert "new" in call(top / "new").stdout
 
 
 @pytest.mark.parametrize(("arguments", "word"), [(["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from helpers import write_ledger
 from windlass.cli import main
-from windlass.cli.sweep import Screen, table
+from windlass.cli.sweep import table
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.study import Study
@@ -34,18 +34,8 @@ def finish(study, number, loss):
 
 def drawn(study):
     out = io.StringIO()
-    Console(file=out, width=110).print(table(study))
+    Console(file=out, width=110).print(table(study, study.results()))
     return out.getvalue()
-
-
-def test_the_last_frame_is_what_there_is_at_the_end(study):
-    out = io.StringIO()
-    screen = Screen()
-    screen.console = Console(file=out, force_terminal=True, width=110)
-    with screen:
-        screen.show(study)
-        study.set_status(study.cells[0], "failed", "bad input: no luck")
-    assert "bad input: no luck" in out.getvalue()
 
 
 def test_the_table(study):

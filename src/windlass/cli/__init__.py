@@ -1,14 +1,31 @@
-"""The verbs: parse, call, exit code. One module a verb; nothing heavy is imported before a verb is called."""
+"""The verbs: parse, call, exit code. Nothing heavy is imported before a verb is called."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from windlass import errors
+from windlass import __version__, errors
+
+VERBS = {
+    "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
+    "sweep": "sweep", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
+    "verify": "train",
+}  # fmt: skip
+"""The module of each verb, in the order of the help: as a user needs them."""
+
+RECIPE_HELP = "A preset's name, a .toml file or a run directory."
+OVERRIDES_HELP = "Settings to change, as optim.lr=3e-4."
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, show_default=False)]
+Overrides = Annotated[
+    list[str],
+    typer.Argument(metavar="[KEY=VALUE]...", help=OVERRIDES_HELP, default_factory=list, show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
@@ -20,23 +37,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-VERBS = {
-    "recipe": "show", "prepare": "prepare", "plan": "plan", "train": "train", "eval": "evaluate", "sample": "sample",
-    "sweep": "sweep", "report": "report", "runs": "runs", "checkpoints": "checkpoints", "export": "export", "track": "track",
-    "verify": "verify",
-}  # fmt: skip
-"""The modules here and the function of each, in the order of the help: as a user needs them."""
-EXIT_CODES = {
-    errors.UserError: errors.BAD_INPUT,
-    errors.RunFailed: errors.FAILED,
-    errors.Stopped: errors.STOPPED,
-}
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from windlass import __version__
-
         typer.echo(f"windlass {__version__}")
         raise typer.Exit
 
@@ -52,9 +55,10 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line. A user's mistake is one message and exit code 2; anything unforeseen keeps its traceback."""
-    for verb, function in VERBS.items():
-        module = importlib.import_module(f"{__name__}.{verb}")
-        app.command(verb, epilog=getattr(module, "EPILOG", None))(getattr(module, function))
+    for verb, name in VERBS.items():
+        module = importlib.import_module(f"{__name__}.{name}")
+        command = app.command(verb, epilog=module.AXES if verb == "sweep" else None)
+        command(getattr(module, "evaluate" if verb == "eval" else verb))
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()  # here, so that a closed pipe raises now and not while the interpreter ends
@@ -65,14 +69,15 @@ def main(arguments: list[str] | None = None) -> None:
         raise
     except typer.Abort:
         sys.exit(130)
-    except tuple(EXIT_CODES) as error:
+    except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         print(f"windlass: {error}", file=sys.stderr)
-        sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
+        kinds = {errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
+        sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
     except BrokenPipeError:  # the reader of our output closed its end, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(errors.DONE)
     except Exception as error:
-        if not hasattr(error, "show") or not hasattr(error, "exit_code"):
+        if not hasattr(error, "show"):
             raise
         error.show()  # click's own error: the command line could not be parsed
         sys.exit(errors.BAD_INPUT)

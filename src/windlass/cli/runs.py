@@ -1,67 +1,148 @@
-"""`windlass runs`: what runs there are, how far they are, and what they gave."""
+"""`windlass runs`, `checkpoints`, `report` and `track`: what there is, what it gave, and the bytes it is kept in."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from windlass.cli import Json
+from windlass.errors import FAILED, UserError
 
-    from windlass.reports.overview import RunRow
-
-SORTS = "name, state, step, left, loss, best, speed, changed"
+STYLES = {"running": "green", "failed": "red", "preempted": "yellow"}
+KEPT = {
+    "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
+}  # fmt: skip
 
 
 def runs(
     directory: str = typer.Argument("runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."),
-    sort: str = typer.Option("name", "--sort", metavar="KEY", help=f"One of {SORTS}."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON: seconds, tokens a second, full names."),
+    sort: str = typer.Option("name", metavar="KEY", help="One of name, state, step, left, loss, best, speed, changed."),
+    json_: Json = False,
 ) -> None:
-    """List runs: state, step, time left, losses, speed."""
-    from rich.console import Console
+    """List runs: state, step, time left, losses, speed. The JSON has seconds, tokens a second and full names."""
+    from rich.markup import escape
 
-    from windlass.errors import UserError
-    from windlass.reports.overview import overview
+    from windlass.reports.overview import SORTS, overview
+    from windlass.telemetry.console import duration, short
     from windlass.telemetry.ledger import plain
 
-    if sort not in SORTS.split(", "):
-        raise UserError(f"--sort {sort}: there are {SORTS}")
+    if sort not in SORTS:
+        raise UserError(f"--sort {sort}: there are {', '.join(SORTS)}")
     if not Path(directory).is_dir():
         raise UserError(f"{directory} is no directory: give the one that holds the runs (the default is `runs`)")
     rows = overview(Path(directory), sort)
-    if as_json:
+    if json_:
         typer.echo(json.dumps([{key: plain(value) for key, value in row._asdict().items()} for row in rows], indent=2))
-    else:
-        terminal = Console(highlight=False)
-        if not terminal.is_terminal:
-            terminal.width = 200  # a pipe has no width to keep to
-        terminal.print(table(rows))
-
-
-def table(rows: list[RunRow]) -> Table:
-    """The rows as a table for the terminal."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from windlass.telemetry.console import duration, short
-
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "left", "loss", "best", "tok/s"):
-        shown.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
-    styles = {"running": "green", "failed": "red", "preempted": "yellow"}
-    for row in rows:
-        shown.add_row(
+        return
+    cells = [
+        (
             escape(row.run),
-            f"[{styles[row.state]}]{row.state}[/]" if row.state in styles else row.state,
+            f"[{STYLES[row.state]}]{row.state}[/]" if row.state in STYLES else row.state,
             f"{row.step}/{'?' if row.steps is None else row.steps}",
             "" if row.left_s is None else duration(row.left_s),
             *("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.best_loss)),
             "" if row.tokens_per_s is None else short(row.tokens_per_s),
         )
-    if not rows:
-        shown.add_row("no runs here")
-    return shown
+        for row in rows
+    ]
+    _print_table(("run", "state", "step", "left", "loss", "best", "tok/s"), cells or [("no runs here",)])
+
+
+def _print_table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    """Numbers to the right, all else to the left; in a narrow terminal rows continue on the next line, uncut."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        is_text = name in ("run", "state", "saved (UTC)", "kept because")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.width = max(120, console.width) if console.is_terminal else 200
+    console.print(table)
+
+
+def checkpoints(
+    run: Path = typer.Argument(..., metavar="RUN", help="A run directory."),
+    verify: bool = typer.Option(False, "--verify", help="Read every byte and compare it with what was written."),
+    json_: Json = False,
+) -> None:
+    """List the checkpoints of a run: step, time, size, loss, why each is kept, good or bad. Exit 1 if one is bad."""
+    from windlass.checkpoint.commit import format_bytes
+    from windlass.checkpoint.load import list_checkpoints
+
+    listing = list_checkpoints(run, verify)
+    rows, bad = listing.checkpoints, [row for row in listing.checkpoints if row.problem]
+    if json_:
+        typer.echo(json.dumps(asdict(listing), indent=1, default=str))
+    elif not rows:
+        typer.echo(f"{listing.run} has no checkpoint yet")
+    else:
+        measures = list(dict.fromkeys(("loss", listing.measure)))
+        good = "every byte good" if verify else "whole"
+        cells = [
+            (
+                f"{row.step:,}",
+                (row.time or "")[:19].replace("T", " "),
+                "" if row.bytes is None else format_bytes(row.bytes),
+                *(f"{row.scores[m]:.4f}" if m in row.scores else "" for m in measures),
+                ", ".join(KEPT[why] for why in row.kept),
+                "BAD" if row.problem else good,
+            )
+            for row in rows
+        ]
+        _print_table(("step", "saved (UTC)", "size", *measures, "kept because", "state"), cells)
+        for row in bad:
+            typer.echo(f"step {row.step} is bad: {row.problem}")
+        total = format_bytes(sum(row.bytes or 0 for row in rows))
+        typer.echo(f"{len(rows)} checkpoints, {total}{'' if verify else '; --verify reads every byte'}")
+        for name in listing.temporary:
+            typer.echo(f"{name} is being written or removed, or was left by a kill: the next start removes it")
+        for name in listing.set_aside:
+            typer.echo(f"{name} was damaged and set aside; nothing reads it, delete it when you like")
+    if bad:
+        raise typer.Exit(FAILED)
+
+
+def report(
+    paths: list[str] = typer.Argument(..., metavar="RUN|STUDY...", help="Run directories, or a study."),
+    out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),
+    skip: int = typer.Option(-1, min=-1, metavar="N", help="Steps left out of the second loss plot; -1: a tenth."),
+    plots: bool = typer.Option(True, help="Draw the PNG files (--no-plots: page and tables alone)."),
+    text: bool = typer.Option(False, "--text", help="Also print the loss curve, the last sample and the results here."),
+) -> None:
+    """Write a report: index.html, report.md, CSV tables and PNG plots; print the page's path.
+
+    One run is shown in full, several are compared, with the settings that differ first, and a study shows its measure
+    against the swept settings, and its winner. The page opens from disk in any browser and needs no network. The same
+    runs give the same bytes.
+    """
+    from windlass.reports.page import report as write_report
+    from windlass.reports.tables import results
+    from windlass.reports.text import curve, last_sample
+
+    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
+    for view in written.views if text else ():
+        rows = results(view, for_people=True).rows
+        width = max(len(name) for name, _ in rows)
+        table = "\n".join(f"{name:<{width}}  {value:>14}" for name, value in rows)
+        typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view), table) if part) + "\n")
+    typer.echo(f"report: {written.page}")
+
+
+def track(
+    run: str = typer.Argument(..., metavar="RUN", help="A run directory."),
+    to: str = typer.Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
+    timeout: float = typer.Option(0.0, min=0, help="Give up after so many seconds; 0: wait as long as it takes."),
+) -> None:
+    """Replay a run's ledger into a tracker; twice gives no duplicate."""
+    from windlass.telemetry.trackers import replay
+
+    for note in replay(run, to, timeout):
+        typer.echo(note.text)

@@ -1,0 +1,127 @@
+"""`windlass eval`, `sample` and `export`: what is done with a trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windlass.cli import Json, Overrides
+
+UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
+MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers, or hf:NAME."
+Model = Annotated[str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP)]
+
+
+def evaluate(
+    run: Model,
+    overrides: Overrides,
+    suite: str = typer.Option("", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS; default: the run's."),
+    world: str = typer.Option("", metavar="N", help="Spread the items over so many local processes."),
+    out: Path = typer.Option(None, metavar="DIR", help="Where results and predictions go; default: RUN/eval."),
+    json_: Json = False,
+) -> int:
+    """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag; SQuAD's EM and F1.
+
+    Each item is scored once, whatever the number of ranks, and in fp32: for the training's precision add train.precision=bf16;
+    for other data data.eval_source=FILE. The results go to RUN/eval as JSON, with settings and files; SQuAD's predictions
+    beside them in the official format.
+    """
+    from windlass.parallel.env import detect_env
+
+    env = detect_env(os.environ)
+    if env.launcher == "none" and world not in ("", "1"):
+        from windlass.launch.local import launch, parse_worlds, worker_command
+
+        return launch(worker_command(sys.argv[1:]), parse_worlds(world)[:1])
+    from windlass import evaluate as evaluate_model
+    from windlass.evaluation.source import find_source
+
+    def show(name: str, numbers: dict[str, Any]) -> None:
+        if not json_:
+            typer.echo(name)
+            for key, value in numbers.items():
+                text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+                typer.echo(f"  {key:<15} {text:>16} {UNITS.get(key, '')}".rstrip())
+
+    source = find_source(run, overrides)
+    if env.rank == 0 and not json_:
+        typer.echo(f"{source.title}, {env.world} rank{'s' if env.world > 1 else ''}")
+    result = evaluate_model(source, [s.strip() for s in suite.split(",") if s.strip()], overrides, out, show)
+    if env.rank == 0 and json_:
+        record = asdict(result)
+        typer.echo(json.dumps({key: record[key] for key in ("model", "step", "results", "measured")}))
+    if result.predictions_path:
+        typer.echo(f"predictions: {result.predictions_path}", err=True)
+    return 0
+
+
+def sample(
+    run: Model,
+    prompt: str = typer.Option("", help="What the text begins with; - reads it from standard input."),
+    n: int = typer.Option(1, "--n", min=1, help="How many texts."),
+    max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="Tokens to generate, at most."),
+    temperature: float = typer.Option(0.8, min=0, help="0 takes the likeliest token."),
+    top_k: int = typer.Option(0, "--top-k", min=0, help="Choose among the k likeliest tokens; 0: among all."),
+    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the likeliest that together have this probability."),
+    seed: int = typer.Option(None, help="Determines the texts; default: the run's own."),
+    chat: bool = typer.Option(False, "--chat", help="Talk: each line you write is a turn, until the end of input."),
+    device: str = typer.Option("", metavar="cpu|cuda", help="Where to compute; default: cuda where there is one."),
+) -> None:
+    """Generate text.
+
+    The texts are a function of the seed: the same command gives the same texts. They are generated together, with a KV
+    cache, and shown one after the other as they come.
+    """
+    import windlass
+    from windlass.evaluation.generate import TextSampler
+    from windlass.evaluation.source import find_source
+
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    settings |= {} if seed is None else {"seed": seed}
+    source = find_source(run)
+    typer.echo(f"# {source.title}", err=True)
+    if chat:
+        sampler, terminal = TextSampler(source, device, **settings), sys.stdin.isatty()
+        while True:
+            try:
+                message = input("> " if terminal else "").strip()
+            except EOFError:
+                return
+            if message:
+                _write("" if terminal else f"> {message}\n")  # so that what is written shows both sides
+                for piece in sampler.reply(message):
+                    _write(piece)
+                _write("\n")
+    text, shown = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt, -1
+    for number, piece in windlass.sample(source, text, n, device, **settings):
+        if number > shown:
+            _write("\n" * (number > 0) + (f"=== {number + 1} of {n} ===\n" if n > 1 else "") + text)
+            shown = number
+        _write(piece)
+    _write("\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def export(
+    run: str = typer.Argument(..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best."),
+    directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
+    adapter: bool = typer.Option(False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."),
+) -> None:
+    """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
+
+    Our GPT becomes GPT-2 (learned positions, LayerNorm) or Llama (RoPE, RMSNorm, SwiGLU), with equal logits; where it
+    is neither, the message names what differs. A model of transformers stays what it is, its adapters merged.
+    """
+    from windlass.interop.export import export as export_run
+
+    typer.echo(f"exported: {export_run(run, directory, adapter)}")

@@ -1,0 +1,93 @@
+"""`windlass recipe`, `prepare` and `plan`: what can be done with a recipe before it is trained."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+
+import typer
+
+from windlass.cli import Json, Overrides, RecipeName
+from windlass.errors import UserError
+
+
+def recipe(
+    recipe: RecipeName = "",
+    *,
+    overrides: Overrides,
+    list_: bool = typer.Option(False, "--list", help="List the presets."),
+    schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a recipe, for editors."),
+    key: str = typer.Option("", "--explain", metavar="KEY", help="Print what a setting means."),
+) -> None:
+    """Print a recipe with every setting resolved; list the presets; print the schema; explain a setting."""
+    from windlass.recipe import Recipe, explain, presets
+
+    if schema:
+        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+    elif key:
+        typer.echo(explain(key))
+    elif list_:
+        names = presets()
+        width = max(map(len, names))
+        for name, path in names.items():  # with the first sentence of the comment that the file opens with
+            comment = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+            sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
+            typer.echo(f"{name:<{width}}  {sentence}.")
+    elif recipe:
+        loaded = Recipe.load(recipe, overrides)
+        typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n\n{loaded.toml()}")
+    else:
+        raise UserError("name a recipe, as `windlass recipe quickstart`, or use --list, --schema or --explain KEY")
+
+
+def prepare(recipe: RecipeName, overrides: Overrides) -> None:
+    """Turn a recipe's corpus into checked token shards; resumes where it was stopped, and does nothing twice."""
+    from windlass.data import prepare as data
+    from windlass.recipe import Recipe
+
+    loaded = Recipe.load(recipe, overrides)
+    prepared = data.prepare(loaded)
+    token, item = ("tokens", "documents") if loaded.data.format == "text" else ("unmasked labels", "items")
+    shown = {
+        "directory": prepared.directory,
+        "training": f"{prepared.tokens('train'):,} {token}",
+        "validation": f"{prepared.tokens('val'):,} {token}" if prepared.tokens("val") else "none",
+        "documents": f"{prepared.documents:,} {item}" if prepared.documents else "not known",
+        "tokenizer": f"{loaded.data.tokenizer}, {prepared.vocab:,} ids",
+        "fingerprint": prepared.index.fingerprint,
+        "prepared": f"in {prepared.seconds:.1f} s" if prepared.made else "already",
+    }
+    typer.echo("\n".join(f"{name:<12}{value}" for name, value in shown.items()))
+
+
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides,
+    world: int = typer.Option(0, min=0, help="Ranks; default: 1, or those of the run."),
+    device: str = typer.Option("", metavar="NAME", help="A kind of device, as A100-80GB; default: this machine's."),
+    memory: float = typer.Option(0.0, min=0, metavar="GB", help="Memory of the device, where it is not in the table."),
+    mfu: float = typer.Option(0.4, min=0.001, max=1, help="Share of the peak to assume where nothing was measured."),
+    from_: list[str] = typer.Option([], "--from", metavar="RUN|STUDY", help="Take the speed from past runs' ledgers."),
+    json_: Json = False,
+) -> None:
+    """Say what a run needs: parameters, steps, FLOPs, memory for each strategy, time, disk, and what happens when.
+
+    All of it is arithmetic from the recipe, and takes no torch. A Hugging Face model's parameters are counted on torch's
+    meta device, without its weights. Time comes from a measured speed (--from, or the recipe's own run directory) or from the
+    device's published peak and an assumed MFU; the output says which. A run directory gives the plan of what is left of it, by
+    its own ledger. What is not known before the data is prepared is shown as such.
+    """
+    from rich.console import Console
+
+    from windlass.estimate.plan import plan as make_plan
+    from windlass.estimate.text import print_plan
+    from windlass.run import Run
+    from windlass.study.study import Study
+
+    past = [run for path in from_ for run in (Study.open(path).runs() if Study.is_study(path) else [Run.open(path)])]
+    size = int(memory * 1e9) or None
+    result = make_plan(recipe, overrides, world=world, device=device, memory_bytes=size, past=past, mfu=mfu)
+    if json_:
+        typer.echo(json.dumps(result.as_dict(), indent=1))
+    else:
+        print_plan(result, Console(highlight=False))
