@@ -61,13 +61,6 @@ def test_only_the_answers_and_their_ends_count() -> None:
     assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
 
 
-@pytest.mark.parametrize("template", [Template(), WITH_EOS])
-def test_a_prompt_is_what_comes_before_an_answer_in_training(template: Template) -> None:
-    ids, marks, _ = row(TALK, template, BYTES)
-    second = [t for t in range(1, len(ids)) if marks[t] and not marks[t - 1]][1]
-    assert chat.prompt_tokens(TALK[:4], template, BYTES) == ids[:second]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_end_with_their_turn(
     kind: str, tmp_path: Path

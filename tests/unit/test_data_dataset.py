@@ -176,14 +176,11 @@ def test_too_few_tokens(tmp_path):
 
 
 def test_documents_as_rows(tmp_path):
-    texts = documents(30)
+    texts = [t for t in documents(30) if t]
     source = jsonl(tmp_path / "x.jsonl", texts)
     data = open_data(recipe_for(source, tmp_path / "data", packing="documents", context=32))
-    kept = [t for t in texts if t]
-    assert len(data.train) + len(data.val) == len(kept)
-    x, _ = data.train.read(np.array([2]))
-    assert data.tokenizer.decode(x[0]).startswith("<|endoftext|>" + kept[2][:10])
-    assert data.train.valid_tokens == sum(min(len(t.encode()) + 1, 32) for t in kept[: len(data.train)])
+    assert len(data.train) + len(data.val) == len(texts)
+    assert data.tokenizer.decode(data.train.read(np.array([2]))[0][0]).startswith("<|endoftext|>" + texts[2][:10])
     (tmp_path / "one.txt").write_text("one text " * 99)
     with refused("data.packing", '"packed"'):
         open_data(recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="documents"))
@@ -241,6 +238,8 @@ def test_which_shards_validate(tmp_path):
     )
     assert (named.train.tokens, named.val.tokens) == (300, 100)
     assert open_data(recipe_for(source, tmp_path / "d", val_fraction=0)).val is None
+    with refused("data.val_shards = 99", "data.shard_tokens"):
+        open_data(recipe_for(source, tmp_path / "e", val_shards=99))
 
 
 def test_bad_shards_of_others_are_refused_by_name(tmp_path):

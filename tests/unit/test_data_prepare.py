@@ -219,16 +219,6 @@ def test_limits_of_tokens_and_documents(tmp_path):
     assert tokens.tolist() == packed(texts[:10], prepared.tokenizer)
 
 
-def test_the_first_shards_validate(tmp_path):
-    source = jsonl(tmp_path / "x.jsonl", documents(60))
-    directory, index = run(recipe_for(source, tmp_path / "data", val_shards=2))
-    stream = Stream(directory, index.streams["shard"])
-    assert split_tokens(directory, index, "val").tolist() == stream.read(0, 2048).tolist()
-    assert split_tokens(directory, index, "train").tolist() == stream.read(2048, len(stream)).tolist()
-    with refused("data.val_shards = 99", "data.shard_tokens"):
-        prepare(recipe_for(source, tmp_path / "other", val_shards=99))
-
-
 def test_a_validation_source_of_its_own(tmp_path):
     texts, held = documents(40), documents(40, seed=5)
     source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)

@@ -86,11 +86,6 @@ def test_a_context_is_cut_around_the_answer_between_words_and_as_little_as_neede
     assert sum(marks) == len(answer.encode()) + 2
 
 
-def test_questions_that_cannot_fit_are_left_out() -> None:
-    long = Question("long", "word " * 100, "A cat.", ("cat",), 2)
-    assert squad.row(long, BYTES, 64) is None and squad.row(question("A cat.", "cat"), BYTES, 64)
-
-
 def test_a_prompt_for_generation_does_not_look_at_the_answer() -> None:
     item = question("word " * 100 + "ANSWER", "ANSWER")
     ids = squad.prompt(item, BYTES, 120)
