@@ -1,4 +1,4 @@
-"""Each file of a checkpoint flipped, cut off, deleted, or another one's: found out, and an older checkpoint is chosen."""
+"""Each file of a checkpoint flipped, cut off, deleted, or swapped: detected, and an older one is chosen."""
 
 from __future__ import annotations
 

@@ -141,9 +141,9 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         time.sleep(dice.uniform(0.0, 4 * pace))
         os.kill(child, signal.SIGKILL)
         assert ended(child) == KILLED
-        told = max((int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0)
+        reported = max((int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0)
         seen = step_seen(run)
-        assert seen >= max(told, last), "a checkpoint that was said to be committed is lost"
+        assert seen >= max(reported, last), "a checkpoint that was reported as committed is lost"
         last = seen
     assert last > 0
     tally("SIGKILL at random moments, saves one after another", kills)

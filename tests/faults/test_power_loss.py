@@ -8,7 +8,6 @@ What was not synced may be there or not, each change by itself and in any order.
 from __future__ import annotations
 
 import copy
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -258,21 +257,3 @@ def test_no_sync_of_a_beginning_can_be_left_out(scratch: Path, scene: str, sync:
     with pytest.raises((AssertionError, UserError)):
         beginnings(scratch, scene, 12, disk)
     assert disk.forgotten
-
-
-def test_the_model_loses_what_is_never_synced(scratch: Path) -> None:
-    """So that the tests above could see a loss."""
-
-    class Hasty(Disk):
-        def about_to(self, operation, path, output=None, data=None):
-            if operation not in ("fsync", "fsync_dir"):
-                super().about_to(operation, path, output, data)
-
-    disk = Hasty(scratch)
-    disk.adopt(prepared(scratch / "run"))
-    assert not save(scratch / "run" / "checkpoints", 1, disk).error
-    image(disk.root, scratch / "left", None, everything=False)
-    assert os.listdir(scratch / "left" / "run") == []
-    image(disk.root, scratch / "empty", None, everything=True)
-    with pytest.raises(UserError, match="damaged"):
-        step_seen(scratch / "empty" / "run")

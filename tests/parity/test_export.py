@@ -34,7 +34,7 @@ def tokens() -> Tensor:
 
 
 def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
-    """A short run on made-up words."""
+    """A short run on invented words."""
     (folder / "text.txt").write_text(WORDS)
     shape = {"layers": 2, "heads": 4, "width": 32, "context": 64, "position": "learned", "norm": "layernorm"}
     tree = {
@@ -76,11 +76,11 @@ def test_an_exported_tokenizer_gives_the_same_ids_and_text(
     }[kind]()  # fmt: skip
     save_tokenizer(tokenizer, Template(), 64, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
     text = PROBE.removesuffix("<|endoftext|>")
     ids = tokenizer.encode(text).tolist()
-    assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text == tokenizer.decode(ids)
-    assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab
+    assert exported(text)["input_ids"] == ids and exported.decode(ids) == text == tokenizer.decode(ids)
+    assert exported.eos_token_id == tokenizer.eot and len(exported) == tokenizer.vocab
     again = hf_tokenizer(str(tmp_path))
     assert again.encode(text).tolist() == ids and again.eot == tokenizer.eot
 
@@ -105,11 +105,14 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     source = find_source(str(run))
     ours = open_model(source, alone("cpu"))
     ids = source.tokenizer.encode("the cat").tolist()
-    made = generate(ours, [ids], Sampling(max_tokens=30, temperature=0), vocab=source.tokenizer.vocab)
-    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
-    text = theirs.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=30, do_sample=False)
-    assert made is not None and text[0].tolist() == [*ids, *made[0]]
-    assert tokenizer.decode(text[0]) == "the cat" + source.tokenizer.decode(made[0])
+    generated = generate(ours, [ids], Sampling(max_tokens=30, temperature=0), vocab=source.tokenizer.vocab)
+    exported, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory).eval(),
+        AutoTokenizer.from_pretrained(directory),
+    )
+    text = exported.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=30, do_sample=False)
+    assert generated is not None and text[0].tolist() == [*ids, *generated[0]]
+    assert tokenizer.decode(text[0]) == "the cat" + source.tokenizer.decode(generated[0])
     card = (directory / "README.md").read_text()
     assert "20 steps" in card and "| loss | perplexity |" in card and 'preset = "words"' in card
     again = open_model(find_source(str(directory)), alone("cpu"))
@@ -127,16 +130,19 @@ def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = export(trained(tmp_path, model__vocab=300), tmp_path / "out")
-    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
-    assert theirs.config.vocab_size == 300 and len(tokenizer) == 280
+    exported, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory).eval(),
+        AutoTokenizer.from_pretrained(directory),
+    )
+    assert exported.config.vocab_size == 300 and len(tokenizer) == 280
     config = json.loads((directory / "generation_config.json").read_text())
     assert config["pad_token_id"] == tokenizer.pad_token_id == tokenizer.eos_token_id == config["eos_token_id"]
     with torch.no_grad():
-        theirs.get_output_embeddings().weight[280:] *= 1000.0
+        exported.get_output_embeddings().weight[280:] *= 1000.0
     encoded = tokenizer(["the cat", "dog"], return_tensors="pt", padding=True, padding_side="left")
     how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
-    assert (theirs.generate(**encoded, **how) < 280).all()
-    assert (theirs.generate(**encoded, **how, suppress_tokens=[279]) >= 280).any()
+    assert (exported.generate(**encoded, **how) < 280).all()
+    assert (exported.generate(**encoded, **how, suppress_tokens=[279]) >= 280).any()
 
 
 def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Path) -> None:
@@ -147,9 +153,9 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
     for name, kind in (("alike", "llama3"), ("other", "gemma")):
         place = tokenizer_fixtures.save(kind, tmp_path / name)
         out = export(fine_tuned(tmp_path, base, f"run-{name}", data__tokenizer=f"hf:{place}"), tmp_path / f"out-{name}")
-        theirs, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
-        assert theirs("Who are you? é")["input_ids"] == wanted("Who are you? é")["input_ids"]
-        assert (theirs.bos_token, theirs.eos_token) == (wanted.bos_token, wanted.eos_token)
+        exported, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
+        assert exported("Who are you? é")["input_ids"] == wanted("Who are you? é")["input_ids"]
+        assert (exported.bos_token, exported.eos_token) == (wanted.bos_token, wanted.eos_token)
         assert ((out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()) == (name == "alike")
 
 
@@ -201,8 +207,8 @@ def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path
     recipe = Recipe.model_validate({"model": {**tree, "init_from": str(again)}})
     model = build_model(recipe, 257, device="cpu").eval()
     load_initial(model, recipe)
-    theirs = AutoModelForCausalLM.from_pretrained(again).eval()
-    assert (logits(model, tokens()) - logits(theirs, tokens())).abs().max() < 1e-5
+    exported = AutoModelForCausalLM.from_pretrained(again).eval()
+    assert (logits(model, tokens()) - logits(exported, tokens())).abs().max() < 1e-5
     with pytest.raises(UserError) as error:
         load_initial(model, recipe.with_overrides(f"model.init_from='{other}'"))
     for line in ("num_key_value_heads = 4 (it is 2)", "rms_norm_eps = 0.01", "hidden_act = 'gelu' (it is 'silu')"):

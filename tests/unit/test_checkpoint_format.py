@@ -152,7 +152,7 @@ class Canary:
 )
 @pytest.mark.parametrize("sealed", [False, True])
 def test_no_file_is_ever_run(checkpoint: Path, tmp_path: Path, name: str, kind: str, sealed: bool) -> None:
-    """Not even where a stranger has made size and digest fit."""
+    """Not even where an attacker has fitted size and digest."""
     executed, file = tmp_path / "executed", io.BytesIO()
     if kind == "torch":
         torch.save(Canary(executed), file)

@@ -115,11 +115,11 @@ def test_adamw_against_numpy(dtype, tolerance, kind):
 
 def test_muon_against_torch():
     """In bfloat16, as torch's own has it; ours differs from it in nothing else."""
-    ours, theirs = model(), model()
+    ours, reference = model(), model()
     settings = OptimSettings(kind="muon", lr=1e-2, muon_lr=0.02, weight_decay=0.1)
     optimizer = build_optimizer(ours, settings, "cpu")
     optimizer.dtype = torch.bfloat16
-    split = muon_groups(theirs, settings)
+    split = muon_groups(reference, settings)
     muon = torch.optim.Muon(
         [p for g in split if g["muon"] for p in g["params"]], lr=0.02, weight_decay=0.1, momentum=0.95
     )
@@ -127,11 +127,11 @@ def test_muon_against_torch():
     adamw = torch.optim.AdamW(rest, betas=settings.betas, eps=settings.eps, fused=True)
     for i in range(4):
         gradients(ours, i)
-        gradients(theirs, i)
+        gradients(reference, i)
         optimizer.step()
         muon.step()
         adamw.step()
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    for (name, a), b in zip(ours.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b), name
 
 
