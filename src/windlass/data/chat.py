@@ -1,10 +1,8 @@
 """Conversations as training rows: the loss on the assistant's turns alone, laid out by the tokenizer's chat template.
 
-What is unusual:
-- The tokens are those of `transformers`' `apply_chat_template`, but a special token's text in a message is text: it is
-  marked while the template is rendered, so that it differs from one that the template writes.
-- Where the answers are is computed without help of the template, by rendering the conversation up to each answer;
-  templates that mark them with `{% generation %}` are followed.
+The tokens are those of `transformers`' `apply_chat_template`, but a special token's text in a message is text: it is marked
+while the template is rendered. Where the answers are is computed by rendering the conversation up to each of them; templates
+that mark them with `{% generation %}` are followed.
 """
 
 from __future__ import annotations

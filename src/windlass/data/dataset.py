@@ -38,8 +38,7 @@ class Data:
 def open_data(recipe: Recipe) -> Data:
     """The data of a recipe, prepared if need be, every file checked before the first step.
 
-    Raises:
-        UserError: As `prepare`; there are too few tokens for one sample; `model.vocab` is too small.
+    Raises UserError as `prepare`, and where there are too few tokens for one sample or `model.vocab` is too small.
     """
     prepared = prepare(recipe)
     rows = recipe.model.vocab
@@ -72,7 +71,7 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
             sets[name] = DocumentSamples(stream, split.start, split.stop, context, eot)
         else:
             sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
-        if documents and (eot is None or not len(sets[name])):
+        if documents and (eot is None or not len(sets[name]) or not any(shard.documents for shard in stream.shards)):
             raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
         if not len(sets[name]):
             tokens = split.stop - split.start

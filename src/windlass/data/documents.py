@@ -125,10 +125,9 @@ def _parts(data: DataSettings, progress: Progress) -> list[Part]:
         # nanoGPT's split: between two characters, each half encoded for itself
         def half(first: bool) -> Corpus:
             def read(start: int) -> Iterator[tuple[str, float]]:
-                if start == 0:
-                    text = next(main.documents())
-                    cut = int(len(text) * (1 - share))
-                    yield text[:cut] if first else text[cut:], 0.0
+                text = next(main.documents())
+                cut = int(len(text) * (1 - share))
+                yield from [(text[:cut] if first else text[cut:], 0.0)][start:]
 
             return Corpus(main.name, read, main.description, single_text=True)
 

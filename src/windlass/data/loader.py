@@ -109,8 +109,8 @@ class Loader(Iterator[StepBatch]):
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
         """Stop reading ahead; may be called again.
 
-        The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: until it ends, for a
-        caller that reads on from a source that may not support two readers), then abandoned: it keeps no process alive.
+        The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: until it ends, since a
+        source may not support two readers), then abandoned: it keeps no process alive.
         """
         self._stop.set()
         if self._queue is not None:

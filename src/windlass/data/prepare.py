@@ -67,10 +67,8 @@ def prepare(recipe: Recipe) -> Prepared:
 
     Of all processes of a file system one works; the others wait until it is done, or resume where it was killed.
 
-    Raises:
-        UserError: Source, tokenizer or directory cannot be used; a shard is missing, truncated or changed; the data were
-            prepared with another tokenizer or other settings.
-        RunFailed: The disk is full or fails.
+    Raises UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were
+    prepared with other settings; RunFailed where the disk is full or fails.
     """
     started, settings, made, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
     directory = data_dir(recipe, settings)
