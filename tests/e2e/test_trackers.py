@@ -15,10 +15,8 @@ import pytest
 from helpers import start
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
-from windlass.telemetry.devices import DeviceSampler
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import Trackers
-from windlass.telemetry.trackers import exporter_process as points
+from windlass.telemetry.trackers import Trackers, point, stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -30,8 +28,6 @@ NAMES = ["tensorboard", "mlflow", "wandb"]
 
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
     """What training writes: losses of which no two are equal, an evaluation and a sample every 4 steps."""
-    sampler = DeviceSampler(run / "devices", rank=attempt, world=2, every=30.0, attempt=attempt).start()
-    sampler.stop()
     ledger = Ledger(run / "metrics.jsonl", attempt, stamp=lambda: {"seconds": {"train": 1.5}})
     ledger.write("event", first, event="resumed" if attempt else "started", world=2, steps=12)
     for step in range(first + 1, last + 1):
@@ -77,7 +73,7 @@ def curves_of(lines):
     """Every number of some lines of the ledger under the name that it has in a tracker, as (step, value)."""
     curves = defaultdict(list)
     for line in lines:
-        for name, value in points.point(line, {}).scalars.items() if line["kind"] in ("train", "eval") else ():
+        for name, value in point(line).scalars.items() if line["kind"] in ("train", "eval") else ():
             curves[name].append((line["step"], value))
     return dict(curves)
 
@@ -143,9 +139,8 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     events, curves = from_tensorboard(run)
     expected = curves_of(Run(run).ledger())
     rounded = {name: [(step, float(np.float32(value))) for step, value in values] for name, values in expected.items()}
-    assert without(curves, "device/", "summary/") == rounded
+    assert without(curves, "summary/") == rounded
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
-    assert curves["device/rss_mb/rank_1"]
     assert curves["summary/final_loss"] == [(12, float(np.float32(1 / 3)))]
     assert curves["summary/wall_time/train"] == [(12, 98.5)]
     texts = [x.tensor_proto.string_val[0].decode() for x in events.Tensors("samples/0")]
@@ -161,10 +156,10 @@ def test_mlflow_holds_each_step_once(finished):
     client, stored, curves = from_mlflow(top)
     first: dict = {}
     for line in read_lines(run / "metrics.jsonl"):
-        first.setdefault((line["step"], points.stream(line)), line)
+        first.setdefault((line["step"], stream(line)), line)
     # SQL has no infinity: MLflow stores the largest number there is
     expected = {k: [(s, min(x, sys.float_info.max)) for s, x in v] for k, v in curves_of(first.values()).items()}
-    assert without(curves, "device/", "summary/") == expected
+    assert without(curves, "summary/") == expected
     assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
     assert stored.data.params["optim.lr"] == "0.001" and stored.data.params["telemetry.project"] == PROJECT
     assert stored.data.params["world"] == "2" and PASSWORD not in str(stored.data.tags)
@@ -181,7 +176,7 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
         for key, value in row.items():
             if isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
                 curves[key].append((row["step"], float(value)))
-    own = without(curves, "_", "step", "marks/", "device/", "samples/", "summary/")
+    own = without(curves, "_", "step", "marks/", "samples/", "summary/")
     assert own == curves_of(Run(run).ledger())
     assert [row["_step"] for row in rows] == list(range(1, 13)), "a row a step"
     pages = sorted(run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"), key=lambda x: x.stat().st_mtime)

@@ -260,7 +260,7 @@ def test_compiled_code_that_never_lets_go_is_ended_too(run, tmp_path, monkeypatc
     """No Python thread runs in such an exporter; the alarm that ends it comes from the system."""
     train(run)
     put_first(monkeypatch, tmp_path, 'import re\nre.match("(a+)+$", "a" * 60 + "b")\n', "mlflow")
-    code = "from windlass.telemetry.trackers import exporter_process as e; e.WATCH_SECONDS = 0.1; "
+    code = "import windlass.telemetry.trackers as e; e.WATCH_SECONDS = 0.1; "
     command = [sys.executable, "-c", f"{code} e.main({str(run)!r}, 'mlflow', '0.2')"]
     done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, timeout=60, process_group=0)
     assert done.returncode == -signal.SIGALRM

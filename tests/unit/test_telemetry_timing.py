@@ -57,7 +57,7 @@ def test_nothing_waits_for_the_device_between_two_logs_and_an_evaluation_is_outs
     timer = device.timer()
     for _ in range(300):
         device.step(timer, 1, 1)
-    with timer.outside():
+    with timer.phase("outside"):
         device.queued_ms += 1000
     assert device.waits == 0
     assert timer.read()["step_ms"] == 3 and device.waits == 1

@@ -1,6 +1,5 @@
-"""From the ledger to a tracker: names, each step once, the devices' samples, W&B online, and the verb `track`."""
+"""From the ledger to a tracker: names, each step once, W&B online, and the verb `track`."""
 
-import json
 import math
 import os
 import sys
@@ -12,11 +11,9 @@ from helpers import windlass
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.run import Run
+from windlass.telemetry.backends import WandB
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import exporter_process as points
-from windlass.telemetry.trackers import replay
-from windlass.telemetry.trackers.backends import WandB
-from windlass.telemetry.trackers.exporter_process import Follower, device_means
+from windlass.telemetry.trackers import Follower, point, replay
 
 TIME = "2026-01-01T00:00:00.000Z"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -46,13 +43,12 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         "kind": "train", "step": 3, "time": TIME, "attempt": 1, "loss": 0.1, "lr": 1e-3, "grad_norm": "NaN",
         "tokens_per_s": 5, "samples_per_s": 2, "mfu": 0.4, "step_ms": 7.5, "seconds": {"train": 2.0},
     }  # fmt: skip
-    shown = points.point(line, {"device/util_pct/rank_0": 99.0})
+    shown = point(line)
     assert shown.step == 3 and shown.stream == "train" and shown.time == 1767225600.0
     assert math.isnan(shown.scalars.pop("train/grad_norm"))
     assert shown.scalars == {
         "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/samples_per_s": 2,
         "throughput/mfu": 0.4, "time/step_ms": 7.5, "goodput/train_s": 2.0, "run/attempt": 1.0,
-        "device/util_pct/rank_0": 99.0,
     }  # fmt: skip
     for fields, stream, scalars, texts in (
         ({"kind": "eval", "suite": "loss", "loss": 1.5}, "eval/loss", {"eval/loss": 1.5}, {}),
@@ -60,7 +56,7 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         ({"kind": "sample", "index": 1, "prompt": "a", "text": "ab"}, "sample/1", {}, {"samples/1": "ab"}),
         ({"kind": "summary", "seconds": {"train": 1.0}, "a": {"b": 2.5}}, "summary", {"summary/a/b": 2.5}, {}),
     ):
-        shown = points.point({"step": 5, "time": TIME, "attempt": 0} | fields, {})
+        shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)
         assert (shown.stream, shown.scalars, shown.texts) == (stream, scalars, texts)
 
 
@@ -81,12 +77,12 @@ class FakeTracker:
         return self
 
     def write(self, points):
-        for number, point in enumerate(points):
+        for number, sent in enumerate(points):
             if self.fails and number == 2:
                 self.fails -= 1
                 raise ConnectionError("500")
-            self.rows.append((point.step, point.scalars.get("train/loss")))
-            self.stored[point.stream] = point.step
+            self.rows.append((sent.step, sent.scalars.get("train/loss")))
+            self.stored[sent.stream] = sent.step
 
     def close(self, state, ended):
         self.ended.append(state)
@@ -115,29 +111,16 @@ def test_after_a_failure_it_resumes_from_what_the_tracker_has(run):
     live = Follower(run, tracker.connect)
     write(run, 0, 0, 5)
     live.flush()
+    with open(run.metrics_path, "a") as ledger:
+        ledger.write('{"kind": "tra')  # is being written
+    live.flush()
     tracker.fails = 1
-    write(run, 0, 5, 9)
+    write(run, 0, 5, 9)  # after a kill: the line stays torn
     with pytest.raises(ConnectionError):
         live.flush()
     live.backend = None
     live.flush()
     assert tracker.steps == list(range(1, 10))
-
-
-def test_samples_are_joined_by_time_each_once(run):
-    def stamp(second):
-        return f"2026-01-01T00:{second // 60:02d}:{second % 60:02d}.000Z"
-
-    run.devices_dir.mkdir()
-    for rank, seconds in ((0, range(1200)), (1, range(100, 110))):
-        lines = [{"time": stamp(seconds[0]), "rank": rank, "kind": "start", "cores": 2}]
-        lines += [{"time": stamp(s), "rank": rank, "phase": "train", "util_pct": float(s)} for s in seconds]
-        (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    offsets = {}
-    assert device_means(run.devices_dir, offsets, stamp(3)) == {"device/util_pct/rank_0": 1.5}
-    assert device_means(run.devices_dir, offsets, stamp(3)) == {}
-    means = {"device/util_pct/rank_0": 54.0, "device/util_pct/rank_1": 102.0}
-    assert device_means(run.devices_dir, offsets, stamp(104)) == means
 
 
 # -- W&B online, against a library that stands in for it: there is no server to test against -----------------------------

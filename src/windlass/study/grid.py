@@ -17,11 +17,8 @@ from windlass.errors import UserError
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, typed
 
 SEED = "run.seed"
-WORLD = "parallel.world"
-"""An axis that is no setting of a recipe: the number of ranks that train a cell."""
-
-Assignment = dict[str, Any]
-"""Dotted keys and the values of one cell."""
+WORLD = "parallel.world"  # an axis that is no setting of a recipe: the number of ranks that train a cell
+Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 
 class Axis(NamedTuple):
@@ -42,9 +39,8 @@ class Cell:
     def key(self) -> str:
         """Identifies the cell: the recipe's hash, with what the hash leaves out (strategy, ranks) where that is set."""
         other = {k: v for k, v in sorted(self.assignment.items()) if k.startswith((WORLD, *NON_SEMANTIC))}
-        if not other:
-            return self.recipe.config_hash
-        return hashlib.sha256(json.dumps([self.recipe.config_hash, other]).encode()).hexdigest()[:12]
+        text = json.dumps([self.recipe.config_hash, other])
+        return hashlib.sha256(text.encode()).hexdigest()[:12] if other else self.recipe.config_hash
 
     @property
     def label(self) -> str:
@@ -80,10 +76,8 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
     for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key} is set by two axes of the grid")
-        if key in ("run.dir", "run.name"):
-            raise UserError(f"{key} cannot be an axis: a study names its runs' directories itself")
+        if keys.count(key) > 1 or key in ("run.dir", "run.name"):
+            raise UserError(f"{key} is set by two axes of the grid, or by the study itself (run.dir, run.name)")
     cells, problems = [], []
     for combination in itertools.product(*(axis.values for axis in axes)):
         assignment = dict(zip(keys, itertools.chain(*combination), strict=True))
@@ -112,7 +106,18 @@ def parse_axis(text: str) -> Axis:
     if not all(keys) or not right.strip():
         raise UserError(f"{text!r} is not an axis; write KEY=A,B,C or KEY=LOW:HIGH:log:N or A+B=1+2,3+4")
     if len(keys) == 1 and right.count(":") == 3 and right.split(":")[2] in ("log", "lin"):
-        return Axis(keys, tuple((value,) for value in _range(text, *right.split(":"))))
+        first, last, kind, number = right.split(":")
+        try:
+            low, high, count = float(first), float(last), int(number)
+        except ValueError:
+            low, high, count = 0.0, 0.0, 0
+        if count < 2 or (kind == "log" and min(low, high) <= 0):
+            raise UserError(
+                f"{text}: a range is LOW:HIGH:log:N or LOW:HIGH:lin:N, with at least 2 values, on a log axis above 0"
+            )
+        values = (np.geomspace if kind == "log" else np.linspace)(low, high, count).tolist()
+        whole = not re.search(r"[.eE]", first + last)
+        return Axis(keys, tuple((round(v) if whole else float(f"{v:.6g}"),) for v in values))
     rows = [_split(part, "+") if len(keys) > 1 else [part] for part in _split(right, ",")]
     if not all(len(row) == len(keys) and all(map(str.strip, row)) for row in rows):
         raise UserError(f"{text!r}: between two commas there is a value for each of {', '.join(keys)}")
@@ -123,18 +128,3 @@ def _split(text: str, separator: str) -> list[str]:
     """Split outside of brackets and quotes; the + of an exponent (1e+3) does not split."""
     part = rf"""((?:\[[^]]*\]|"[^"]*"|'[^']*'|\d[eE]\+\d|[^{separator}])*)(?:\{separator}|$)"""
     return re.findall(part, text)[:-1]  # the last one is the empty match at the end
-
-
-def _range(text: str, first: str, last: str, kind: str, number: str) -> list[float | int]:
-    """The values of `first:last:log:number` or `first:last:lin:number`."""
-    try:
-        low, high, count = float(first), float(last), int(number)
-    except ValueError:
-        low, high, count = 0.0, 0.0, 0
-    if count < 2 or (kind == "log" and min(low, high) <= 0):
-        raise UserError(
-            f"{text}: a range is LOW:HIGH:log:N or LOW:HIGH:lin:N, with at least 2 values, on a logarithmic axis above 0"
-        )
-    values = (np.geomspace if kind == "log" else np.linspace)(low, high, count).tolist()
-    whole = not re.search(r"[.eE]", first + last)
-    return [round(v) for v in values] if whole else [float(f"{v:.6g}") for v in values]

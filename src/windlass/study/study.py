@@ -33,12 +33,10 @@ from windlass.run import Line, Run, effective, read_lines
 from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
 
-DIVERGED_NATS = 1.0
-"""A training loss this far above the run's first one has diverged."""
+DIVERGED_NATS = 1.0  # a training loss this far above the run's first one has diverged
+# settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
-"""Settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick."""
-Axes = Sequence[str] | Mapping[str, Sequence[Any]]
-"""`["optim.lr=1e-2,1e-3"]` as it is typed, or `{"optim.lr": [1e-2, 1e-3]}`."""
+Axes = Sequence[str] | Mapping[str, Sequence[Any]]  # `["optim.lr=1e-2,1e-3"]` as typed, or `{"optim.lr": [1e-2, 1e-3]}`
 
 
 def diverged(first: float, last: float) -> bool:
@@ -131,9 +129,7 @@ class Study:
     recipe: Recipe
     axes: list[str]
     cells: list[Cell] = field(repr=False)
-    _ledgers: dict[Path, tuple[Any, list[Line], dict[str, Any]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _ledgers: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def create(recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True) -> Study:
@@ -152,17 +148,15 @@ class Study:
         study = Study(path, base, list(axes), expand(base, parsed))
         if Study.is_study(path):
             existing = Study.open(path)
+            old, differ = existing.recipe.flat(), ""
             if [parse_axis(text) for text in existing.axes] != parsed:
-                raise UserError(
-                    f"{path} holds another study, with the axes {' '.join(existing.axes)}; give another --dir"
+                differ = f"its axes are {' '.join(existing.axes)}"
+            elif base.flat() != old:
+                differ = ", ".join(
+                    f"{k}={typed(v)} (there {typed(old[k])})" for k, v in base.flat().items() if v != old[k]
                 )
-            old = existing.recipe.flat()
-            changed = [f"{k}={typed(v)} (there {typed(old[k])})" for k, v in base.flat().items() if v != old[k]]
-            if changed:
-                raise UserError(
-                    f"{path} holds a study of the same grid with other settings: {', '.join(changed)}. Its cells keep "
-                    "the settings they were started with: leave out what differs, or give another --dir"
-                )
+            if differ:
+                raise UserError(f"{path} holds another study: {differ}. Leave out what differs, or give another --dir")
             return existing
         if write:
             path.mkdir(parents=True, exist_ok=True)
@@ -182,9 +176,8 @@ class Study:
         cells = expand(recipe, [parse_axis(text) for text in axes])
         if [cell.key for cell in cells] != [cell.get("key") for cell in stored.get("cells", [])]:
             raise UserError(
-                f"{path}: its cells have other recipes now than when the study was started: its recipe.toml was edited, "
-                "its study.json is damaged, or this version of Windlass has other settings. Restore what it was, or "
-                "give another --dir"
+                f"{path}: its cells have other recipes than at its start: recipe.toml was edited, study.json is damaged, or "
+                "this version of Windlass has other settings. Restore what it was, or give another --dir"
             )
         return Study(path, recipe, axes, cells)
 

@@ -15,11 +15,6 @@ from windlass.recipe import Recipe
 from windlass.study.study import Axes, Study
 
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
-SLURM_NAMES = {  # other names of what the script asks for, so that a user's argument replaces it
-    "-J": "--job-name", "-a": "--array", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-o": "--output",
-    "-G": "--gpus-per-task", "--gpus": "--gpus-per-task", "--gres": "--gpus-per-task",
-    "--gpus-per-node": "--gpus-per-task",
-}  # fmt: skip
 
 
 def submit_sweep(
@@ -66,8 +61,8 @@ def array_script(
     """The batch script for the cells with these numbers; a pure function of its arguments.
 
     A rank gets a core and, unless the recipe has `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
-    (`--time=04:00:00`) and replace what would be asked for otherwise (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A
-    task whose time runs out gets a signal, saves and exits with 75; submitting again resumes it.
+    (`--time=04:00:00`) and replace ours of the same name (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time
+    runs out gets a signal, saves and exits with 75; submitting again resumes it.
     """
     chosen, name = [study.cells[number] for number in cells], f"windlass-{study.path.name}"
     ranks = max(cell.world or world for cell in chosen)
@@ -85,8 +80,11 @@ def array_script(
             f"-N {name}"[:18], *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
             f"-l select=1:ncpus={ranks}" + (f":ngpus={ranks}" if gpus else ""), "-r y", "-j oe",
         ]  # fmt: skip
-    given = {_option(text, scheduler) for text in arguments}
-    header = [*(text for text in asked if _option(text, scheduler) not in given), *arguments]
+
+    def option(text: str) -> str:  # what it sets: `--time`, `-q`, or `-l select`
+        return " ".join(re.split(r"[=\s]+", text)[: 2 if text.startswith("-l") else 1])
+
+    header = [*(text for text in asked if option(text) not in map(option, arguments)), *arguments]
     words = [python, "-m", "windlass", "sweep", str(study.path / "recipe.toml"), *study.axes]
     words += ["--dir", str(study.path), "--world", str(world), *flags]
     return "\n".join([
@@ -97,12 +95,3 @@ def array_script(
         "trap 'kill -TERM $job; wait $job; exit $?' TERM",  # the scheduler signals the shell alone
         "wait $job", "",
     ])  # fmt: skip
-
-
-def _option(text: str, scheduler: str) -> str:
-    """What an argument of a scheduler sets, by its long name; for PBS's resources `-l` and the first one's name."""
-    words = re.split(r"[=\s]+", text.strip(), maxsplit=2)
-    if scheduler == "slurm":
-        word = words[0] if words[0].startswith("--") else words[0][:2]  # also -c4
-        return SLURM_NAMES.get(word, word)
-    return " ".join(words[:2]) if words[0] == "-l" else words[0]

@@ -26,13 +26,11 @@ from windlass.study.grid import SEED, Cell
 from windlass.study.study import Axes, CellResult, Evaluation, Study
 
 DONE_STATES = ("finished", "pruned", "diverged")
+# What a sweep works on. A `running` cell of another process is left to it and looked at again: if that process is killed,
+# the cell is resumed here.
 OPEN_STATES = ("waiting", "interrupted", "running")
-"""States of cells that a sweep works on. A `running` cell of another process is left to it and looked at again: if that
-process is killed, the cell is resumed here."""
-RETRIES = 2
-"""How often a sweep resumes a cell that a signal ended (out of memory, a kill) or that another process was training."""
-STOP_SECONDS = 90.0
-"""How long cells may take to save and end when the sweep is stopped."""
+RETRIES = 2  # of a cell that a signal ended (out of memory, a kill) or that another process was training
+STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
 def sweep(
@@ -92,8 +90,18 @@ class Sweep:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        needs_devices = any(cell.recipe.parallel.device != "cpu" for cell in self.cells)
-        self.devices = visible_devices() if needs_devices else []
+        self.devices: list[str] = []  # the CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            self.devices = [name.strip() for name in visible.split(",") if name.strip()]
+        else:
+            with suppress(Exception):  # no driver, no library: a machine without NVIDIA devices
+                import pynvml
+
+                pynvml.nvmlInit()
+                self.devices = [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        if all(cell.recipe.parallel.device == "cpu" for cell in self.cells):
+            self.devices = []
         self.largest_world = max(cell.world or self.world for cell in self.cells)
         asked = self.workers = min(self.workers, len(self.cells))
         if self.devices:
@@ -139,13 +147,12 @@ class Sweep:
                     time.sleep(0.1)
                 return
             for process in list(self.running):
-                code = process.poll()
-                if code is None:
+                if (code := process.poll()) is None:
                     self._watch(process)
-                else:
-                    self.running.remove(process)
-                    if self._ended(process, code):
-                        queue.append(process.cell)
+                    continue
+                self.running.remove(process)
+                if self._ended(process, code):
+                    queue.append(process.cell)
             self.show(self.study)
             time.sleep(self.poll_seconds)
 
@@ -282,16 +289,3 @@ def thread_share(ranks: int) -> int:
     """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
-
-
-def visible_devices() -> list[str]:
-    """The CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them; empty where there is none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    with suppress(Exception):  # no driver, no library: a machine without NVIDIA devices
-        import pynvml
-
-        pynvml.nvmlInit()
-        return [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    return []

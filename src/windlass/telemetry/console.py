@@ -16,11 +16,6 @@ from typing import Any, TextIO
 from windlass.run import Line
 from windlass.telemetry.ledger import now
 
-LEGEND = {
-    "loss": "mean over the step's tokens, nats", "lr": "learning rate", "norm": "gradient norm before clipping",
-    "tok/s": "tokens a second, padding not counted", "mfu": "share of the device's peak arithmetic",
-    "mem": "memory of this rank", "eta": "time left",
-}  # fmt: skip
 NUMBERS: dict[str, Callable[[Any], str]] = {  # fields of a `train` line that are shown, as far as it has them
     "loss": lambda x: f"loss {float(x):.4f}", "lr": lambda x: f"lr {x:.2e}", "grad_norm": lambda x: f"norm {float(x):.2f}",
     "tokens_per_s": lambda x: f"{short(x)} tok/s", "mfu": lambda x: f"mfu {100 * x:.1f}%",
@@ -33,24 +28,21 @@ class Console:
     """Shows a run of `steps` steps on the terminal and writes `log.txt`.
 
     In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a
-    line. `enabled` on rank 0; the others show warnings alone. `stream`: by default the process's standard output.
+    line. Ranks other than 0 show warnings alone. `stream`: by default the process's standard output.
     """
 
-    def __init__(
-        self, steps: int, enabled: bool = True, log_path: Path | None = None, rank: int = 0,
-        stream: TextIO | None = None,
-    ):  # fmt: skip
-        self.steps, self.enabled, self.rank = steps, enabled, rank
+    def __init__(self, steps: int, rank: int = 0, log_path: Path | None = None, stream: TextIO | None = None):
+        self.steps, self.rank = steps, rank
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = 0.0
         self._live: Any = None  # rich.progress.Progress
         self._terminal: Any = None  # rich.console.Console
         self._log: TextIO | None = None
-        if enabled and log_path is not None:
+        if rank == 0 and log_path is not None:
             with contextlib.suppress(OSError):
                 self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
-        if enabled and (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb":
+        if rank == 0 and (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console as RichConsole
 
             self._terminal = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
@@ -59,7 +51,7 @@ class Console:
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
         parameters: int, tokens_per_step: int, first_step: int = 0,
     ) -> None:  # fmt: skip
-        """Show what is about to run, and what the columns mean; `first_step`: steps that were done before."""
+        """Show what is about to run; `first_step`: steps that were done before."""
         tokens = short(self.steps * tokens_per_step)
         resumed = f", resumed after step {first_step:,}" if first_step else ""
         self._print(f"run     {run}", style="bold")
@@ -67,8 +59,6 @@ class Console:
         self._print(f"ranks   {world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}")
         self._print(f"model   {parameters:,} parameters")
         self._print(f"work    {self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}")
-        for word, meaning in LEGEND.items():
-            self._print(f"  {word:<6} {meaning}", style="dim")
         if self._terminal is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -92,8 +82,7 @@ class Console:
         if done := line["step"] - self._first[1]:
             seconds_per_step = (time.monotonic() - self._first[0]) / done
         eta = "-" if seconds_per_step is None else duration((self.steps - line["step"]) * seconds_per_step)
-        numbers = [write(line[key]) for key, write in NUMBERS.items() if key in line]
-        text = " | ".join([*numbers, f"eta {eta}"])
+        text = " | ".join([*(write(line[key]) for key, write in NUMBERS.items() if key in line), f"eta {eta}"])
         if self._live is not None:
             self._draw(completed=line["step"], description=text)
         self._print(f"step {line['step']}/{self.steps} | {text}", only_log=self._live is not None)
@@ -105,7 +94,7 @@ class Console:
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join([line.get('suite', 'loss'), *shown])}", "green")
 
     def event(self, text: str, step: int | None = None) -> None:
-        self._print(text if step is None else f"step {step}/{self.steps} | {text}", style="cyan")
+        self._print(text if step is None else f"step {step}/{self.steps} | {text}", "cyan")
 
     def sample(self, text: str, step: int) -> None:
         self._print(f"sample {step}/{self.steps} |")
@@ -114,18 +103,18 @@ class Console:
 
     def warning(self, text: str) -> None:
         """A warning; the only thing that ranks other than 0 show."""
-        if self.enabled:
+        if self.rank == 0:
             self._print(f"warning: {text}", style="yellow")
-        else:
-            with self._while_terminal_is_there():
-                print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
+            return
+        with self._while_terminal_is_there():
+            print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        with self._while_terminal_is_there():
-            if self._live is not None:
+        if self._live is not None:
+            with self._while_terminal_is_there():
                 self._live.stop()  # takes the bar away
-        with contextlib.suppress(OSError):
-            if self._log is not None:
+        if self._log is not None:
+            with contextlib.suppress(OSError):
                 self._log.close()
 
     def _print(self, text: str, style: str = "", only_log: bool = False) -> None:
@@ -135,7 +124,7 @@ class Console:
             with contextlib.suppress(OSError, ValueError):
                 self._log.write(f"{now()} {text}\n")
                 self._log.flush()
-        if not self.enabled or only_log:
+        if self.rank or only_log:
             return
         with self._while_terminal_is_there():
             if self._terminal is not None:

@@ -20,6 +20,11 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now, open_lines
 
 MB = 1e6
+LAST_SAMPLES = 20_000  # of each rank, that the summary is computed from: ten days on 64 GPUs have 8 GB of them
+NAMES = {
+    "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
+    "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
+}
 
 
 class HostProbe:
@@ -53,18 +58,14 @@ class CudaProbe:
             import pynvml as nvml
 
             nvml.nvmlInit()
-            handle = None
-            for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
-                with contextlib.suppress(nvml.NVMLError):
-                    # CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's, so its index cannot be used
-                    handle = nvml.nvmlDeviceGetHandleByUUID(name)
-            if handle is not None:
-                self._queries = {
-                    "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-                    "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
-                    "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
-                    "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-                }
+            # CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's, so its index cannot be used
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self._queries = {
+                "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+                "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
+                "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
+                "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            }
 
     def read(self) -> dict[str, float]:
         from torch.cuda.memory import memory_stats_as_nested_dict  # as fast as it gets: no flattening of 80 counters
@@ -142,32 +143,20 @@ class DeviceSampler:
                 os.close(file)
 
 
-# --- the summary -----------------------------------------------------------------------------------------------------
-
-MAX_BYTES = 24_000_000
-"""So much of the ranks' files is parsed for the summary: of ten days on 64 GPUs, 8 GB, every 340th line."""
-NAMES = {
-    "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
-    "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
-}
-
-
 def summarise_devices(run: Run) -> dict[str, float]:
     """Utilisation and memory over all ranks, for the `summary` line.
 
     Means (`avg_gpu_util_pct`, `avg_mem_alloc_mb` …; `avg_cpu_util_pct`, `avg_rss_mb`) are over the samples of the phase
     `train`; `peak_mem_mb`, the allocator's or the resident memory's peak on the fullest rank, is over all phases.
-    Starts with another number of ranks than the last are left out.
+    Starts with another number of ranks than the last are left out, and of long runs all but the last samples.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):
         world = line.get("world", world)
         worlds[line.get("attempt", 0)] = world
-    files = sorted(run.devices_dir.glob("rank-*.jsonl"))
-    every = sum(path.stat().st_size for path in files) // MAX_BYTES + 1
     samples = []
-    for path in files:
-        for text in path.read_bytes().splitlines()[::-every]:  # from the last one on, which has the run's peak
+    for path in sorted(run.devices_dir.glob("rank-*.jsonl")):
+        for text in path.read_bytes().splitlines()[-LAST_SAMPLES:]:
             with contextlib.suppress(ValueError):  # torn by a kill
                 sample = json.loads(text)
                 # the head of a start has no phase

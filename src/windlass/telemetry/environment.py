@@ -36,18 +36,15 @@ VARIABLES = (
 HIDDEN = "***"
 # PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
 SECRET_NAME = re.compile(
-    r"((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)"
-    r"|[._-]pwd)$",
-    re.IGNORECASE,
+    r"(?i)((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)"
+    r"|[._-]pwd)$"
 )
 SECRET_SHAPE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}"
     r"|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
 )
 URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-URL_QUERY = re.compile(
-    r"([?&](?:[\w-]*(?:token|key|secret|signature|sig|password|credential))=)[^&#\s]+", re.IGNORECASE
-)
+URL_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|key|secret|signature|sig|password|credential))=)[^&#\s]+")
 
 
 def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
@@ -93,17 +90,9 @@ def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
     about: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
     if not str(device).startswith("cuda"):
         return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
-    driver = None
-    with contextlib.suppress(Exception):  # a machine without NVML
-        import pynvml
-
-        pynvml.nvmlInit()
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-    return about | {
-        "name": properties.name, "memory_mb": round(properties.total_memory / 1e6), "driver": driver,
-        "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }  # fmt: skip
+    properties, nccl = torch.cuda.get_device_properties(device), ".".join(map(str, torch.cuda.nccl.version()))
+    memory_mb = round(properties.total_memory / 1e6)
+    return about | {"name": properties.name, "memory_mb": memory_mb, "cuda": torch.version.cuda, "nccl": nccl}
 
 
 def machine() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ def encode(line: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in terms of JSON: scalars of numpy and torch become plain numbers.
-
-    JSON has no non-finite numbers; they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which the number
-    parsers of Python, JavaScript and C all take.
+    """A value in terms of JSON: scalars of numpy and torch become plain numbers, non-finite ones (which JSON does not
+    have) the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which the number parsers of most languages take.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
@@ -100,20 +98,3 @@ def open_lines(path: Path) -> tuple[int, bytes]:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(file).st_size
     return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""
-
-
-def tail(path: Path, offset: int = 0) -> Iterator[tuple[int, Line]]:
-    """The whole lines of a growing JSONL file from a byte offset on, each with the offset behind it.
-
-    A last line without its end is left for the next call, a line that is no JSON object (torn by a kill) is left out.
-    """
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        file.seek(offset)
-        for text in file:
-            if not text.endswith(b"\n"):
-                break
-            offset += len(text)
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict):
-                    yield offset, line

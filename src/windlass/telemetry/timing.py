@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 from windlass.run import Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
-RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
-"""The phases of a process's wall time; `lost` is computed afterwards, see `wall_time`."""
-STARTS = ("started", "resumed", "branched", "rewound")
-"""Events from which steps are counted on from the step of the event."""
+RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")  # of a process's wall time
+STARTS = ("started", "resumed", "branched", "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
 
@@ -45,7 +43,10 @@ class StepTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step: `data`, `forward`, `backward` or `optimizer`; the last one ends the step."""
+        """Time a part of a step: `data`, `forward`, `backward` or `optimizer`; the last one ends the step.
+
+        `outside` is left out of the steps' time: an evaluation, a save, a sample.
+        """
         data = name == "data"
         first = self._mark(host=data)
         try:
@@ -55,19 +56,16 @@ class StepTimer:
         finally:
             self._marks.append((name, first, self._mark(host=data)))
 
-    def outside(self) -> contextlib.AbstractContextManager[None]:
-        """Leave what happens inside out of the steps' time: an evaluation, a save, a sample."""
-        return self.phase("outside")
-
     def read(self) -> dict[str, float]:
         """`step_ms` and `<phase>_ms` of a step, averaged since the last `read`, which this resets. Waits for the device."""
         end = self._mark()
         if self._new_event:
             end.synchronize()  # and so everything recorded before it
-        ms = {"step": _elapsed_ms(self._begin, end), "outside": 0.0}
-        for name, first, last in self._marks:
-            ms[name] = ms.get(name, 0.0) + _elapsed_ms(first, last)
-        ms["step"] = max(ms["step"] - ms["outside"], 0.0)
+        ms: Seconds = {}
+        for name, first, last in [("step", self._begin, end), *self._marks]:
+            took = (last - first) * 1e3 if isinstance(first, float) else first.elapsed_time(last)
+            ms[name] = ms.get(name, 0.0) + took
+        ms["step"] = max(ms["step"] - ms.get("outside", 0.0), 0.0)
         steps, self._steps, self._marks, self._begin = self._steps, 0, [], end
         return {f"{name}_ms": ms[name] / steps for name in ("step", *STEP_PHASES) if name in ms and steps}
 
@@ -78,10 +76,6 @@ class StepTimer:
         event = self._new_event()
         event.record()
         return event
-
-
-def _elapsed_ms(first: Any, last: Any) -> float:
-    return (last - first) * 1e3 if isinstance(first, float) else float(first.elapsed_time(last))
 
 
 class Goodput:
@@ -154,15 +148,12 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     if not total:
         return None
 
-    def mean(rate: Callable[[Line], float]) -> float:
-        return sum(rate(line) * seconds for line, seconds, _ in windows) / total
-
-    return Throughput(
-        steps_per_s=mean(lambda line: 1e3 / line["step_ms"]),
-        samples_per_s=mean(lambda line: line.get("samples_per_s", 0.0)),
-        tokens_per_s=mean(lambda line: line["tokens_per_s"]),
-        mfu=mean(lambda line: line["mfu"]) if all("mfu" in line for line, *_ in windows) else None,
+    steps = sum(1e3 / line["step_ms"] * seconds for line, seconds, _ in windows) / total
+    samples, tokens, share = (
+        sum(line.get(field, 0.0) * seconds for line, seconds, _ in windows) / total
+        for field in ("samples_per_s", "tokens_per_s", "mfu")
     )
+    return Throughput(steps, samples, tokens, share if all("mfu" in line for line, *_ in windows) else None)
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:
@@ -264,8 +255,6 @@ PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"V100.*(SXM|NVLink)", {"fp16": 125, "fp32": 15.7}),
     (r"V100.*PCIe?", {"fp16": 112, "fp32": 14}),
     (r"\bT4\b", {"fp16": 65, "fp32": 8.1}),
-    (r"P100.*SXM", {"fp16": 21.2, "fp32": 10.6}),
-    (r"P100.*PCIe?", {"fp16": 18.7, "fp32": 9.3}),
     (r"RTX 5090\b(?! D| Laptop)", {"bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8}),
     (r"RTX 4090\b(?! D| Laptop)", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
     (r"RTX 3090\b(?! Ti)", {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),

@@ -71,7 +71,7 @@ class Recorder:
         self._next_beat = 0.0  # of the monotonic clock
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
         stack.callback(self.ledger.close)
-        self.console = Console(horizon.steps, ranks.main, run.log_path, ranks.rank)
+        self.console = Console(horizon.steps, ranks.rank, run.log_path)
         stack.callback(self.console.close)
         hosts = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
         if ranks.main:
@@ -142,7 +142,7 @@ class Recorder:
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
         """What is no part of a step: its time counts as `phase`."""
-        with self.timer.outside(), self.goodput.phase(phase):
+        with self.timer.phase("outside"), self.goodput.phase(phase):
             yield
 
     def sample(self, index: int, prompt: str, text: str) -> None:

@@ -1,6 +1,8 @@
-"""The process that sends a run's ledger to one tracker: `python -m windlass.telemetry.trackers.exporter_process`.
+"""Trackers (TensorBoard, MLflow, W&B) beside a training: one exporter process for each, which follows the ledger.
 
-It is all that a hanging import, a dead address or a full disk can hurt. What a tracker's library prints goes to the log.
+`Trackers` is the training's side of two pipes: an exporter's standard input closes when the training ends, its standard
+output brings at most two lines of JSON (where the run is shown, and the first error). The exporter, `python -m` of this
+file, is all that a hanging import, a dead address or a full disk can hurt. Exit code 0: all is delivered.
 """
 
 from __future__ import annotations
@@ -11,26 +13,133 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from windlass.errors import first_line
+from windlass.errors import RunFailed, UserError, first_line
 from windlass.recipe.load import flatten
-from windlass.run import Run, effective
+from windlass.run import Line, Run, effective
+from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.environment import scrub
-from windlass.telemetry.ledger import Line, tail
-from windlass.telemetry.trackers.backends import BACKENDS, Point
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
-NO_METRIC = {"kind", "step", "time", "attempt", "suite", "index", "rank", "cores"}
+NO_METRIC = {"kind", "step", "time", "attempt", "suite", "index"}
+
+
+class Note(NamedTuple):
+    text: str  # where a tracker shows the run, or what is wrong
+    warning: bool = False
+
+
+class Trackers:
+    """The exporter processes of a run. Nothing here raises OSError, and only `finish` waits.
+
+    When this process ends, an exporter has `flush_seconds` left.
+    """
+
+    def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
+        self.run = run
+        self.processes: dict[str, Any] = {}  # subprocess.Popen by name; Any: their pipes are never None here
+        self._notes: list[Note] = []
+        self._warned: set[str] = set()
+        for name in names:
+            if find_spec(name) is None:
+                self._warn(name, f"not installed (pip install 'windlass[{name}]')")
+                continue
+            command = [sys.executable, "-m", "windlass.telemetry.trackers", str(run), name, str(flush_seconds)]
+            try:
+                (run / "trackers").mkdir(parents=True, exist_ok=True)
+                with open(run / "trackers" / f"{name}.log", "ab") as log:
+                    self.processes[name] = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+                        process_group=0,  # Ctrl-C in the terminal is for the training
+                        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                    )  # fmt: skip
+                os.set_blocking(self.processes[name].stdout.fileno(), False)
+            except OSError as error:
+                self._warn(name, f"its exporter could not be started ({error})")
+
+    def poll(self) -> list[Note]:
+        """What there is to show since the last call."""
+        for name, process in self.processes.items():
+            code = process.poll()  # asked before reading: what an ended process reported is in the pipe
+            for line in (process.stdout.read() or b"").splitlines():  # lines are short, so the pipe never splits one
+                text, warning = json.loads(line)
+                if warning:
+                    self._warn(name, text)
+                else:
+                    self._notes.append(Note(f"{name}: {text}"))
+            if code:
+                self._warn(name, f"its exporter ended early (exit code {code})")
+        notes, self._notes = self._notes, []
+        return notes
+
+    def finish(self, timeout: float) -> list[Note]:
+        """Give the trackers `timeout` seconds in all to take the rest of the ledger, then end their processes."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes.values():
+            process.stdin.close()
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+        notes = self.poll()
+        for name, process in self.processes.items():
+            if process.poll() is None:
+                self._warn(name, f"not done {timeout:.0f} s after the end")
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+            process.wait()
+        self.close()
+        return notes + self.poll()
+
+    def close(self) -> None:
+        """Close the pipes without waiting, as where the run failed: the exporters send the rest and end."""
+        for process in self.processes.values():
+            process.stdin.close()
+            process.stdout.close()
+            process.returncode = process.returncode or 0  # nobody waits for it: no ResourceWarning
+        self.processes = {}
+
+    def _warn(self, name: str, text: str) -> None:
+        """A warning with its remedy, the first of each tracker only."""
+        if name not in self._warned:
+            self._warned.add(name)
+            remedy = f"nothing is lost: `windlass track {self.run} --to {name}` replays the ledger"
+            self._notes.append(Note(f"{name}: {text}; {remedy}", warning=True))
+
+
+def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
+    """Send a run's ledger to a tracker, as far as the tracker does not have it; returns what there is to show.
+
+    Gives up after `timeout` seconds; 0: waits as long as it takes. Raises UserError where there is nothing to send or no
+    such library, RunFailed where the tracker did not take all of it.
+    """
+    if name not in BACKENDS:
+        raise UserError(f"--to {name}: there are {', '.join(BACKENDS)}")
+    if find_spec(name) is None:
+        raise UserError(f"--to {name}: {name} is not installed; pip install 'windlass[{name}]'")
+    run = run if isinstance(run, Run) else Run.open(run)
+    if not run.ledger():
+        raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")
+    trackers = Trackers(run.path, [name], timeout or 1e6)
+    process = trackers.processes.get(name)
+    notes = trackers.finish(timeout or 1e6)
+    if process is None or process.returncode:
+        raise RunFailed("\n".join([*(note.text for note in notes), f"see {run.path / 'trackers' / name}.log"]))
+    return notes
+
+
+# --- the exporter ----------------------------------------------------------------------------------------------------
 
 
 def stream(line: Line) -> str:
@@ -38,8 +147,8 @@ def stream(line: Line) -> str:
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
 
-def point(line: Line, devices: Mapping[str, float]) -> Point:
-    """What a line gives a tracker; with a `train` line the means of the devices' samples since the one before it."""
+def point(line: Line) -> Point:
+    """What a line gives a tracker."""
     sequence, texts = stream(line), {}
     if line["kind"] == "train":
         scalars = {"run/attempt": float(line.get("attempt", 0))}
@@ -52,7 +161,7 @@ def point(line: Line, devices: Mapping[str, float]) -> Point:
     else:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten({**line, "seconds": None})
         scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in numbers(fields).items()}
-    return Point(line["step"], seconds(line), sequence, {**scalars, **devices}, texts)
+    return Point(line["step"], seconds(line), sequence, scalars, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -74,12 +183,17 @@ class Follower:
         self.backend: Any = None
         self._raw: list[Line] = []
         self._offset = self._sent = self._attempt = 0
-        self._offsets: dict[Path, int] = {}  # of the devices' files
 
     def flush(self, last: bool = False) -> None:
         """Send what is new, and with `last` the run's state."""
-        for self._offset, line in tail(self.run.metrics_path, self._offset):  # noqa: B020
-            self._raw.append(line)
+        with contextlib.suppress(FileNotFoundError), open(self.run.metrics_path, "rb") as file:
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):  # is being written
+                    break
+                self._offset += len(text)
+                with contextlib.suppress(ValueError):  # torn by a kill
+                    self._raw.append(json.loads(text))
         if not self._raw:
             return
         newest = self._raw[-1]
@@ -96,31 +210,13 @@ class Follower:
             # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
             id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
             self.backend = self.connect(self.run, id, settings, seconds(first))
-            sent, self._offsets = self.backend.marks.get("train", -1), {}
-            times = [x["time"] for x in lines if x["kind"] == "train" and x["step"] <= sent]
-            device_means(self.run.devices_dir, self._offsets, max(times, default=""))  # leaves out what was sent
         self._sent, self._attempt = len(self._raw), newest["attempt"]
         marks = self.backend.marks
         if lines := [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]:
             marks |= {stream(line): line["step"] for line in lines}
-            devices, offsets = self.run.devices_dir, self._offsets
-            means = (device_means(devices, offsets, x["time"]) if x["kind"] == "train" else {} for x in lines)
-            self.backend.write(map(point, lines, means))
+            self.backend.write(map(point, lines))
         if last:
             self.backend.close(self.run.state, seconds(newest))
-
-
-def device_means(directory: Path, offsets: dict[Path, int], until: str) -> dict[str, float]:
-    """Means of the ranks' samples behind `offsets`, which it moves on, up to a time: `device/<field>/rank_<n>`."""
-    values: dict[str, list[float]] = {}
-    for path in sorted(directory.glob("rank-*.jsonl"))[:64]:  # the report shows all ranks
-        for offset, sample in tail(path, offsets.get(path, 0)):
-            if sample["time"] > until:
-                break
-            offsets[path] = offset
-            for key, value in numbers(sample).items() if "phase" in sample else ():  # not the head of a start
-                values.setdefault(f"device/{key}/rank_{sample['rank']}", []).append(value)
-    return {name: sum(some) / len(some) for name, some in values.items()}
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
