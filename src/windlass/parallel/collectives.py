@@ -1,4 +1,4 @@
-"""The collectives: sums of counts and losses, the gradient's norm, agreement on flags, and FSDP2's own on a CPU mesh.
+"""The collectives beside the model's own: sums of counts and losses, the gradient's norm, agreement on flags.
 
 Counts, losses and flags travel as a few numbers over the gloo control group: asynchronously, and never on the device's
 stream. The gradient's norm stays on the device.
