@@ -24,8 +24,7 @@ PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a laun
 STORE_FD = (
     "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT, opened early so that nobody else takes it
 )
-
-PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
+PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h
 
 
 def exit_with_parent(parent: int) -> None:
@@ -73,7 +72,7 @@ class Failure:
 
 
 class RankStatus:
-    """Where this rank is: host, step, phase and since when (Unix time); written through to the launcher's directory."""
+    """Where this rank is: host, step, phase and since when (Unix time); also in a file in the launcher's directory."""
 
     def __init__(self, rank: int, directory: str | None = None):
         self.rank, self.host, self.directory = rank, socket.gethostname(), directory

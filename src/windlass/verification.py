@@ -78,9 +78,8 @@ class Bench:
 
     def settings(self, run: str, **settings: Any) -> Recipe:
         """The base recipe with changes for a run, as `train__micro_batch=4`."""
-        changed = {key.replace("__", "."): value for key, value in settings.items()}
-        values = {**self.base, **changed, "run.dir": f"'{self.folder / run}'"}
-        return Recipe.load(self.recipe, [f"{key}={value}" for key, value in values.items()])
+        values = {**self.base, **settings, "run.dir": f"'{self.folder / run}'"}
+        return Recipe.load(self.recipe, [f"{key.replace('__', '.')}={value}" for key, value in values.items()])
 
     def here(self, run: str, **settings: Any) -> Run:
         """Train in this process, with nothing on the terminal."""
@@ -90,7 +89,7 @@ class Bench:
             return train(self.settings(run, **settings))
 
     def start(self, run: str, world: int, task: Task = None, **settings: Any) -> subprocess.Popen[bytes]:
-        """Begin to train in `world` processes of their own, which write to RUN.out."""
+        """Begin to train in `world` processes of their own, which write to RUN.out; for `task` see `run_rank`."""
         recipe = self.folder / f"{run}.toml"
         recipe.write_text(self.settings(run, **settings).toml(), encoding="utf-8")
         task = {"recipe": str(recipe), "world": world, **(task or {})}
@@ -145,31 +144,27 @@ def verify(
     return results
 
 
-def curve(run: Run) -> list[tuple[Any, ...]]:
-    return [tuple(line[key] for key in EXACT) for line in run.lines("train")]
-
-
-def state(run: Run) -> dict[str, Any]:
-    """Every tensor of the last checkpoint, whole."""
+def numbers(run: Run) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
+    """What the ledger has of each step, and every tensor of the last checkpoint, whole."""
     from windlass.checkpoint.load import open_checkpoint
 
     checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{STEPS:08d}")
-    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    steps = [tuple(line[key] for key in EXACT) for line in run.lines("train")]
+    return steps, {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
 def same_bits(run: Run, reference: Run, first: int = 0) -> bool:
     """Whether two runs have the same bits in every step after the `first` ones, and in their last checkpoint."""
-    a, b = state(run), state(reference)
-    if curve(run) != curve(reference)[first:] or a.keys() != b.keys():
-        return False
-    return all(a[name].dtype == b[name].dtype and bool((a[name] == b[name]).all()) for name in a)
+    (steps, a), (expected, b) = numbers(run), numbers(reference)
+    same = (a[name].dtype == b[name].dtype and bool((a[name] == b[name]).all()) for name in a)
+    return steps == expected[first:] and a.keys() == b.keys() and all(same)
 
 
 def difference(run: Run, reference: Run) -> float:
     """The largest relative difference of losses and gradient norms, and absolute one of weights."""
-    pairs = list(zip(curve(run), curve(reference), strict=True))
+    (steps, a), (expected, b) = numbers(run), numbers(reference)
+    pairs = zip(steps, expected, strict=True)
     scalars = (abs(one[i] - other[i]) / max(abs(other[i]), 1e-12) for one, other in pairs for i in (1, 2))
-    a, b = state(run), state(reference)
     weights = (float((a[name].double() - b[name].double()).abs().max()) for name in b if name.startswith("model/"))
     return max(*scalars, *weights)
 
@@ -192,14 +187,14 @@ def resume_exact(bench: Bench) -> Outcome:
 
 def strategies_agree(bench: Bench) -> Outcome:
     """Each strategy in float64 against one process, with the recipe's dropout: the micro-batches are equal."""
-    cells = [("ddp", 2), ("full_shard", 2), ("shard_grad_op", 2), ("hybrid_shard", 4)]
-    cells = [(strategy, world) for strategy, world in cells if world in bench.worlds]
+    worlds = {"ddp": 2, "full_shard": 2, "shard_grad_op": 2, "hybrid_shard": 4}
+    cells = {strategy: world for strategy, world in worlds.items() if world in bench.worlds}
     if not cells:
         return None, "only one rank is possible here"
     reference = bench.here("s-one", **FLOAT64)
-    runs = [bench.train(f"s-{strategy}", world, parallel__strategy=strategy, **FLOAT64) for strategy, world in cells]
+    runs = [bench.train(f"s-{name}", world, parallel__strategy=name, **FLOAT64) for name, world in cells.items()]
     worst = max(difference(run, reference) for run in runs)
-    tried = ", ".join(f"{strategy} x {world}" for strategy, world in cells)
+    tried = ", ".join(f"{strategy} x {world}" for strategy, world in cells.items())
     return worst < ROUNDING, f"{tried}: largest difference {worst:.1e} in float64"
 
 
@@ -241,12 +236,12 @@ def sequence_whole(bench: Bench) -> Outcome:
         record = str(bench.folder / f"reads-{part}")
         bench.train("moving", world, {"stop_at": steps * (part + 1), "record": record}, train__micro_batch=1)
         ranks = [json.loads(Path(f"{record}-{rank}.json").read_text()) for rank in range(world)]
-        read += [micro[0] for turn in zip(*ranks, strict=True) for micro in turn]
+        # the loader reads ahead: only the samples of the steps that were done count
+        read += [micro[0] for turn in list(zip(*ranks, strict=False))[: steps * BATCH // world] for micro in turn]
     recipe = bench.settings("moving")
     samples = len(open_data(recipe).train)
-    orders = [
-        Order(recipe.data.order, recipe.run.seed, epoch, samples) for epoch in range(1 + STEPS * BATCH // samples)
-    ]
+    epochs = range(1 + STEPS * BATCH // samples)
+    orders = [Order(recipe.data.order, recipe.run.seed, epoch, samples) for epoch in epochs]
     expected = [int(orders[number // samples][number % samples]) for number in range(STEPS * BATCH)]
     repeats = sum(len(read[i : i + samples]) - len(set(read[i : i + samples])) for i in range(0, len(read), samples))
     text = f"{len(read)} samples over worlds {' -> '.join(map(str, worlds))}: {repeats} repeated"
@@ -262,17 +257,15 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     committed = lost = finished = 0
     for number in range(bench.kills):
         process = bench.start("killed", worlds[number % len(worlds)], train__steps=10_000, checkpoint__keep_last=2)
-        try:
-            until, newest = time.monotonic() + 120, committed
-            while newest == committed and process.poll() is None and time.monotonic() < until:
-                time.sleep(0.005)
-                newest = max((int(p.name[5:]) for p in (run / "checkpoints").glob("step-????????")), default=0)
-            time.sleep(draw.random() * 0.2)
-        finally:  # all its processes at once, also when this one is interrupted
-            finished += process.poll() == 0
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        until, newest = time.monotonic() + 120, committed
+        while newest == committed and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+            newest = max((int(p.name[5:]) for p in (run / "checkpoints").glob("step-????????")), default=0)
+        time.sleep(draw.random() * 0.2)
+        finished += process.poll() == 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         choice = choose(run) if (run / "checkpoints").is_dir() else None
         lost += bool(choice and choice.notes) or (choice.step if choice else 0) < committed
         committed = choice.step if choice else 0
@@ -320,22 +313,21 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
 def run_rank(task: dict[str, Any]) -> None:
     """One rank of a training of a proof.
 
-    The task: the `recipe`, and `stop_at` a step, `kill_after` so many steps, or `record`: write the indices of the samples of
-    the steps that were done, a list for each micro-batch, to `RECORD-RANK.json`.
+    The task: the `recipe`'s file and the `world`; `stop_at` a step, `kill_after` so many steps, or `record`: write the indices
+    of the samples that are read, a list for each micro-batch, to `RECORD-RANK.json`.
     """
     from windlass import train
     from windlass.data.dataset import open_data
 
     recipe = Recipe.load(task["recipe"])
     data = open_data(recipe)
-    reads, steps_done, read = list[list[int]](), list[int](), data.train.read
+    reads, read = list[list[int]](), data.train.read
 
     def recorded(indices: Any) -> Any:
         reads.append([int(i) for i in indices])
         return read(indices)
 
     def on_step(step: int, _: object) -> None:
-        steps_done.append(step)
         if step == task.get("kill_after"):
             while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
                 time.sleep(0.01)
@@ -344,15 +336,14 @@ def run_rank(task: dict[str, Any]) -> None:
     data.train.read = recorded  # type: ignore[method-assign]
     with contextlib.suppress(Stopped):
         train(recipe, data=data, on_step=on_step, stop_at=task.get("stop_at", 0))
-    if "record" in task:  # the loader reads ahead: only the steps that were done count
-        micro_batches = len(steps_done) * recipe.batch(task["world"]).accumulation
-        Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads[:micro_batches]))
+    if "record" in task:
+        Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
 
 
 if __name__ == "__main__":
     if parent := os.environ.pop(processes.PARENT, ""):
         processes.exit_with_parent(int(parent))
-    world = json.loads(sys.argv[1])["world"]
-    if world > 1 and "RANK" not in os.environ:
-        sys.exit(launch([sys.executable, "-m", "windlass.verification", sys.argv[1]], world))
-    run_rank(json.loads(sys.argv[1]))
+    task = json.loads(sys.argv[1])
+    if task["world"] > 1 and "RANK" not in os.environ:
+        sys.exit(launch([sys.executable, "-m", "windlass.verification", sys.argv[1]], task["world"]))
+    run_rank(task)

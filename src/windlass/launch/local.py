@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from windlass import errors, processes
-from windlass.errors import UserError
 
 SETTLE_SECONDS = 2.0
 TERM_SECONDS = 5.0
@@ -46,7 +46,7 @@ def parse_worlds(text: str) -> list[int]:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     if match and 1 <= int(match[1]) <= int(match[2] or match[1]):
         return list(range(int(match[2] or match[1]), int(match[1]) - 1, -1))
-    raise UserError(f"--world {text!r} is neither a number of ranks (4) nor a range (2..4)")
+    raise errors.UserError(f"--world {text!r} is neither a number of ranks (4) nor a range (2..4)")
 
 
 def launch(
@@ -70,9 +70,9 @@ def launch(
         0: all done. 75: stopped by a signal, everything saved. 2, 44, 46: the code of the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    log, world = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0]
+    log, world, attempt = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0], 0
     with received_signals() as received:
-        for attempt in range(max_restarts + 1):
+        while True:
             with tempfile.TemporaryDirectory(prefix="windlass-", ignore_cleanup_errors=True) as watch_dir:
                 group = Group(command, world, attempt, Path(watch_dir), log, received)
                 try:
@@ -85,24 +85,22 @@ def launch(
                 return code
             if group.lost:
                 world = max((smaller for smaller in allowed if smaller < world), default=world)
-            log(f"windlass: restart {attempt + 1} of {max_restarts}, with {world} rank{'s' * (world > 1)}")
-    raise AssertionError("the loop returns")
+            attempt += 1
+            log(f"windlass: restart {attempt} of {max_restarts}, with {world} rank{'s' * (world > 1)}")
 
 
 @contextlib.contextmanager
 def received_signals() -> Iterator[list[int]]:
     """The signals to pass on, as they come; outside the main thread no handler can be set, and none come."""
-    received: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    old = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+    received, old = list[int](), dict[int, Any]()
     try:
-        for number, handler in old.items():
-            if handler != signal.SIG_IGN:  # nohup's choice stands
-                signal.signal(number, lambda number, _: received.append(number))
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's choice stands
+                old[number] = signal.signal(number, lambda number, _: received.append(number))
         yield received
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for sent, handler in old.items():
+            signal.signal(sent, handler or signal.SIG_DFL)  # None: it was not set from Python
 
 
 @dataclass
@@ -111,7 +109,7 @@ class Worker:
 
     rank: int
     process: subprocess.Popen[bytes]
-    output: Path | None
+    output: Path | None  # None for rank 0, whose lines are on the terminal
     code: int | None = None
     ended: float = 0.0
     suspended: float | None = None  # since when the kernel has it stopped (monotonic; Linux only)
@@ -133,7 +131,6 @@ class Worker:
         return time.monotonic() - self.suspended if self.suspended else 0.0
 
     def tail(self) -> str:
-        """The last lines it wrote; empty for rank 0, whose lines are on the terminal."""
         lines = self.output.read_text(errors="replace").rstrip().splitlines() if self.output else []
         return "\n".join(lines[-TAIL_LINES:])
 
@@ -157,9 +154,12 @@ class Group:
         while True:
             time.sleep(0.05)
             while self.received:
-                if not self._forward(self.received.pop(0)):
+                number = self.received.pop(0)
+                if number == signal.SIGINT and number in self.forwarded:
+                    self.log("windlass: interrupted twice: ended at once, without saving")
                     self.kill()
                     return errors.FAILED
+                self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
             hung = [worker for worker in self.workers if worker.suspended_seconds() >= stopped_seconds]
             if ended and (first := min(ended, key=lambda worker: worker.ended)).code == errors.STOPPED:
@@ -181,62 +181,42 @@ class Group:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # The kernel's signal follows the thread that forks: from another one only the rank itself watches its parent.
         is_main = threading.current_thread() is threading.main_thread()
-        with (
-            socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening,
-            contextlib.ExitStack() as files,
-        ):
-            environ = {"OMP_NUM_THREADS": str(max(1, cores // self.world)), **os.environ}
-            environ |= {
-                "WORLD_SIZE": str(self.world),
-                "LOCAL_WORLD_SIZE": str(self.world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(listening.getsockname()[1]),
-                "WINDLASS_LAUNCHED": "1",
-                "WINDLASS_ATTEMPT": str(self.attempt),
-                "PYTHONFAULTHANDLER": "1",
-                processes.WATCH_DIR: str(self.watch_dir),
-                processes.PARENT: str(os.getpid()),
-            }
+        with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
             for rank in range(self.world):
+                environ = {
+                    "OMP_NUM_THREADS": str(max(1, cores // self.world)), **os.environ, "WORLD_SIZE": str(self.world),
+                    "LOCAL_WORLD_SIZE": str(self.world), "RANK": str(rank), "LOCAL_RANK": str(rank),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1]), "WINDLASS_LAUNCHED": "1",
+                    "WINDLASS_ATTEMPT": str(self.attempt), "PYTHONFAULTHANDLER": "1",
+                    processes.WATCH_DIR: str(self.watch_dir), processes.PARENT: str(os.getpid()),
+                    # Rank 0 gets MASTER_PORT as an open socket, so that nobody else takes it.
+                    **({} if rank else {processes.STORE_FD: str(listening.fileno())}),
+                }  # fmt: skip
                 output = self.watch_dir / f"rank-{rank}.log" if rank else None
-                out = files.enter_context(output.open("wb")) if output else None
-                # Rank 0 gets MASTER_PORT as an open socket, so that nobody else takes it.
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                own |= {} if rank else {processes.STORE_FD: str(listening.fileno())}
-                try:
-                    process = subprocess.Popen(
-                        list(self.command),
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT if out else None,
-                        env=environ | own,
-                        pass_fds=() if rank else (listening.fileno(),),
-                        start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
-                        preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509 - it has no threads
-                    )
-                except OSError as error:
-                    raise UserError(f"rank {rank} cannot be started: {self.command[0]}: {error}") from None
+                with output.open("wb") if output else contextlib.nullcontext() as out:
+                    try:  # in a session of its own: Ctrl-C reaches the launcher alone, which passes it on once
+                        process = subprocess.Popen(
+                            list(self.command), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ,
+                            pass_fds=() if rank else (listening.fileno(),), start_new_session=True,
+                            preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509 - no threads here
+                        )  # fmt: skip
+                    except OSError as error:
+                        raise errors.UserError(f"rank {rank} cannot be started: {self.command[0]}: {error}") from None
                 self.workers.append(Worker(rank, process, output))
 
-    def _forward(self, number: int) -> bool:
-        """Pass a signal on; False where everything is to end at once (a second Ctrl-C)."""
-        if number == signal.SIGINT and number in self.forwarded:
-            self.log("windlass: interrupted twice: ended at once, without saving")
-            return False
+    def _forward(self, number: int) -> None:
         number = signal.SIGTERM if number == signal.SIGHUP else number
         self.forwarded.add(number)
         for worker in self.workers:
             if worker.code is None:
                 worker.process.send_signal(number)
-        return True
 
     def _end(self, hung: Sequence[Worker]) -> int:
         """One rank failed: end the rest, say which one and why; the exit code."""
         if not hung:
             self._settle(SETTLE_SECONDS)
         alive = [worker for worker in self.workers if worker.code is None]
-        for worker in alive:
-            # one that is suspended acts on no other signal
+        for worker in alive:  # one that is suspended acts on no other signal
             worker.send(signal.SIGKILL if worker.suspended else signal.SIGTERM)
         self._settle(TERM_SECONDS)
         self.kill()
@@ -249,30 +229,24 @@ class Group:
                 self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
         first = hung[0] if hung else self._first_to_fail(alive)
-        code = first.code or errors.FAILED
+        rank, code = first.rank, first.code or errors.FAILED
         if code in MEANT_CODES:
-            if first.rank and self.workers[0].code != code:  # else rank 0 has written it to the terminal
+            if rank and self.workers[0].code != code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return code
         self.lost = bool(hung) or (first not in alive and code < 0)
-        if hung:
-            how = "was suspended"
-        elif first in alive:
-            how = "failed"
-        elif code > 0:
-            how = f"failed with exit code {code}"
+        if hung or first in alive:
+            how = "was suspended" if hung else "failed"
         else:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += " (often the kernel, for want of memory)" if -code == signal.SIGKILL else ""
-        status = processes.read(self.watch_dir, "status", first.rank)
+            how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            how += " (often the kernel, for want of memory)" if code == -signal.SIGKILL else ""
+        status, failure = (processes.read(self.watch_dir, what, rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
-        host = socket.gethostname()
-        self.log(f"windlass: rank {first.rank} of {self.world} on {host} {how}{where}; the run has ended")
-        if fields := processes.read(self.watch_dir, "failure", first.rank):
-            failure = processes.Failure(**fields)
-            self.log(f"  last error: {failure if failure.rank != first.rank else failure.error}")
+        self.log(f"windlass: rank {rank} of {self.world} on {socket.gethostname()} {how}{where}; the run has ended")
+        if failure:
+            self.log(f"  last error: {processes.Failure(**failure) if failure['rank'] != rank else failure['error']}")
         if tail := first.tail():
-            self.log(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {first.rank}] "))
+            self.log(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {rank}] "))
         return errors.FAILED
 
     def _settle(self, seconds: float) -> None:
