@@ -121,6 +121,12 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    units: list[Any] = [model, *blocks]
+    for i, unit in enumerate(units):
+        if settings.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + settings.forward_prefetch])
+        if settings.backward_prefetch and i:
+            unit.set_modules_to_backward_prefetch(units[max(1, i - settings.backward_prefetch) : i][::-1])
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
     model.reduces_always = settings.reduce_each_micro_batch  # type: ignore[assignment]
 

@@ -281,6 +281,10 @@ class ParallelSettings(Section):
     """Keep parameters, gradients and optimizer state in the host's memory between uses (FSDP2)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: of whole blocks, or all but the matrix products and attention."""
+    forward_prefetch: int = Field(0, ge=0)
+    """FSDP2: blocks whose parameters are gathered ahead in the forward pass; 0: PyTorch's own choice."""
+    backward_prefetch: int = Field(0, ge=0)
+    """FSDP2: likewise in the backward pass."""
     bucket_mb: float = Field(25.0, gt=0)
     """DDP: size of a gradient bucket, in MB."""
     timeout_seconds: float = Field(600.0, gt=0)
