@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import build_run
 
-from windlass.reports.charts import charts, on_grid, smoothed, thin
-from windlass.reports.page import numbers, payload
+from windlass.reports.charts import charts, smoothed, thin
+from windlass.reports.page import payload
 from windlass.reports.plots import draw
 from windlass.reports.view import Track, view
 
@@ -46,41 +46,24 @@ def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):
 def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
     finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
     for n, smooth in enumerate(smoothed(np.array(values), weight)):
-        weights = [weight ** abs(n - i) for i, _ in finite]
-        if math.isfinite(values[n]):
-            expected = sum(w * value for w, (_, value) in zip(weights, finite, strict=True)) / sum(weights)
-            assert smooth == pytest.approx(expected, abs=1e-9)
-        else:
-            assert math.isnan(smooth)
+        terms = [(weight ** abs(n - i), value) for i, value in finite]
+        expected = sum(w * x for w, x in terms) / sum(w for w, _ in terms) if math.isfinite(values[n]) else math.nan
+        assert smooth == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-def test_a_grid_averages_what_falls_into_each_span():
-    track = Track({"hours": np.array([0.0, 0.1, 0.9, 1.0]), "x": np.array([1.0, 3.0, math.nan, 7.0])})
-    late = Track({"hours": np.array([0.95]), "x": np.array([5.0])})
-    hours, table = on_grid([track, late], "x")  # three spans for four samples, the middle one empty
-    assert hours == pytest.approx([1 / 6, 5 / 6])
-    assert table[0] == pytest.approx([2, 7]) and table[1] == pytest.approx([math.nan, 5], nan_ok=True)
-
-
-def test_the_ranks_have_a_line_each_and_utilisation_is_that_of_training(one):
-    names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
-    assert [s.name for s in described(one)["memory"].series] == names
-    first = described(one)["utilisation"].series[0]
-    assert np.nanmin(first.y) > 85 and (np.diff(first.step) >= 0).all()
-    assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
-
-
-def test_many_ranks_become_mean_range_and_extremes(tmp_path):
-    mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))["utilisation"].series
-    assert [s.name for s in ranks] == ["rank 0", "rank 11"]
-    assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
-    assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
-
-
-def test_only_charts_with_numbers_are_drawn(one, tmp_path):
+def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
     cuda, cpu = described(one), described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {"memory", "power"} <= set(cuda)
     assert {"resident", "utilisation"} <= set(cpu) and not {"memory", "power"} & set(cpu)
+    names = [f"rank {rank}, {what}" for what in ("allocated", "reserved") for rank in (0, 1)]
+    assert [s.name for s in cuda["memory"].series] == names
+    first = cuda["utilisation"].series[0]
+    assert np.nanmin(first.y) > 85 and (np.diff(first.step) >= 0).all(), "in training steps only"
+    assert first.tokens[-1] == pytest.approx(400 * 2048, rel=0.01)
+    mean, *ranks = described(view(build_run(tmp_path / "many", ranks=12, steps=30)))["utilisation"].series
+    assert [s.name for s in ranks] == ["rank 0", "rank 11"], "of many ranks their mean, range and extremes"
+    assert (mean.low <= mean.y).all() and (mean.y <= mean.high).all()
+    assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
 
 
 @pytest.mark.parametrize(("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)])
@@ -98,7 +81,3 @@ def test_what_is_drawn_are_the_numbers_of_the_run(one):
     assert axes.get_legend_handles_labels()[1] == ["training", "validation", "resumed"]
     late = draw(described(one)["loss"], [one], first_step=100).axes[0]
     assert all(min(line.get_xdata()) >= 100 for line in late.lines)
-
-
-def test_numbers_for_the_page():
-    assert numbers([1.0, math.nan, math.inf, 1 / 3, 2e20, 1234567.8]) == [1, None, None, 0.333333, 2e20, 1234570]

@@ -11,7 +11,6 @@ import pytest
 from report_fixtures import NASTY, build_run, build_study
 
 from windlass.cli import main
-from windlass.errors import UserError
 from windlass.reports.charts import charts
 from windlass.reports.page import page, report
 from windlass.reports.view import view
@@ -46,22 +45,19 @@ def text(one):
     return page([one], charts([one]))
 
 
-def test_what_a_model_or_a_recipe_says_is_text_and_nothing_else(text):
+def test_what_a_model_a_recipe_or_a_name_says_is_text_and_nothing_else(text, tmp_path, one):
     parsed = Page(text)
     assert [a.get("type", "script") for a in parsed.all("script")] == ["application/json", "script"]
     assert parsed.texts["title"] == ["one"] and parsed.all("b") == [{}] * len(parsed.all("b"))
     assert "</script><script>document.title=" in "".join(parsed.texts["pre"])
     assert NASTY.replace("\x1b", "\ufffd") in "".join(parsed.texts["p"]) and "\x1b" not in text
-
-
-def test_a_hostile_name_is_text_everywhere(tmp_path, one):
     other = view(build_run(tmp_path / "two", steps=50), label=f"two {NASTY}")
     parsed = Page(page([one, other], charts([one, other])))
     assert len(parsed.all("script")) == 2
     assert json.loads("".join(parsed.texts["script"][:1]))["runs"][1]["label"] == f"two {NASTY}"
 
 
-def test_the_page_asks_nobody_for_anything(text):
+def test_the_page_asks_nobody_for_anything_and_allows_its_one_script_by_its_hash(text):
     parsed = Page(text)
     code = "".join(parsed.texts["script"] + parsed.texts["style"])
     assert set(re.findall(r"https?://[^\s\"'<>`]+", code)) == {"http://www.w3.org/2000/svg"}
@@ -69,10 +65,7 @@ def test_the_page_asks_nobody_for_anything(text):
     assert not [a for _, attributes in parsed.tags for a in attributes if a.startswith("on") or a == "src"]
     assert all(a["href"].startswith("#") for a in parsed.all("a"))
     assert "@import" not in text and "url(" not in text.replace("url(#", "")
-
-
-def test_the_policy_allows_the_one_script_by_its_hash(text):
-    policy = next(a["content"] for a in Page(text).all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(a["content"] for a in parsed.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
     script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'")
@@ -86,9 +79,6 @@ def test_the_data_are_the_runs_numbers(text, one):
     assert data["axes"][validation["at"]]["step"] == list(range(0, 401, 50))
     assert [r["step"] for r in data["runs"][0]["restarts"]] == [200]
     assert {chart["id"] for chart in data["charts"]} == {a["data-chart"] for a in Page(text).all("figure")}
-
-
-# --- what is written -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +100,10 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
     plots = {"loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation"}
     assert plots <= set(written.plots)
     assert written.page == one.run.report_dir / "index.html" and all(contents(written).values())
-    links = [line for line in written.markdown.read_text().splitlines() if line.startswith("![")]
-    assert len(links) == len(written.plots)
-    assert all((written.markdown.parent / link[link.index("(") + 1 : -1]).is_file() for link in links)
+    links = re.findall(r"^!\[.*\((.*)\)$", written.markdown.read_text(), re.M)
+    assert len(links) == len(written.plots) and all((written.markdown.parent / link).is_file() for link in links)
     assert not list(written.page.parent.glob(".*")), "nothing is left of the atomic writes"
-
-
-def test_plots_are_png_of_a_size_for_paper_without_date_or_author(written):
-    for path in written.plots.values():
+    for path in written.plots.values():  # of a size for paper, without date or author
         raw = path.read_bytes()
         width, height = struct.unpack(">II", raw[16:24])
         assert raw.startswith(b"\x89PNG") and width == 1280 and height >= 250 and len(raw) < 300_000
@@ -159,31 +145,25 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2
 
 
-def test_nothing_to_report_on_and_nowhere_to_write(one, tmp_path):
-    path = build_study(tmp_path / "new", rates=(1e-3,), seeds=(1,))
-    for cell in (path / "runs").iterdir():
+def test_the_verb(one, tmp_path, capsys, monkeypatch):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main(["report", *map(str, arguments)])
+        return end.value.code, *capsys.readouterr()
+
+    monkeypatch.chdir(tmp_path)
+    assert call(one.run.path, "--out", tmp_path, "--no-plots")[:2] == (0, f"report: {tmp_path / 'index.html'}\n")
+    code, out, _ = call(one.run.path, "--no-plots", "--text", "--out", tmp_path)
+    assert code == 0 and "\x1b" not in out
+    assert all(words in out for words in ("sample at step 400", "└", "Final training loss"))
+    study = build_study(tmp_path / "again", rates=(1e-3,), seeds=(1,))
+    assert call(study, one.run.path, "--no-plots")[0] == 0
+    assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()
+    for cell in (study / "runs").iterdir():
         (cell / "recipe.toml").unlink()
     (tmp_path / "file").write_text("in the way")
-    cases = ((path, None, "windlass sweep"), ([], tmp_path, "no run"), (one.run, tmp_path / "file" / "report", "--out"))
-    for sources, out, word in cases:
-        with pytest.raises(UserError) as error:
-            report(sources, out, plots=False)
-        assert word in str(error.value)
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as end:
-        main(["report", *map(str, arguments)])
-    return end.value.code
-
-
-def test_the_verb(one, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert call(one.run.path, "--out", tmp_path, "--no-plots") == 0
-    assert capsys.readouterr().out == f"report: {tmp_path / 'index.html'}\n"
-    assert call(one.run.path, "--no-plots", "--text", "--out", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert "sample at step 400" in out and "└" in out and "Final training loss" in out and "\x1b" not in out
-    assert call(build_study(tmp_path / "again", rates=(1e-3,), seeds=(1,)), one.run.path, "--no-plots") == 0
-    assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()
-    assert call(tmp_path) == 2 and "no recipe.toml" in capsys.readouterr().err
+    for sources, word in (
+        ((tmp_path,), "no recipe.toml"), ((study,), "windlass sweep"), ((one.run.path, "--out", "file/report"), "--out")
+    ):  # fmt: skip
+        code, _, error = call(*sources, "--no-plots")
+        assert code == 2 and word in error
