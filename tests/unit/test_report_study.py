@@ -41,23 +41,17 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
     assert "median of the best evaluation loss over 2 seeds: " in winner_text(study, study.winner)
 
 
-def test_the_loss_against_each_swept_setting(study):
-    lr, kind = sweep_charts(study)
+def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
+    (lr, kind), heat, median = sweep_charts(study), heat_map(study), (best(1e-3, 1) + best(1e-3, 2)) / 2
     assert (lr.id, lr.x_log) == ("loss-against-lr", True)
     assert (lr.x_values, lr.x_names) == ([1e-4, 1e-3, 1e-2], ["0.0001", "0.001", "0.01"])
     assert (kind.x_log, kind.x_values, kind.x_names) == (False, [0, 1], ["cosine", "wsd"])
-    medians = {series.name: series for series in lr.series if series.name}
-    assert list(medians) == ["kind=cosine", "kind=wsd"] and list(medians["kind=cosine"].step) == [1e-4, 1e-3, 1e-2]
-    assert medians["kind=cosine"].y[1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
+    cosine, wsd = [series for series in lr.series if series.name]
+    assert (cosine.name, wsd.name, cosine.y[1]) == ("kind=cosine", "kind=wsd", pytest.approx(median))
     assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], "a circle for each seed"
     assert tones(study)[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
-
-
-def test_the_heat_map_of_two_swept_settings(study):
-    heat = heat_map(study)
     assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
-    assert (heat.column_key, heat.columns) == ("optim.lr", [1e-4, 1e-3, 1e-2])
-    assert heat.cells[0][1] == pytest.approx((best(1e-3, 1) + best(1e-3, 2)) / 2)
+    assert (heat.column_key, heat.columns, heat.cells[0][1]) == ("optim.lr", [1e-4, 1e-3, 1e-2], pytest.approx(median))
     assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
 
 
@@ -80,37 +74,29 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
     assert "hellaswag.acc_norm" in page(seen.views, charts(seen.views), seen)
 
 
-@pytest.fixture(scope="module")
-def diverged(tmp_path_factory):
-    """Three rates, two schedules, two seeds; both seeds of 1e-2 with wsd blew up and ended at step 120."""
+def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_others(tmp_path):
+    """Both seeds of 1e-2 with wsd blew up and ended at step 120."""
 
     def blow_up(line):
         if line["kind"] == "train" and line["step"] >= 100:
             line["loss"] = 40.0 if line["step"] < 120 else math.nan
         return line if line["step"] <= 120 else None
 
-    path = build_study(tmp_path_factory.mktemp("studies") / "diverged")
-    listed = json.loads((path / "study.json").read_text())["cells"]
-    for cell in listed[2:4]:
+    path = build_study(tmp_path / "diverged")
+    bad = json.loads((path / "study.json").read_text())["cells"][2:4]
+    for cell in bad:
         edit(Run(path / cell["run"]), blow_up)
-    statuses = {cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in listed[2:4]}
+    statuses = {cell["key"]: {"state": "diverged", "reason": "loss nan at step 120"} for cell in bad}
     (path / "statuses.json").write_text(json.dumps(statuses))
-    return read_study(path)
-
-
-def test_the_heat_map_has_a_hole_where_nothing_finished(diverged):
-    assert [r.state for r in diverged.results].count("diverged") == 2
-    lr, heat = sweep_charts(diverged)[0], heat_map(diverged)
+    seen = read_study(path)
+    assert [r.state for r in seen.results].count("diverged") == 2
+    lr, heat, loss = sweep_charts(seen)[0], heat_map(seen), charts(seen.views)[0]
     assert list(lr.series[2].step) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
-    assert draw(lr, diverged.views).axes[0].get_xscale() == "log"
+    assert draw(lr, seen.views).axes[0].get_xscale() == "log"
     assert heat.cells[1][2] is None and heat_figure(heat).axes[0].texts[5].get_text() == "–"
-    assert "<td>–</td>" in page(diverged.views, [], diverged)
-
-
-def test_what_diverged_does_not_squeeze_the_curves_of_the_others(diverged):
-    loss = charts(diverged.views)[0]
+    assert "<td>–</td>" in page(seen.views, [], seen)
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
-    calm = [view for view in diverged.views if np.isfinite(view.train["loss"]).all()]
+    calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, diverged.views, tones(diverged)).axes[0]
+    axes = draw(loss, seen.views, tones(seen)).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")

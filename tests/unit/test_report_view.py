@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from report_fixtures import BEGIN, add_lines, build_run, loss_at, stamp
 
-from windlass.reports.view import Clock, Track, interpolate, number, timestamp, view, views
+from windlass.reports.view import Clock, timestamp, view, views
 from windlass.run import Run
 
 
@@ -18,15 +18,9 @@ def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_on
     assert list(one.train["loss"]) == list(straight.train["loss"]) and one.train["loss"][3] == loss_at(40, 1)
     assert list(one.evals["loss"]["step"]) == list(range(0, 401, 50))
     assert one.evals["loss"]["tokens"] == pytest.approx(one.evals["loss"]["step"] * 2048), "trained on"
-
-
-def test_the_restart_lies_at_the_checkpoint_that_was_resumed(one, straight):
     assert [(r.step, r.what, r.tokens) for r in one.restarts] == [(200, "resumed", 200 * 2048)]
-    assert straight.restarts == []
-
-
-def test_hours_leave_out_the_pause_the_start_up_and_the_steps_done_twice(one, straight):
-    assert (np.diff(one.train["hours"]) > 0).all()
+    assert straight.restarts == [] and (np.diff(one.train["hours"]) > 0).all()
+    # without the pause, the start-up and the steps done twice
     assert one.train["hours"] * 3600 == pytest.approx(straight.train["hours"] * 3600, abs=0.01)
 
 
@@ -37,16 +31,12 @@ def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(one):
     assert np.nanmean(track["util_pct"]) == pytest.approx(93, abs=0.5), "in training steps only"
 
 
-def test_what_is_not_finite_stays_visible(tmp_path):
+def test_what_is_not_finite_stays_visible_and_a_run_may_have_no_line(tmp_path):
     run = build_run(tmp_path / "nan", steps=50, finished=False)
     add_lines(run, *({"kind": "train", "step": step, "loss": loss} for step, loss in ((60, "NaN"), (70, "Infinity"))))
     seen = view(run)
     assert list(seen.train["step"][~np.isfinite(seen.train["loss"])]) == [60, 70]
     assert math.isinf(seen.train["loss"][-1]) and seen.state == "failed"
-
-
-def test_a_run_without_a_line_is_a_view_without_lines(tmp_path):
-    run = build_run(tmp_path / "empty", steps=50)
     run.metrics_path.unlink()
     seen = view(run)
     assert len(seen.train) == 0 and (seen.step, seen.restarts, seen.evals, seen.wall["total"]) == (0, [], {}, 0)
@@ -63,17 +53,6 @@ def test_a_rewind_is_a_restart_and_its_steps_are_done_again():
     assert [(a.start - BEGIN.timestamp(), a.before) for a in clock.attempts] == [(0, 0), (25, 10)]
     assert clock.hours(timestamp(stamp(35)), 1) == pytest.approx(20 / 3600)
     assert math.isnan(clock.hours(timestamp(stamp(20))))
-
-
-def test_numbers_as_the_ledger_writes_them():
-    assert (number("Infinity"), number(3)) == (math.inf, 3.0)
-    assert [math.isnan(number(x)) for x in ("NaN", None, True, "words", [1])] == [True] * 5
-
-
-def test_interpolation_starts_at_zero_and_holds_the_last_value():
-    train = Track({"step": np.array([10.0, 20.0]), "tokens": np.array([100.0, 300.0])})
-    places = np.array([-1.0, 5.0, 15.0, 99.0, math.nan])
-    assert interpolate(train, "step", places, "tokens")[:4] == pytest.approx([0, 50, 200, 300])
 
 
 def test_every_run_gets_a_name_of_its_own(tmp_path, straight):
