@@ -170,7 +170,7 @@ def test_the_pages_script_smooths_as_the_pictures_do(opened):
     assert after == pytest.approx(list(expected), abs=0.3)
 
 
-def test_zoom_by_dragging_in_all_charts_and_back(opened):
+def test_pointer_and_keyboard(opened):
     opened.drag("loss", 0.5, 0.8)
     low, high = opened.domain()[:2]
     assert 180 < low < 220 and 300 < high < 330 and opened.domain("mfu")[:2] == pytest.approx([low, high])
@@ -179,9 +179,6 @@ def test_zoom_by_dragging_in_all_charts_and_back(opened):
     opened.drag("lr", 0.5, 0.8)
     opened.page.dblclick('figure[data-chart="loss"] .plot')
     assert opened.domain()[:2] == [0, 400]
-
-
-def test_the_read_out_has_what_lies_under_the_pointer_and_marks_tell_restarts(opened):
     box = opened.page.locator('figure[data-chart="loss"] .plot').bounding_box()
     opened.page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 100)
     text, (steps, losses) = opened.page.inner_text(".tip"), opened.data("loss")
@@ -194,13 +191,16 @@ def test_the_read_out_has_what_lies_under_the_pointer_and_marks_tell_restarts(op
     assert "one: resumed at step 200" in opened.page.text_content('figure[data-chart="loss"] line.restart title')
 
 
-def test_light_and_dark_by_preference_and_by_hand(browser, reports):
+def test_light_and_dark_and_a_narrow_window(browser, reports):
     papers = []
     for theme in ("light", "dark"):
         with Opened(browser, reports["one"], theme=theme) as opened:
             for _ in range(3):
                 papers.append(opened.page.evaluate("getComputedStyle(document.body).backgroundColor"))
                 opened.page.click("#theme")
+            opened.page.set_viewport_size({"width": 500, "height": 800})
+            opened.page.wait_for_function("document.querySelector('figure[data-chart=loss] svg').clientWidth < 500")
+            assert opened.page.evaluate("document.documentElement.scrollWidth") <= 500
     light, dark = papers[:2]
     assert light != dark and papers == [light, dark, light, dark, light, dark]
 
@@ -227,10 +227,3 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
         assert firsts == {"one", "other"}
         page.fill("#filter", "optim.lr")
         assert page.locator("#settings tbody tr:not([hidden]) th").all_inner_texts() == ["optim.lr"]
-
-
-def test_a_narrow_window_redraws(opened):
-    opened.page.set_viewport_size({"width": 500, "height": 800})
-    opened.page.wait_for_function("document.querySelector('figure[data-chart=loss] svg').clientWidth < 500")
-    assert float(opened.svg("loss", "width")) < 500
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 500

@@ -146,10 +146,9 @@ def build_study(
     for number, cell in enumerate(study.cells[:-1]):  # the last one still waits
         lr, kind, seed = cell.assignment.values()
         settings = (f"optim.schedule.kind={kind}", *overrides)
-        folder = study.run_of(cell).path
-        run = build_run(folder, *settings, steps=200, ranks=1, seed=seed, lr=lr, device="cpu", finished=number != 1)
+        options = {"steps": 200, "ranks": 1, "seed": seed, "lr": lr, "device": "cpu", "finished": number != 1}
+        run = build_run(study.run_of(cell).path, *settings, **options)
         if number == 1:
-            add_lines(
-                run, {"kind": "event", "event": "failed", "step": 200, "reason": "step 151: loss not finite on rank 0"}
-            )
+            failed = {"kind": "event", "event": "failed", "step": 200}
+            add_lines(run, failed | {"reason": "step 151: loss not finite on rank 0"})
     return path

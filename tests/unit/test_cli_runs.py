@@ -47,61 +47,41 @@ def call(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-def test_a_row_for_every_run(top):
-    rows = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
-    assert [(name, row["state"], row["step"], row["steps"], row["best_loss"]) for name, row in rows.items()] == [
+def test_a_row_for_every_run_in_strict_json(top):
+    edit(Run(top / "stopped"), lambda line: line | ({"loss": "Infinity"} if line["kind"] == "train" else {}))
+    rows = json.loads(call("runs", "--json").stdout, parse_constant=lambda word: pytest.fail(word))
+    assert [(row["run"], row["state"], row["step"], row["steps"], row["best_loss"]) for row in rows] == [
         ("done", "finished", 100, 100, 3.25), ("killed", "failed", 30, 70, None), ("stopped", "preempted", 40, 100, 3.75),
         ("study/cells/a", "running", 20, 50, None),
     ]  # fmt: skip
-    done = rows["done"]
-    assert done["loss"] == 3.0 and done["tokens_per_s"] == pytest.approx(99e6 / 5049) and done["left_s"] is None
-
-
-def test_time_left_is_taken_from_the_last_steps_of_this_start(top):
-    path = top / "study" / "cells" / "a"
-    edit(Run(path), lambda line: line | {"time": stamp(6 * line["step"])})
-    assert overview(path)[0].left_s == 180.0
+    assert (rows[0]["loss"], rows[0]["left_s"], rows[2]["loss"]) == (3.0, None, "Infinity")
+    assert rows[0]["tokens_per_s"] == pytest.approx(99e6 / 5049)
 
 
 @pytest.mark.parametrize(
     ("key", "order"),
     [
-        ("name", ["done", "killed", "stopped", "study/cells/a"]),
-        ("best", ["done", "stopped", "killed", "study/cells/a"]),
-        ("speed", ["study/cells/a", "killed", "stopped", "done"]),
-        ("step", ["done", "stopped", "killed", "study/cells/a"]),
+        ("name", ["done", "killed", "stopped", "study/cells/a"]), ("best", ["done", "stopped", "killed", "study/cells/a"]),
+        ("speed", ["study/cells/a", "killed", "stopped", "done"]), ("step", ["done", "stopped", "killed", "study/cells/a"]),
     ],
-)
+)  # fmt: skip
 def test_the_table_and_its_order(top, key, order):
     text = call("runs", "--sort", key).stdout
     assert [line.split()[0] for line in text.splitlines()[1:]] == order
     assert "100/100" in text and "20/50" in text and "3.2500" in text and "19.6k" in text
 
 
-def test_a_run_itself_a_study_and_a_directory_without_runs(top):
+def test_where_runs_are_and_are_not_looked_for(top):
     assert [row.run for row in overview(top / "done")] == ["done"]
     for name in ("study.json", "recipe.toml"):
         (top / "study" / name).write_text("")
-    assert [row.run for row in overview(top / "study")] == ["cells/a"]
-    assert "no runs here" in call(top / "no-run").stdout
-
-
-def test_a_run_that_was_only_begun_or_whose_recipe_is_of_another_time(top):
-    (top / "new").mkdir()
+    edit(Run(top / "study" / "cells" / "a"), lambda line: line | {"time": stamp(6 * line["step"])})
+    assert [(row.run, row.left_s) for row in overview(top / "study")] == [("cells/a", 180.0)]
+    (top / "new").mkdir()  # only begun, and with the recipe of another version
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
     (row,) = overview(top / "new")
-    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None)
-    assert "new" in call(top / "new").stdout
-
-
-@pytest.mark.parametrize(("arguments", "word"), [(["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")])
-def test_bad_input(top, arguments, word):
-    result = call(*arguments)
-    assert isinstance(result.exception, UserError) and word in str(result.exception)
-
-
-def test_a_ledger_with_nan_is_strict_json(tmp_path):
-    make(tmp_path / "x", 5, 1, evals=[(1, float("nan"))])
-    edit(Run(tmp_path / "x"), lambda line: line | ({"loss": "Infinity"} if line["kind"] == "train" else {}))
-    (row,) = json.loads(call(tmp_path, "--json").stdout, parse_constant=lambda word: pytest.fail(word))
-    assert row["loss"] == "Infinity" and row["best_loss"] is None
+    assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None) and "new" in call(top / "new").stdout
+    assert "no runs here" in call(top / "no-run").stdout
+    for arguments, word in ((["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")):
+        error = call(*arguments).exception
+        assert isinstance(error, UserError) and word in str(error)

@@ -19,6 +19,10 @@ def event(name, step, attempt=0):
     return line("event", step, attempt, event=name)
 
 
+def trained(steps, attempt=0, plus=0.0):
+    return [line("train", step, attempt, loss=step + plus) for step in steps]
+
+
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "recipe.toml").write_text(Recipe.load("quickstart").toml())
@@ -30,30 +34,21 @@ def write(run, *lines, torn=""):
 
 
 def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
-    first = [event("started", 0), *(line("train", s, loss=float(s)) for s in range(1, 9))]
-    again = [event("resumed", 5, 1), *(line("train", s, 1, loss=s + 0.5) for s in range(6, 11))]
+    first = [event("started", 0), *trained(range(1, 9))]
+    again = [event("resumed", 5, 1), *trained(range(6, 11), 1, plus=0.5)]
     evals = [line("eval", 6, attempt, loss=9.0 - attempt, suite="loss") for attempt in (0, 1)]
     write(run, *first, evals[0], *again, evals[1], torn='{"kind": "train", "step": 11, "lo')
-    train = run.lines("train")
-    assert [x["step"] for x in train] == list(range(1, 11))
-    assert [x["loss"] for x in train] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.5, 7.5, 8.5, 9.5, 10.5]
+    losses = [1.0, 2.0, 3.0, 4.0, 5.0, 6.5, 7.5, 8.5, 9.5, 10.5]
+    assert [(x["step"], x["loss"]) for x in run.lines("train")] == list(zip(range(1, 11), losses, strict=True))
     assert [x["loss"] for x in run.lines("eval")] == [8.0]
     assert [x["event"] for x in run.events] == ["started", "resumed"]
 
 
-def test_a_line_torn_in_the_middle_costs_only_itself(run):
+def test_what_counts_of_a_ledger(run):
     write(run, line("train", 1), torn='{"kind": "train", "st\n' + json.dumps(line("train", 2)) + "\n")
-    assert [x["step"] for x in run.lines("train")] == [1, 2]
-
-
-def test_steps_past_the_commit_are_void_even_when_not_done_again(run):
-    write(
-        run, event("started", 0), *(line("train", s) for s in range(1, 9)), event("resumed", 3, 1), line("train", 4, 1)
-    )
-    assert [(x["step"], x["attempt"]) for x in run.lines("train")] == [(1, 0), (2, 0), (3, 0), (4, 1)]
-
-
-def test_two_suites_and_several_samples_of_one_step_stay_apart():
+    assert [x["step"] for x in run.lines("train")] == [1, 2], "a line torn in the middle costs only itself"
+    write(run, event("started", 0), *trained(range(1, 9)), event("resumed", 3, 1), *trained([4], 1))
+    assert [x["step"] for x in run.lines("train")] == [1, 2, 3, 4], "steps past the checkpoint are void"
     lines = [line("eval", 5, suite=suite) for suite in ("loss", "hellaswag")]
     lines += [line("sample", 5, index=index) for index in (0, 1)]
     assert effective(lines) == effective([*lines, *lines]) == lines
