@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 
 from helpers import kept
 from windlass import cli
-from windlass.checkpoint.load import choose, find, latest_step, list_checkpoints, open_checkpoint
+from windlass.checkpoint.load import choose, find, latest_step, list_checkpoints
 from windlass.checkpoint.reshard import Slice, State
 from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
 from windlass.checkpoint.save import Saver
@@ -86,31 +84,20 @@ def test_what_resume_means(tmp_path: Path) -> None:
 # -- lineage ----------------------------------------------------------------------------------------------------------
 
 
-def test_only_later_commits_or_the_one_it_started_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deleted", [(), (6, 9)], ids=["", "newer ones deleted by hand"])
+def test_only_later_commits_or_the_one_it_started_from(tmp_path: Path, deleted: tuple[int, ...]) -> None:
     run = saved(tmp_path, 3, 6, 9)
     lineage = back_to(run, 3)
     assert (lineage.checkpoint, lineage.step, lineage.serial) == ("checkpoints/step-00000003", 3, 3)
     assert chosen(run) == find(run).step == 3
-    saved(run, 5, 6)
-    assert (chosen(run), chosen(run, up_to=5), chosen(run, up_to=4)) == (6, 5, 3)
-    assert choose(run, up_to=2) is None
-
-
-def test_a_reader_gets_the_best_of_the_lineage_too(tmp_path: Path) -> None:
-    run = saved(tmp_path, 3, 6, 9)
-    back_to(run, 3)
-    saved(run, 4)
+    for step in deleted:
+        shutil.rmtree(at(run, step))
+    saved(run, 4, 5)
     write_ledger(run, *({"step": step, "loss": 10.0 - step} for step in (3, 4, 6)))
     assert find(f"{run}@best").step == 4, "the checkpoint of step 6 is not the model that has this score"
-
-
-def test_commits_belong_to_the_lineage_though_newer_ones_were_deleted_by_hand(tmp_path: Path) -> None:
-    run = saved(tmp_path, 3, 6, 9)
-    back_to(run, 3)
-    for step in (6, 9):
-        shutil.rmtree(at(run, step))
-    saved(run, 4)
-    assert open_checkpoint(at(run, 4)).manifest.serial == 4 and chosen(run) == 4
+    saved(run, 6)
+    assert (chosen(run), chosen(run, up_to=5), chosen(run, up_to=3)) == (6, 5, 3)
+    assert choose(run, up_to=2) is None
 
 
 def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_path: Path) -> None:
@@ -173,21 +160,10 @@ def test_temporary_directories_are_listed_and_do_not_count(run: Path, capsys: An
     assert listed.temporary == [".saving-00000040-a-1", "step-00000030"] and listed.set_aside == ["bad-step-00000005"]
     code, text = invoke(capsys, run)
     assert code == 0 and "step-00000030 is being written or removed" in text and "2 checkpoints" in text
-
-
-def test_no_run_and_no_checkpoints(tmp_path: Path, run: Path, capsys: Any) -> None:
-    assert invoke(capsys, tmp_path / "nothing")[0] == 2
+    assert invoke(capsys, run.parent / "nothing")[0] == 2
     shutil.rmtree(run / "checkpoints")
     code, text = invoke(capsys, run)
     assert code == 0 and "no checkpoint yet" in text
-
-
-def test_listing_needs_no_torch(run: Path) -> None:
-    code = (
-        "import sys; from windlass.checkpoint.load import list_checkpoints; "
-        f"assert len(list_checkpoints({str(run)!r}, verify=True).checkpoints) == 3; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def invoke(capsys: Any, *arguments: str | Path) -> tuple[int, str]:

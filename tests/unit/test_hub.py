@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -110,8 +111,6 @@ def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked
     tokenizer = named_tokenizer(recipe.tokenizer)
     assert (tokenizer.vocab, tokenizer.eot) == (2, 0) and any(COMMIT in path for path in asked)
     assert not any("/revision/main" in path or "/resolve/main/" in path for path in asked)
-    assert recipe.with_overrides("data.tokenizer=hf:some/other").tokenizer == "hf:some/other"
-    assert recipe.with_overrides("model.revision=").tokenizer == "hf:some/open"
     with pytest.raises(UserError, match=r"data\.tokenizer: some/open@v9 has no such revision"):
         named_tokenizer(recipe.with_overrides("model.revision=v9").tokenizer)
 
@@ -127,20 +126,10 @@ def test_what_the_hub_refuses_comes_with_what_to_do(asked: list[str]) -> None:
         assert all(word in str(refused.value) for word in [key, name, *words]) and asked
 
 
-@pytest.mark.parametrize(("error", "word"), [
-    (ImportError(name="peft.tuners"), "package peft: install windlass[hf]"), (ImportError(name="einops"), "einops"),
-    (ImportError("requires packages that were not found in your environment: einops."), "einops"),
-])  # fmt: skip
-def test_a_missing_package_is_named(error: ImportError, word: str) -> None:
-    with pytest.raises(UserError) as refused, hub.explained("model.name: x"):
-        raise error
-    assert word in str(refused.value) and "model.name: x" in str(refused.value)
-
-
-def test_a_local_directory_has_no_commit(tmp_path: Path) -> None:
-    assert hub.directory(str(tmp_path)) == tmp_path and hub.commit_of(tmp_path) == ""
-    with pytest.raises(UserError):
-        hub.directory(str(tmp_path / "none"))
+@pytest.mark.parametrize(("name", "word"), [("peft.tuners", "windlass[hf]"), ("einops", "einops")])
+def test_a_missing_package_is_named(name: str, word: str) -> None:
+    with pytest.raises(UserError, match=f"model.name: x.*{re.escape(word)}"), hub.explained("model.name: x"):
+        raise ImportError(name=name)
 
 
 @pytest.fixture
