@@ -28,7 +28,7 @@ def main() -> None:
 
         torch.zeros(1, device=given.device)
     with tempfile.TemporaryDirectory() as folder:
-        sampler = DeviceSampler(Path(folder), device=given.device, every=given.every).start()
+        sampler = DeviceSampler(Path(folder), device=given.device, every=given.every)
         time.sleep(2 * given.every)  # imports and the first sample are paid once
         begin, before = time.perf_counter(), sampler.cpu_seconds
         while time.perf_counter() < begin + given.seconds:

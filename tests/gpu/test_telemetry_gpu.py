@@ -53,7 +53,7 @@ def test_the_probe_finds_this_device():
 
 
 def test_the_sampler_sees_a_busy_device(tmp_path):
-    sampler = DeviceSampler(tmp_path, device="cuda:0", every=0.2).start()
+    sampler = DeviceSampler(tmp_path, device="cuda:0", every=0.2)
     end = time.monotonic() + 3
     while time.monotonic() < end:
         work(50)

@@ -42,7 +42,7 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
         return spent.pop(0) if len(spent) > 1 else spent[0]
 
     probe = Probe()
-    sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases).start()
+    sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases)
     until(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
@@ -58,7 +58,6 @@ def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path):
         (DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)), ("rank 1", "driver went away")),
         (DeviceSampler(tmp_path / "file", every=0.001, probe=Probe()), ("rank 0", str(tmp_path / "file"))),
     ):
-        sampler.start()
         until(lambda sampler=sampler: sampler.warning)
         sampler.stop()
         assert all(word in sampler.warning for word in words)

@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from windlass.telemetry import environment
-from windlass.telemetry.environment import describe, describe_rank, scrub, scrub_command
+from windlass.telemetry.environment import describe_rank, scrub, scrub_command, write_environment
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -41,12 +41,16 @@ def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
     assert shown == "got *** in /home/somebody, abc, ***"
 
 
-def test_the_environment_is_a_list_of_what_may_be_shown(monkeypatch):
+def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("MY_SECRET_PLAN", "world peace")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    about = describe([describe_rank(0), describe_rank(1)], ["windlass", "train", f"x={KEY}"])
-    assert KEY not in json.dumps(about) and "world peace" not in json.dumps(about)
+    monkeypatch.setattr("sys.orig_argv", ["windlass", "train", f"x={KEY}"])
+    write_environment(tmp_path, [describe_rank(0), describe_rank(1)], origin="there")
+    write_environment(tmp_path / "missing", [])  # no place to write is no reason to stop
+    text = (tmp_path / "environment.json").read_text()
+    about = json.loads(text)
+    assert KEY not in text and "world peace" not in text and about["origin"] == "there"
     assert about["variables"]["OMP_NUM_THREADS"] == "1"
     assert about["command"] == ["windlass", "train", "x=***"]
     assert about["packages"]["torch"] and about["python"]
@@ -73,10 +77,3 @@ def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path, monkeypat
     assert environment.commit(tmp_path / "site-packages") is None, "installed inside of some other checkout"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.commit(tmp_path / "package") is None, "there is no git"
-
-
-def test_the_file_is_written_whole(tmp_path):
-    environment.write_environment(tmp_path, {"a": 1})
-    assert json.loads((tmp_path / "environment.json").read_text()) == {"a": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["environment.json"]
-    environment.write_environment(tmp_path / "missing", {"a": 1})  # no place to write is no reason to stop

@@ -82,8 +82,7 @@ class CellResult:
     def divergence(self) -> str:
         if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
             return ""
-        above = f", {DIVERGED_NATS:g} above the first" if math.isfinite(self.loss) else ""
-        return f"loss {self.loss:.3f} at step {self.step}{above}"
+        return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
 
     def row(self) -> dict[str, Any]:
         """What the cell sets and how it stands, as plain values for a table or JSON."""
@@ -114,11 +113,9 @@ class Group:
     @property
     def seeds(self) -> str:
         """`2 seeds`, or `1 of 2 seeds` while some have not finished; empty where the seed is no axis."""
-        if SEED not in self.results[0].cell.assignment:
-            return ""
-        total = len(self.results)
-        text = f"{total} seeds" if total > 1 else "1 seed"
-        return text if len(self.scores) == total else f"{len(self.scores)} of {text}"
+        total, finished = len(self.results), len(self.scores)
+        text = f"{total} seed{'s' * (total > 1)}" if finished == total else f"{finished} of {total} seeds"
+        return text if SEED in self.results[0].cell.assignment else ""
 
 
 @dataclass(frozen=True)
@@ -206,8 +203,7 @@ class Study:
         run = self.run_of(cell)
         version: tuple[int, ...] = ()
         with suppress(OSError):
-            stat = run.metrics_path.stat()
-            version = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            version = run.metrics_path.stat().st_size, run.metrics_path.stat().st_mtime_ns
         if run.path not in self._ledgers or self._ledgers[run.path][0] != version:  # a sweep looks twice a second
             raw = list(read_lines(run.metrics_path))
             events = [line for line in raw if line["kind"] == "event"]
@@ -245,9 +241,12 @@ class Study:
     def winner(self, results: Sequence[CellResult] | None = None) -> Group | None:
         """The group with the best median score; groups with all their seeds finished come before the others."""
         sign = 1 if better(0.0, 1.0, self.measure) else -1
-        scored = [(group, group.median) for group in self.groups(results) if group.median is not None]
-        first = min(scored, key=lambda x: (len(x[0].scores) < len(x[0].results), sign * x[1]), default=None)
-        return first[0] if first else None
+        scored = [
+            (len(x.scores) < len(x.results), sign * statistics.median(x.scores), x)
+            for x in self.groups(results)
+            if x.scores
+        ]
+        return min(scored, key=lambda x: x[:2])[2] if scored else None
 
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
         """The command that trains an assignment in full on `world` ranks (or as many as it sets itself), and a remark.
@@ -277,13 +276,13 @@ def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str]
         return run_state, ""
     if decided[0] not in ("", "interrupted"):
         return decided
-    if run_state == "failed":
-        last = max((x.get("attempt", 0) for x in events), default=0)
-        for event in reversed(events):  # a run that was killed has no such event: it is interrupted
-            if event["event"] == "failed" and event.get("attempt", 0) == last:
-                return "failed", str(event.get("reason", ""))
-    state = {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(run_state, run_state)
-    return decided if decided[0] and state in ("waiting", "interrupted") else (state, "")
+    last = max((x.get("attempt", 0) for x in events), default=0)
+    own = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
+    if run_state == "failed" and own:  # a run that was killed has no such event: it is interrupted
+        return "failed", str(own[-1].get("reason", ""))
+    if run_state == "running" or not decided[0]:
+        return {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(run_state, run_state), ""
+    return decided
 
 
 def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from windlass.checkpoint.retention import better
 from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError
@@ -184,12 +183,10 @@ class Sweep:
         at_end = result.steps is not None and result.last_step >= result.steps
         if at_end or self.study.status(cell) not in ("", "interrupted"):
             return
-        reason = self.pruner.prune(result) if self.pruner else ""
-        state = "pruned" if reason else ""
-        if self.stop_diverged and result.divergence:
-            state, reason = "diverged", result.divergence
-        if state:
-            self.study.set_status(cell, state, reason)
+        pruned = self.pruner.prune(result) if self.pruner else ""
+        diverged = result.divergence if self.stop_diverged else ""
+        if diverged or pruned:
+            self.study.set_status(cell, "diverged" if diverged else "pruned", diverged or pruned)
             process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> bool:
@@ -260,9 +257,9 @@ class Halving:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
         direction = "minimize" if better(0.0, 1.0, study.measure) else "maximize"
-        self._optuna = optuna.create_study(direction=direction, pruner=pruner)
-        self._trials: dict[str, Any] = {}
-        self._reported: dict[str, int] = {}
+        trials = optuna.create_study(direction=direction, pruner=pruner)
+        self._trials = {cell.key: trials.ask() for cell in study.cells}
+        self._reported = dict.fromkeys(self._trials, 0)
         self._reasons: dict[str, str] = {}
         past = [(each.time, result, each) for result in study.results() for each in result.evaluations]
         for _, result, each in sorted(past, key=lambda x: x[0]):
@@ -270,15 +267,13 @@ class Halving:
 
     def prune(self, result: CellResult) -> str:
         """Report a cell's new evaluations; why it is pruned, or empty while it continues."""
-        for each in result.evaluations[self._reported.get(result.cell.key, 0) :]:
+        for each in result.evaluations[self._reported[result.cell.key] :]:
             self._report(result, each)
         return self._reasons.get(result.cell.key, "")
 
     def _report(self, result: CellResult, each: Evaluation) -> None:
         key = result.cell.key
-        if key not in self._trials:
-            self._trials[key] = self._optuna.ask()
-        rung = self._reported[key] = self._reported.get(key, 0) + 1
+        rung = self._reported[key] = self._reported[key] + 1
         self._trials[key].report(each.value, rung)
         if self._trials[key].should_prune() and key not in self._reasons:
             value = f"{result.measure} {each.value:.4f} at step {each.step}"

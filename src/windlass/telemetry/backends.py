@@ -86,7 +86,6 @@ class TensorBoard:
 class MLflow:
     """One MLflow run, identified by a tag, in `MLFLOW_TRACKING_URI` or a SQLite store beside the runs.
 
-    Metrics carry the ledger's own times, so lines that are sent again after a kill are, to the store, the same rows.
     Points of steps that a resume does again cannot be removed: those of the first attempt stay, none comes twice.
     """
 
@@ -115,7 +114,8 @@ class MLflow:
         self.hint = page if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(scrub(uri))}"
 
     def write(self, points: Iterator[Point]) -> None:
-        """Metrics first, then the marks: after a kill in between, the store gets equal rows again and keeps one."""
+        # Metrics first, then the marks: after a kill in between, the store gets equal rows again, with the ledger's own
+        # times, and keeps one
         from mlflow.entities import Metric
 
         self._client.update_run(self._id, status="RUNNING")
@@ -138,9 +138,8 @@ class MLflow:
 class WandB:
     """One W&B run under a stable id: online where the library gets in, else a complete directory to be synced later.
 
-    Online, a resume continues the same run; which steps the server has is in the run's own summary, as `marks/*`. Each
-    offline start writes the whole effective ledger into a new directory and then removes those before it. The key is
-    taken by the library itself from `WANDB_API_KEY`.
+    Online, a resume continues the same run; which steps the server has is in its summary, as `marks/*`. An offline start
+    writes the whole effective ledger into a new directory and removes those before it. The key is `WANDB_API_KEY`.
     """
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):

@@ -78,20 +78,18 @@ class Console:
         # the time left is by the time from the first logged step on, evaluations and saves in it: what came before
         # (imports, compiling, the evaluation at step 0) does not come again
         self._first = self._first or (time.monotonic(), line["step"])
-        seconds_per_step = line["step_ms"] / 1e3 if "step_ms" in line else None
-        if done := line["step"] - self._first[1]:
-            seconds_per_step = (time.monotonic() - self._first[0]) / done
-        eta = "-" if seconds_per_step is None else duration((self.steps - line["step"]) * seconds_per_step)
+        done = line["step"] - self._first[1]
+        seconds_per_step = (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
+        eta = duration((self.steps - line["step"]) * seconds_per_step)
         text = " | ".join([*(write(line[key]) for key, write in NUMBERS.items() if key in line), f"eta {eta}"])
         if self._live is not None:
             self._draw(completed=line["step"], description=text)
         self._print(f"step {line['step']}/{self.steps} | {text}", only_log=self._live is not None)
 
     def eval(self, line: Line) -> None:
-        shown = [f"{key} {float(line[key]):.4f}" for key in SCORES if key in line]
-        if "runtime_s" in line:
-            shown.append(f"{line['runtime_s']:.1f} s")
-        self._print(f"eval {line['step']}/{self.steps} | {' | '.join([line.get('suite', 'loss'), *shown])}", "green")
+        shown = [line.get("suite", "loss"), *(f"{key} {float(line[key]):.4f}" for key in SCORES if key in line)]
+        shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
+        self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 
     def event(self, text: str, step: int | None = None) -> None:
         self._print(text if step is None else f"step {step}/{self.steps} | {text}", "cyan")
@@ -153,9 +151,7 @@ def short(number: float) -> str:
     """A count in three or four digits: 950, 15.2k, 3.41M, 10.0B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= 0.9995 * size:
-            scaled = number / size
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{scaled:.{digits}f}{unit}"
+            return f"{number / size:#.3g}".rstrip(".") + unit
     return f"{number:.0f}"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.run import Run, read_lines
-from windlass.telemetry.ledger import encode, now, open_lines
+from windlass.telemetry.ledger import encode, now
 
 MB = 1e6
 LAST_SAMPLES = 20_000  # of each rank, that the summary is computed from: ten days on 64 GPUs have 8 GB of them
@@ -83,7 +82,7 @@ class CudaProbe:
 
 
 class DeviceSampler:
-    """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`.
+    """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now to `stop`.
 
     Whatever goes wrong is noted in `warning` and ends the sampling, never the run. `device` is `cpu` or `cuda:<index>`,
     `every` in seconds, `attempt` as in the ledger, `phases` gives the process's seconds by phase. A `probe` has `about`,
@@ -101,46 +100,38 @@ class DeviceSampler:
         self._probe, self._phases = probe, phases
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)
-
-    def start(self) -> DeviceSampler:
         self._thread.start()
-        return self
 
-    def stop(self, timeout: float = 2.0) -> None:
+    def stop(self) -> None:
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+        self._thread.join(2.0)  # a driver that hangs does not hold up the end of the run
 
     def _run(self) -> None:
-        file = -1
-
-        def write(fields: dict[str, Any]) -> None:
-            line = {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
-            os.write(file, encode(line).encode() + b"\n")
-
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file, torn = open_lines(self.path)
-            os.write(file, torn)
-            probe = self._probe
-            if probe is None:
+            with open(
+                self.path, "ab", buffering=0
+            ) as file:  # each line is one write: a kill tears the last one at most
+
+                def write(fields: dict[str, Any]) -> None:
+                    line = {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
+                    file.write(encode(line).encode() + b"\n")
+
+                file.write(b"\n" if file.tell() else b"")  # ends a torn line; readers leave an empty one out
                 _, _, index = self.device.partition(":")
-                probe = CudaProbe(int(index or 0)) if self.device.startswith("cuda") else HostProbe()
-            write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
-            before, stopped = self._phases(), False
-            while not stopped:
-                stopped = self._stop.wait(self.every)
-                phases = self._phases()
-                spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
-                # waiting for data belongs to training
-                spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
-                write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
-                before, self.cpu_seconds = phases, time.thread_time()
+                probe = self._probe or (CudaProbe(int(index or 0)) if "cuda" in self.device else HostProbe())
+                write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
+                before, stopped = self._phases(), False
+                while not stopped:
+                    stopped = self._stop.wait(self.every)
+                    phases = self._phases()
+                    spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
+                    # waiting for data belongs to training
+                    spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
+                    write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
+                    before, self.cpu_seconds = phases, time.thread_time()
         except Exception as error:  # of a driver or a disk: a sampler must never end a run
             self.warning = f"rank {self.rank}: utilisation and memory are no longer sampled ({error})"
-        finally:
-            if file >= 0:
-                os.close(file)
 
 
 def summarise_devices(run: Run) -> dict[str, float]:

@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ SECRET_SHAPE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}"
     r"|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
 )
-URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 URL_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|key|secret|signature|sig|password|credential))=)[^&#\s]+")
 
 
@@ -52,8 +51,8 @@ def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
     for name, value in (os.environ if environ is None else environ).items():
         if len(value) >= 8 and SECRET_NAME.search(name):  # `1` or `test` would be replaced in every text
             text = text.replace(value, HIDDEN)
-    text = URL_QUERY.sub(rf"\1{HIDDEN}", URL_USER.sub(HIDDEN, text))
-    return SECRET_SHAPE.sub(HIDDEN, text)
+    text = re.sub(r"(?<=://)[^/@\s]+(?=@)", HIDDEN, text)  # the user and password of a URL
+    return SECRET_SHAPE.sub(HIDDEN, URL_QUERY.sub(rf"\1{HIDDEN}", text))
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -62,32 +61,32 @@ def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = 
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         secret, option = bool(SECRET_NAME.search(name.lstrip("-"))), argument.startswith("-")
-        if hidden and not option:
-            shown.append(HIDDEN)
-        else:
-            shown.append(f"{name}={HIDDEN}" if equals and secret else scrub(argument, environ))
+        rest = f"{name}={HIDDEN}" if equals and secret else scrub(argument, environ)
+        shown.append(HIDDEN if hidden and not option else rest)
         hidden = secret and option and not equals
     return shown
 
 
-def describe(ranks: Iterable[Mapping[str, Any]] = (), command: Sequence[str] | None = None) -> dict[str, Any]:
-    """The environment of this start of a run, with what each rank reports of itself (`describe_rank`), as JSON."""
+def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Write the environment of this start, with what each rank reports of itself (`describe_rank`), as JSON."""
     packages = {}
     for name in PACKAGES:  # versions without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    return {
-        "time": now(), "command": scrub_command(sys.orig_argv if command is None else command),
-        "python": platform.python_version(), "platform": platform.platform(), "packages": packages,
-        "commit": commit(Path(__file__).parent), "machine": machine(), "ranks": list(ranks),
+    environment = {
+        "time": now(), "command": scrub_command(sys.orig_argv), "python": platform.python_version(),
+        "platform": platform.platform(), "packages": packages, "commit": commit(Path(__file__).parent),
+        "machine": machine(), "ranks": ranks, **more,
         "variables": {name: scrub(os.environ[name]) for name in VARIABLES if name in os.environ},
     }  # fmt: skip
+    with contextlib.suppress(OSError):  # a disk that is full is no reason to stop
+        write_atomic(run / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
 def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
     import torch
 
-    about: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
+    about = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
     if not str(device).startswith("cuda"):
         return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
     properties, nccl = torch.cuda.get_device_properties(device), ".".join(map(str, torch.cuda.nccl.version()))
@@ -117,8 +116,3 @@ def commit(directory: Path) -> dict[str, Any] | None:
         return {"hash": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def write_environment(run: Path, environment: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a disk that is full is no reason to stop
-        write_atomic(Path(run) / "environment.json", json.dumps(environment, indent=2) + "\n")

@@ -56,7 +56,10 @@ class Ledger:
         self._unwritten, self._file = b"", -1
         if enabled:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file, self._unwritten = open_lines(self.path)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                self._unwritten = b"\n"  # the end of a line that was torn by a kill
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
         """Append a line after `step` optimizer steps, and return it; a field that is None is left out."""
@@ -91,10 +94,3 @@ class Ledger:
                 return False
             self._unwritten = self._unwritten[written:]
         return True
-
-
-def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a JSONL file for appending: its descriptor, and the newline that a line torn by a kill still lacks."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    size = os.fstat(file).st_size
-    return file, b"\n" if size and os.pread(file, 1, size - 1) != b"\n" else b""

@@ -27,7 +27,7 @@ from windlass.recipe import BatchPlan, Horizon
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.environment import describe, describe_rank, write_environment
+from windlass.telemetry.environment import describe_rank, write_environment
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
@@ -75,11 +75,11 @@ class Recorder:
         stack.callback(self.console.close)
         hosts = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
         if ranks.main:
-            write_environment(run.path, {**describe(hosts), **origin})
+            write_environment(run.path, hosts, **origin)
         self.sampler = DeviceSampler(
             run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=settings.sample_seconds,
             attempt=attempt, phases=goodput.seconds,
-        ).start()  # fmt: skip
+        )  # fmt: skip
         stack.callback(self.sampler.stop)
         self.trackers = Trackers(run.path, settings.trackers if ranks.main else [], settings.flush_seconds)
         stack.callback(self.trackers.close)
