@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
 from windlass import train
-from windlass.launch.local import launch, worker_command
+from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -43,7 +44,7 @@ def test_the_10m_model_learns_alike_on_one_and_on_two_ranks(data_files, tmp_path
     curves = {}
     for world in (1, 2):
         where = [*overrides(data_files, tmp_path), *short, "checkpoint.every=0", f"run.dir='{tmp_path / str(world)}'"]
-        assert launch(worker_command(["train", "shakespeare-char", *where]), world) == 0
+        assert launch([sys.executable, "-m", "windlass", "train", "shakespeare-char", *where], world) == 0
         curves[world] = [line["loss"] for line in Run(tmp_path / str(world)).lines("train")]
     assert curves[1][0] == pytest.approx(math.log(65) + 0.02**2 * 384 / 2, abs=0.15)
     assert curves[1][-1] < 2.6

@@ -22,7 +22,7 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
-from windlass.launch.local import launch, worker_command
+from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import trainer
@@ -120,7 +120,7 @@ def test_in_training_every_phase_ends_with_the_step_saved(corpus, tmp_path, phas
 def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_path, world, number):
     run, more = Run(tmp_path / "run"), {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
     overrides = settings(corpus, run.path, **more)
-    command = worker_command(["train", "quickstart", *overrides, "--world", str(world)])
+    command = [sys.executable, "-m", "windlass", "train", "quickstart", *overrides, "--world", str(world)]
     output = output_of(command, lambda: len(run.lines("train")) >= 3, number=number)
     last = run.lines("train")[-1]["step"]
     assert run.state == "preempted" and "start the same command again" in output
@@ -208,7 +208,12 @@ def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, c
     overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
     assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
     for name in ("run", "whole"):
-        assert launch(worker_command(["train", "quickstart", *overrides, f"run.dir='{tmp_path / name}'"]), 2) == 0
+        assert (
+            launch(
+                [sys.executable, "-m", "windlass", "train", "quickstart", *overrides, f"run.dir='{tmp_path / name}'"], 2
+            )
+            == 0
+        )
     as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed
-from windlass.launch.local import launch, worker_command
+from windlass.launch.local import launch
 from windlass.parallel import collectives
 from windlass.run import Run
 from windlass.training import setup
@@ -92,7 +92,7 @@ def test_a_users_mistake_that_only_the_ranks_see_is_exit_2_on_two_ranks(corpus, 
     run = stopped(recipe_of(corpus, tmp_path / "run", **{"parallel.strategy": "ddp"}), 3)
     file = run.checkpoints_dir / "step-00000003" / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert launch(worker_command(["train", "quickstart", *overrides]), 2) == 2
+    assert launch([sys.executable, "-m", "windlass", "train", "quickstart", *overrides], 2) == 2
     output = capfd.readouterr().err
     assert "step 3" in output and "--fresh" in output
     assert "Traceback" not in output

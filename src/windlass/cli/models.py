@@ -36,9 +36,9 @@ def evaluate(
 
     env = detect_env(os.environ)
     if env.launcher == "none" and world not in ("", "1"):
-        from windlass.launch.local import launch, parse_worlds, worker_command
+        from windlass.launch.local import launch, parse_worlds
 
-        return launch(worker_command(sys.argv[1:]), parse_worlds(world)[:1])
+        return launch([sys.executable, "-m", "windlass", *sys.argv[1:]], parse_worlds(world)[:1])
     from windlass import evaluate as evaluate_model
     from windlass.evaluation.source import find_source
 

@@ -53,14 +53,14 @@ def train(
             return show_end(plan.run)
         if world not in ("", "1") or max_restarts:
             from windlass.data.prepare import prepare
-            from windlass.launch.local import launch, parse_worlds, worker_command
+            from windlass.launch.local import launch, parse_worlds
 
             worlds = parse_worlds(world or "1")
             for number in worlds:
                 loaded.batch(number)
             with StopSignals():  # once, before the ranks, which find recipe and data in order
                 prepare(loaded)
-            code = launch(worker_command(sys.argv[1:]), worlds, max_restarts)
+            code = launch([sys.executable, "-m", "windlass", *sys.argv[1:]], worlds, max_restarts)
             return show_end(plan.run) if code == DONE else code
     elif env.launcher != "windlass" and world not in ("", str(env.world)):
         raise UserError(f"--world {world}: this process is one of {env.world} ({env.launcher}); leave --world out")

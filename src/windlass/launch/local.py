@@ -36,11 +36,6 @@ MEANT_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no res
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def worker_command(arguments: Sequence[str]) -> list[str]:
-    """The command of a rank that does what `windlass ARGUMENTS` does."""
-    return [sys.executable, "-m", "windlass", *arguments]
-
-
 def parse_worlds(text: str) -> list[int]:
     """The numbers of ranks that `--world` allows, largest first: `4` or `2..4`; raises UserError for anything else."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
