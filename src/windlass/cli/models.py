@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,8 +53,7 @@ def evaluate(
         typer.echo(f"{source.title}, {env.world} rank{'s' if env.world > 1 else ''}")
     result = evaluate_model(source, [s.strip() for s in suite.split(",") if s.strip()], overrides, out, show)
     if env.rank == 0 and json_:
-        record = asdict(result)
-        typer.echo(json.dumps({key: record[key] for key in ("model", "step", "results", "measured")}))
+        typer.echo(json.dumps({key: getattr(result, key) for key in ("model", "step", "results", "measured")}))
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0

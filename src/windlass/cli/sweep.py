@@ -77,13 +77,15 @@ def sweep(
     one, states = only if only >= 0 else None, dict[str, str]()
     console = Console(stderr=json_, highlight=False)  # with --json stdout is for JSON alone
     console.width = console.width if console.is_terminal else 140  # a file has no width
-    with Live(console=console, auto_refresh=False) as live:  # outside a terminal it prints the last table alone
+    with Live(console=console, auto_refresh=False) as live:
         study = studies.sweep(
             base, axes, **settings, workers=workers, only=one, show=partial(_show, live, states), notify=console.out
         )
     results = study.results()
     if json_:
         typer.echo(json.dumps([result.row() for result in results], indent=1))
+    if not console.is_terminal:
+        console.print(table(study, results))
     _print_end(console, study, world)
     worked_on = results if one is None else [results[one]]
     return DONE if all(result.state in studies.DONE_STATES for result in worked_on) else FAILED
@@ -91,9 +93,11 @@ def sweep(
 
 def _show(live: Live, states: dict[str, str], study: Study) -> None:
     """Draw the table anew in a terminal; elsewhere print a line for each cell whose state is not that in `states`."""
-    results, terminal = study.results(), live.console.is_terminal
-    live.update(table(study, results), refresh=terminal)
-    for number, result in enumerate(() if terminal else results, 1):
+    results = study.results()
+    if live.console.is_terminal:
+        live.update(table(study, results), refresh=True)
+        return
+    for number, result in enumerate(results, 1):
         key, state = result.cell.key, result.state
         if state != states.get(key, "waiting"):
             states[key] = state
