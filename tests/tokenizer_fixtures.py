@@ -71,61 +71,48 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def save(kind: str, directory: Path, vocab: int = 480) -> Path:
     """A tokenizer of `KINDS` with its configuration and chat template, as a directory."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+    import tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
     spec = KINDS[kind]
-    pieces = spec.get("pieces", "bytes")
-    inner = Tokenizer(models.BPE(unk_token=None if pieces == "bytes" else "<unk>"))
-    alphabet = []
-    if pieces == "bytes":
+    pieces, space = spec.get("pieces", "bytes"), "\u2581"
+    in_bytes, alphabet = pieces == "bytes", sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None if in_bytes else "<unk>"))
+    if in_bytes:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         if kind == "llama3":
-            cut = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+            cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
             inner.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
         inner.decoder = decoders.ByteLevel()
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    elif pieces == "first":
-        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
-        replace = [normalizers.Replace(" ", "\u2581")]
-        inner.normalizer = normalizers.Sequence(
-            ([normalizers.Prepend("\u2581")] if pieces == "prepend" else []) + replace
-        )
-    if pieces != "bytes":
+        if pieces == "first":
+            inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        else:
+            before = [normalizers.Prepend(space)] if pieces == "prepend" else []
+            inner.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", space)])
         strip = [] if pieces == "replace" else [decoders.Strip(" ", 1, 0)]
-        inner.decoder = decoders.Sequence(
-            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        )
-    special = [AddedToken(t, normalized=False, rstrip=t in spec.get("rstrip", ())) for t in spec["special"]]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False, max_token_length=6
-    )
+        in_turn = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        inner.decoder = decoders.Sequence(in_turn)
+    special = [tokenizers.AddedToken(t, normalized=False, rstrip=t in spec.get("rstrip", ())) for t in spec["special"]]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet if in_bytes else [], show_progress=False,
+        max_token_length=6,
+    )  # fmt: skip
     inner.train_from_iterator([line + "\n" for line in TEXT.split("\n")] * 4 + TEXT.split(" ") * 4, trainer)
-    if pieces != "bytes":  # what it does not know is written in bytes
+    if not in_bytes:  # what it does not know is written in bytes
         tree = json.loads(inner.to_str())
-        known = tree["model"]["vocab"]
+        ids = tree["model"]["vocab"]
         tree["model"] |= {"byte_fallback": True, "fuse_unk": True}
-        known |= {f"<0x{byte:02X}>": len(known) + byte for byte in range(256)}
-        inner = Tokenizer.from_str(json.dumps(tree))
+        ids |= {f"<0x{byte:02X}>": len(ids) + byte for byte in range(256)}
+        inner = tokenizers.Tokenizer.from_str(json.dumps(tree))
     if spec.get("starts"):
         bos = spec["bos"]
-        inner.post_processor = processors.TemplateProcessing(
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, inner.token_to_id(bos))]
         )
     directory.mkdir(parents=True, exist_ok=True)
     inner.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": spec["eos"], "chat_template": spec["template"]}
-    if "bos" in spec:
-        config["bos_token"] = spec["bos"]
+    config |= {"bos_token": spec["bos"]} if "bos" in spec else {}
     (directory / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": False}))
     return directory

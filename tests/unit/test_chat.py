@@ -37,9 +37,7 @@ ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "ll
 
 
 def row(talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
-    made = chat.row(talk, template, tokenizer, context)
-    assert made is not None
-    ids, marks = made
+    ids, marks = chat.row(talk, template, tokenizer, context)  # type: ignore[misc]
     return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
 
 
@@ -50,7 +48,7 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
     return hf_tokenizer(str(place)), Template.of_directory(place), AutoTokenizer.from_pretrained(place)
 
 
-def test_only_the_answers_and_their_ends_count() -> None:
+def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_and_left_out_without_any() -> None:
     ids, _, counted = row(TALK, Template(), BYTES)
     assert BYTES.decode(ids).startswith("System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo")
     assert BYTES.decode(counted) == " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
@@ -59,6 +57,9 @@ def test_only_the_answers_and_their_ends_count() -> None:
         "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assistant>I"
     )
     assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
+    ids, marks, _ = row(TALK, Template(), BYTES, 70)
+    assert len(ids) == 71 and any(marks)
+    assert chat.row(TALK, Template(), BYTES, 20) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +72,8 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_end_with_thei
     with_system = [TALK] if kind in ("chatml", "marked", "llama3") else []
     for talk in (*with_system, TALK[1:3], TALK[1:]):
         ids, marks, counted = row(talk, template, ours)
-        assert ids == theirs.apply_chat_template(talk, tokenize=True, return_dict=False)
+        whole = theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=kind == "marked")
+        assert ids == whole["input_ids"] and [*map(int, marks)] == whole.get("assistant_masks", [*map(int, marks)])
         prompt = theirs.apply_chat_template(talk[:-1], tokenize=True, add_generation_prompt=True, return_dict=False)
         assert chat.prompt_tokens(talk[:-1], template, ours) == prompt == ids[: len(prompt)]
         answers = [message["content"] for message in talk if message["role"] == "assistant"]
@@ -79,13 +81,6 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_end_with_thei
         assert counted.count(end) == len(answers) and counted[-1] == end
         parts = theirs.decode(counted).split(theirs.decode([end]))[:-1]
         assert [part.strip() for part in parts] == answers
-
-
-def test_generation_blocks_count_as_in_transformers(tmp_path: Path) -> None:
-    ours, template, theirs = opened("marked", tmp_path)
-    ids, marks, _ = row(TALK, template, ours)
-    theirs = theirs.apply_chat_template(TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    assert (ids, [int(mark) for mark in marks]) == (theirs["input_ids"], theirs["assistant_masks"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,12 +99,6 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: i
             assert theirs.decode(counted[:-1]).strip() == talk[1]["content"] and counted[-1] in special
 
 
-def test_a_conversation_is_cut_at_the_context_and_left_out_where_no_answer_is_left() -> None:
-    ids, marks, _ = row(TALK, Template(), BYTES, 70)
-    assert len(ids) == 71 and any(marks)
-    assert chat.row(TALK, Template(), BYTES, 20) is None
-
-
 def test_templates_that_cannot_be_used_are_refused() -> None:
     talk = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %}THE END{% endif %}"
     assert Template(talk).pieces(TALK[1:3], BYTES) == [
@@ -117,12 +106,12 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
         ("I am a cat.\nTHE END", True),
     ]
     for source, words in [
-        (talk, ["chat template", "one answer"]),  # nothing closes the earlier answer
-        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", ["one answer"]),
-        ("{{ raise_exception('no system here') }}", ["no system here"]),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ["chat template"]),  # out of the sandbox
+        (talk, "one answer"),  # nothing closes the earlier answer
+        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "one answer"),
+        ("{{ raise_exception('no system here') }}", "no system here"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
     ]:
-        with refused(*words):
+        with refused(words):
             Template(source).pieces(TALK[1:], BYTES)
 
 
@@ -153,12 +142,20 @@ def recipe(source: Path | str, **data: Any) -> Recipe:
     return Recipe.model_validate({"model": {"context": 200}, "data": tree})
 
 
-def test_files_become_training_and_validation_rows(tmp_path: Path) -> None:
+def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path) -> None:
     file = talks(tmp_path / "talk.jsonl", [f"Answer {i}." for i in range(10)])
     data = open_data(recipe(file, val_fraction=0.2, dir=str(tmp_path / "d")))
     assert (len(data.train), len(data.val or ())) == (8, 2) and data.template == Template()
     tokens, labels = data.train.read(np.array([0]))
     assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ") and tokens.shape[0] == 1
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
+    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "set")
+    data = open_data(recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "e")))
+    assert (len(data.train), len(data.val or ())) == (10, 3)
+    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
+    with refused("'messages'", "it has text"):
+        chat.read(f"hf:{tmp_path / 'other'}")
 
 
 @pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
@@ -175,43 +172,22 @@ def test_a_change_in_any_file_of_a_corpus_is_noticed(changed: str, tmp_path: Pat
         open_data(kept)
 
 
-def test_conversations_of_a_data_set(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    file = talks(tmp_path / "talk.jsonl", [f"Answer {i}." for i in range(8)])
-    table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
-    datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "set")
-    data = open_data(recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "d")))
-    assert (len(data.train), len(data.val or ())) == (8, 3)
-    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
-    with refused("'messages'", "it has text"):
-        chat.read(f"hf:{tmp_path / 'other'}")
-
-
-def test_rows_of_another_tokenizer_or_template_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_template_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = tokenizer_fixtures.save("chatml", tmp_path / "tok")
+    template = tokenizer_fixtures.save("chatml", tmp_path / "tok") / "chat_template.jinja"
     talks(tmp_path / "talk.jsonl", ["I am a cat."])
-
-    def fingerprint(directory: str) -> str:
-        return open_data(recipe("talk.jsonl", tokenizer="hf:tok", dir=directory)).fingerprint
-
-    first = fingerprint("kept")
-    assert fingerprint("kept") == first
-    other = tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
-    (folder / "chat_template.jinja").write_text(other)
+    first, second = (recipe("talk.jsonl", tokenizer="hf:tok", dir=directory) for directory in ("first", "second"))
+    before = open_data(first).fingerprint
+    template.write_text(tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'"))
     with refused("tokenizer_files", "tok/chat_template.jinja", "data.dir"):
-        fingerprint("kept")
-    second = fingerprint("template")
-    tokenizer_fixtures.save("chatml", folder, vocab=300)
-    with refused("tokenizer_files", "tok/tokenizer.json"):
-        fingerprint("template")
-    assert len({first, second, fingerprint("tokenizer")}) == 3
+        open_data(first)
+    assert open_data(second).fingerprint != before
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "write"), ("[]", "write"), ('{"messages": [{"role": "user"}]}', "write"),
+        ("{", "write"), ('{"messages": [{"role": "user"}]}', "write"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
         ('{"messages": [{"role": "user", "content": 3}]}', "content"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
@@ -226,12 +202,9 @@ def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
 # -- streams
 
 
-def test_text_is_shown_when_its_characters_are_whole() -> None:
+def test_texts_are_shown_one_after_the_other_as_soon_as_their_characters_are_whole() -> None:
     events = [(0, token) for token in [*BYTES.encode("aé🙂b").tolist(), 0xC3, None]]
     assert [piece for _, piece in in_order(events, BYTES, 1)] == ["a", "é", "🙂", "b", "\ufffd"]
-
-
-def test_texts_made_together_are_shown_one_after_the_other() -> None:
     events = [(0, 97), (1, 98), (2, 99), (1, None), (0, 100), (2, 101), (0, None), (3, None), (2, None)]
     shown = list(in_order(iter(events), BYTES, 4))
     assert [index for index, _ in shown] == sorted(index for index, _ in shown)

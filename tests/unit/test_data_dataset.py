@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from windlass.data import shards
 from windlass.data.dataset import open_data
-from windlass.data.samples import DocumentSamples, PackedSamples, Samples
+from windlass.data.samples import DocumentSamples, PackedSamples
 from windlass.data.shards import Index, ShardWriter, Stream
 from windlass.data.vocabulary import char_tokenizer, train_bpe
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch):
+def _no_waiting_for_the_disk_and_few_open_files(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 3)
 
 
 def stream_of(folder, pieces, shard_tokens):
@@ -39,7 +40,7 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     count = iter(range(10**6))
     pieces = [[next(count) for _ in range(n)] for n in lengths]
     stream, tokens = stream_of(tmp_path_factory.mktemp("x"), pieces, shard_tokens)
-    assert stream.read(0, len(tokens)).tolist() == tokens
+    assert stream.read(0, len(tokens)).tolist() == tokens and len(stream._open) <= 3
     start = data.draw(st.integers(0, len(tokens)))
     stop = data.draw(st.integers(start, len(tokens)))
     samples = PackedSamples(stream, start, stop, context, ragged=ragged)
@@ -49,8 +50,6 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     rows = [row for row in rows if ragged or len(row) == context]
     assert len(samples) == len(rows)
     assert samples.valid_tokens == sum(map(len, rows))
-    if rows:
-        assert isinstance(samples, Samples)
     with pytest.raises(IndexError):
         samples.read(np.array([len(rows)]))
     found_tokens, found_labels = samples.read(np.arange(len(rows)))
@@ -68,31 +67,16 @@ def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     eot, count = 60_000, iter(range(10**6))
     pieces = [[eot] + [next(count) for _ in range(n)] for n in lengths]
     stream, _ = stream_of(tmp_path_factory.mktemp("x"), pieces, shard_tokens)
-    first, last = len(pieces) // 3, len(pieces)
-    start, stop = sum(map(len, pieces[:first])), len(stream)
-    samples = DocumentSamples(stream, start, stop, context, eot)
-    assert len(samples) == last - first
+    first = len(pieces) // 3
+    samples = DocumentSamples(stream, sum(map(len, pieces[:first])), len(stream), context, eot)
+    assert len(samples) == sum(samples.shard_samples) == len(pieces) - first
     tokens, labels = samples.read(np.arange(len(samples)))
-    valid = 0
-    for i, piece in enumerate(pieces[first:last]):
-        whole = [*piece, eot]
-        count_here = min(len(piece), context)
-        valid += count_here
-        assert samples.length(i) == count_here
-        assert tokens[i].tolist() == whole[:count_here] + [0] * (context - count_here)
-        assert labels[i].tolist() == whole[1 : count_here + 1] + [-100] * (context - count_here)
-    assert samples.valid_tokens == valid == (labels != -100).sum()
-    assert sum(samples.shard_samples) == len(samples)
-
-
-def test_more_shards_than_files_are_kept_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 3)
-    stream, tokens = stream_of(tmp_path, [list(range(200))], 7)
-    draw = np.random.default_rng(0)
-    for _ in range(200):
-        start = int(draw.integers(0, 190))
-        assert stream.read(start, start + 10).tolist() == tokens[start : start + 10]
-        assert len(stream._open) <= 3
+    for i, piece in enumerate(pieces[first:]):
+        length, whole = min(len(piece), context), [*piece, eot]
+        assert samples.length(i) == length
+        assert tokens[i].tolist() == whole[:length] + [0] * (context - length)
+        assert labels[i].tolist() == whole[1 : length + 1] + [-100] * (context - length)
+    assert samples.valid_tokens == (labels != -100).sum()
 
 
 @pytest.fixture
@@ -102,37 +86,31 @@ def prepared(tmp_path):
     return recipe, open_data(recipe)
 
 
-@pytest.mark.parametrize("kind", ["missing", "truncated", "too long", "damaged"])
-def test_a_damaged_shard_is_refused_by_name(prepared, kind):
+def test_a_damaged_shard_is_refused_by_name(prepared):
     recipe, data = prepared
     path = data.directory / "shard-00002.bin"
     raw = path.read_bytes()
-    flipped = raw[:-1] + bytes([raw[-1] ^ 1])
-    path.write_bytes({"missing": b"", "truncated": raw[:-2], "too long": raw + b"\0\0", "damaged": flipped}[kind])
-    if kind == "missing":
-        path.unlink()
-    with refused(str(path), "`windlass prepare`"):
-        open_data(recipe)
+    path.unlink()
+    for content in (None, raw[:-2], raw + b"\0\0", raw[:-1] + bytes([raw[-1] ^ 1])):
+        if content is not None:
+            path.write_bytes(content)
+        with refused(str(path), "`windlass prepare`"):
+            open_data(recipe)
 
 
 def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch):
     recipe, data = prepared
-    read = []
-    real = shards.sha256_of
+    read, real = [], shards.sha256_of
     monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
     open_data(recipe)
     assert read == []  # what was just written was hashed on its way
     (data.directory / "verified.json").write_text("[1, 2")
-    open_data(recipe)
-    open_data(recipe)
+    for _ in range(2):
+        open_data(recipe)
     assert sorted(read) == sorted(shard.file for shard in Index.load(data.directory).shards)
     os.utime(data.directory / "shard-00001.bin")
     open_data(recipe)
     assert read[-1] == "shard-00001.bin"
-    (data.directory / "verified.json").unlink()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # a directory of somebody else's
-    open_data(recipe)
-    assert not (data.directory / "verified.json").exists()
 
 
 def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
@@ -162,17 +140,13 @@ def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
+def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data", tokenizer="char")
     with refused("model.vocab = 5", "write that"):
         open_data(recipe.with_overrides("model.vocab=5"))
-    assert len(open_data(recipe.with_overrides("model.vocab=300")).train)
-
-
-def test_too_few_tokens(tmp_path):
-    source = jsonl(tmp_path / "x.jsonl", ["short", "texts", "only"])
+    source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
     with refused("12 tokens", "33"):
-        open_data(recipe_for(source, tmp_path / "data", context=32))
+        open_data(recipe_for(source, tmp_path / "short", context=32))
 
 
 def test_documents_as_rows(tmp_path):
@@ -193,17 +167,17 @@ def nanogpt(path, tokens):
     np.array(tokens, dtype=np.uint16).tofile(path)
 
 
-def build_nanogpt(path, tokens):
-    np.save(path, np.array(tokens, dtype=np.uint16))
-
-
 def llmc(path, tokens, version=1):
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, version, len(tokens)
     path.write_bytes(header.tobytes() + np.array(tokens, dtype=np.uint16).tobytes())
 
 
-WRITERS = {"nanogpt.bin": nanogpt, "build.npy": build_nanogpt, "llmc.bin": llmc}
+WRITERS = {
+    "nanogpt.bin": nanogpt,
+    "build.npy": lambda path, tokens: np.save(path, np.array(tokens, dtype=np.uint16)),
+    "llmc.bin": llmc,
+}
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -233,16 +207,15 @@ def test_which_shards_validate(tmp_path):
     assert set(held.read(np.arange(len(held)))[0].reshape(-1).tolist()) <= {0}
     share = open_data(recipe_for(source, tmp_path / "b", val_fraction=0.25))
     assert (share.train.tokens, share.val.tokens) == (300, 100)
-    named = open_data(
-        recipe_for(f"shards:{tmp_path}/[012].bin", tmp_path / "c", eval_source=f"shards:{tmp_path}/3.bin")
-    )
+    corpus, other = f"shards:{tmp_path}/[012].bin", f"shards:{tmp_path}/3.bin"
+    named = open_data(recipe_for(corpus, tmp_path / "c", eval_source=other))
     assert (named.train.tokens, named.val.tokens) == (300, 100)
     assert open_data(recipe_for(source, tmp_path / "d", val_fraction=0)).val is None
     with refused("data.val_shards = 99", "data.shard_tokens"):
         open_data(recipe_for(source, tmp_path / "e", val_shards=99))
 
 
-def test_bad_shards_of_others_are_refused_by_name(tmp_path):
+def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     whole = {}
     for name, writer in WRITERS.items():
         writer(tmp_path / name, list(range(200)))
@@ -250,10 +223,8 @@ def test_bad_shards_of_others_are_refused_by_name(tmp_path):
     llmc(tmp_path / "third.bin", range(200), version=3)
     cases = [
         ("a.bin", whole["nanogpt.bin"][:-1], "truncated"),
-        ("b.bin", b"", "truncated"),
         ("c.bin", whole["llmc.bin"][:-2], "200 tokens"),
         ("d.npy", whole["build.npy"][:-2], "no whole .npy file"),
-        ("e.npy", whole["nanogpt.bin"], "no whole .npy file"),
         ("f.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
         ("g.bin", (tmp_path / "third.bin").read_bytes(), "llm.c's header of version 3"),
         ("h.bin", whole["nanogpt.bin"] + np.array([257, 5], np.uint16).tobytes(), "token id 257 at place 200"),
@@ -271,14 +242,10 @@ def test_bad_shards_of_others_are_refused_by_name(tmp_path):
         (folder / name).write_bytes(content)
         with refused(name, words):
             open_data(recipe_for(f"shards:{folder}/*", tmp_path / "data" / folder.name))
-
-
-def test_a_changed_shard_of_others_is_refused(tmp_path):
-    nanogpt(tmp_path / "a.bin", range(200))
-    recipe = recipe_for(f"shards:{tmp_path}/a.bin", tmp_path / "data")
+    recipe = recipe_for(f"shards:{tmp_path}/nanogpt.bin", tmp_path / "data" / "changed")
     open_data(recipe)
-    nanogpt(tmp_path / "a.bin", [1, *range(1, 200)])
-    with refused("a.bin is damaged", "SHA-256"):
+    nanogpt(tmp_path / "nanogpt.bin", [1, *range(1, 200)])
+    with refused("nanogpt.bin is damaged", "SHA-256"):
         open_data(recipe)
 
 
@@ -294,10 +261,7 @@ def test_shards_and_text_do_not_mix(tmp_path):
 
 def test_the_fingerprint_is_of_the_tokens_not_of_the_place(tmp_path):
     texts = documents(30)
-    prints = []
-    for name in ("a", "b"):
-        recipe = recipe_for(jsonl(tmp_path / name / f"{name}.jsonl", texts), tmp_path / name / "data")
-        prints.append(open_data(recipe).fingerprint)
-    assert prints[0] == prints[1]
-    other = open_data(recipe_for(jsonl(tmp_path / "c.jsonl", texts), tmp_path / "c", val_fraction=0.2))
-    assert other.fingerprint != prints[0]
+    recipes = [recipe_for(jsonl(tmp_path / n / f"{n}.jsonl", texts), tmp_path / n / "data") for n in ("a", "b")]
+    one, two = (open_data(recipe).fingerprint for recipe in recipes)
+    other = recipe_for(tmp_path / "a" / "a.jsonl", tmp_path / "c", val_fraction=0.2)
+    assert one == two != open_data(other).fingerprint

@@ -70,9 +70,6 @@ def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
             assert 0 <= corpus.share <= 1
         corpus.limit = 7
         assert list(corpus.documents(3)) == TEXTS[3:7] and list(corpus.documents(9)) == []
-
-
-def test_a_single_text_is_one(tmp_path):
     (tmp_path / "one.txt").write_bytes(b"\xef\xbb\xbfa\r\nb")
     corpus = open_corpus(DataSettings(), str(tmp_path / "one.txt"))
     assert corpus.single_text and list(corpus.documents()) == ["a\r\nb"]
@@ -85,10 +82,8 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
         ("c.jsonl", b'{"text": "a"}\n{"content": "b"}\n', ["line 2", "'text'", "'content'", "data.text_key"]),
         ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' holds int"]),
-        ("e.jsonl", b'["text"]\n', ["line 1", "object"]),
         ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
         ("g.jsonl.gz", gzip.compress(raw)[:-20], ["cut short"]),
-        ("i.jsonl.zst", zst(raw)[:-20], ["cut short"]),
         ("k.parquet", table[:-30], ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
@@ -97,30 +92,23 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         (tmp_path / name).write_bytes(content)
         with refused(name, *words):
             read(str(tmp_path / name))
-
-
-def test_columns_are_named(tmp_path):
     parquet(tmp_path / "x.parquet", ["a", None, "b"], key="content")
-    with refused("'text'", "id, content", "data.text_key"):
-        read(str(tmp_path / "x.parquet"))
     assert read(str(tmp_path / "x.parquet"), text_key="content") == ["a", "", "b"]
-    with refused("'id' holds int"):
-        read(str(tmp_path / "x.parquet"), text_key="id")
+    for key, words in (("text", ["'text'", "id, content", "data.text_key"]), ("id", ["'id' holds int"])):
+        with refused(*words):
+            read(str(tmp_path / "x.parquet"), text_key=key)
 
 
 def test_there_is_no_such_source(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "x.json").write_text("{}")
     (tmp_path / "x.bin").write_bytes(b"12")
-    for source, words in [
-        (f"{tmp_path}/none.txt", ["none.txt", "stdlib"]),
-        (f"{tmp_path}/*.csv", ["*.csv"]),
-        (f"{tmp_path}/empty", [".txt, .jsonl, .ndjson, .parquet", "empty"]),
-        (f"{tmp_path}/x.json", [".jsonl"]),
-        (f"{tmp_path}/x.bin", ["shards:"]),
-        ("shakespeare", ["shakespeare", "hf:NAME"]),
+    for source, word in [
+        (f"{tmp_path}/*.csv", "*.csv"),
+        (f"{tmp_path}/empty", ".txt, .jsonl, .ndjson, .parquet"),
+        (f"{tmp_path}/x.bin", "shards:"),
+        ("shakespeare", "hf:NAME"),
     ]:
-        with refused("data.source", *words):
+        with refused("data.source", word):
             read(source)
 
 
@@ -184,7 +172,7 @@ def test_downloads_that_fail(web, tmp_path):
     for url, sha256, words in [
         (f"{web}/input.txt", "0" * 64, [good, "data.sha256"]),
         (f"{web}/missing.txt", good, ["404"]),
-        ("http://127.0.0.1:9/input.txt", good, ["give the path of a file"]),
+        ("http://127.0.0.1:9/input.txt", good, ["path of a file"]),
         (f"{web}/input.txt", "", ["data.sha256"]),
     ]:
         with refused(*words):
@@ -192,29 +180,26 @@ def test_downloads_that_fail(web, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_datasets(tmp_path):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets(streaming, tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     table = datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "text": TEXTS})
     table.save_to_disk(tmp_path / "table")
     datasets.DatasetDict({"train": table, "validation": table.select(range(3))}).save_to_disk(tmp_path / "splits")
-    (tmp_path / "files").mkdir()
+    for place in ("files", "bad"):
+        (tmp_path / place).mkdir()
     parquet(tmp_path / "files" / "train.parquet", TEXTS)
     for place in ("table", "splits", "files"):
-        for streaming in (False, True):
-            source = f"hf:{tmp_path / place}"
-            assert read(source, streaming=streaming) == TEXTS
-            assert read(source, 5, streaming=streaming) == TEXTS[5:]
-    held = open_corpus(DataSettings(), f"hf:{tmp_path / 'splits'}", split="validation")
-    assert list(held.documents()) == TEXTS[:3] and held.share == 1.0
+        for start in (0, 5):
+            assert read(f"hf:{tmp_path / place}", start, streaming=streaming) == TEXTS[start:]
+    splits, settings = f"hf:{tmp_path / 'splits'}", DataSettings(streaming=streaming)
+    held = open_corpus(settings, splits, split="validation")
+    assert list(held.documents()) == TEXTS[:3] and held.share == (0.0 if streaming else 1.0)
     with refused("'test'", "train, validation"):
-        open_corpus(DataSettings(), f"hf:{tmp_path / 'splits'}", split="test")
-    for streaming in (False, True):
-        with refused("'content'", "data.text_key"):
-            read(f"hf:{tmp_path / 'table'}", text_key="content", streaming=streaming)
-    with refused("hf:nobody/nothing-of-the-kind"):
-        read("hf:nobody/nothing-of-the-kind")
-    (tmp_path / "bad").mkdir()
+        open_corpus(settings, splits, split="test")
+    with refused("'content'", "data.text_key"):
+        read(f"hf:{tmp_path / 'table'}", text_key="content", streaming=streaming)
     (tmp_path / "bad" / "x.jsonl").write_text("{oops")
-    for streaming in (False, True):
+    for source in ("hf:nobody/nothing-of-the-kind", f"hf:{tmp_path / 'bad'}"):
         with pytest.raises((UserError, RunFailed), match="hf:"):
-            read(f"hf:{tmp_path / 'bad'}", streaming=streaming)
+            read(source, streaming=streaming)

@@ -41,35 +41,28 @@ def test_bytes_and_characters_round_trip(text):
     assert tokenizer.vocab == len(set(text)) and int(ids.max()) == tokenizer.vocab - 1
 
 
-def test_bytes_special():
+def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named():
     tokenizer = byte_tokenizer()
     assert (tokenizer.vocab, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([65, 256, 66, 0xFF, 300]) == f"A{END_OF_TEXT}B\ufffd\ufffd"
     assert tokenizer.encode("\ud800x").tolist() == list(b"?x")  # half a surrogate pair, as JSON can hold it
-
-
-def test_characters_are_numbered_by_code_point_and_unknown_ones_named():
     tokenizer = char_tokenizer("banana", with_eot=True)
     assert tokenizer.encode("nab").tolist() == [2, 0, 1] and (tokenizer.vocab, tokenizer.eot) == (4, 3)
     assert tokenizer.decode([0, 3, 9]) == f"a{END_OF_TEXT}\ufffd"
-    for unknown in "c!\u00e9\U0001f642A":
-        with refused(repr(unknown)):
-            tokenizer.encode("ba" + unknown)
+    with refused(repr("\U0001f642")):
+        tokenizer.encode("ba\U0001f642")
     with refused("at least one character"):
         char_tokenizer("", with_eot=False)
 
 
-def test_gpt2_ids_as_published(gpt2):
+def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(gpt2, data_files):
+    """The `tokenizers` library, with the same vocabulary from another source."""
+    from tokenizers import Tokenizer
+
     assert (gpt2.vocab, gpt2.eot) == (50257, 50256)
     assert gpt2.encode("Hello, I'm a language model,").tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
     assert gpt2.decode([15496, 11, 50256, 60000]) == f"Hello,{END_OF_TEXT}\ufffd"
     assert int(gpt2.encode(f"a{END_OF_TEXT}b").max()) < 50256  # what looks like the end of a text in a text is text
-
-
-def test_gpt2_agrees_with_an_independent_tokenizer_file(gpt2, data_files):
-    """The `tokenizers` library, with the same vocabulary from another source."""
-    from tokenizers import Tokenizer
-
     other = Tokenizer.from_file(str(data_files / "gpt2" / "gpt2-tokenizer.json"))
     for text in (SAMPLE, (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:200_000], "  \n\n  x  "):
         assert gpt2.encode(text).tolist() == gpt2.inner.encode(text).ids == other.encode(text).ids
@@ -78,7 +71,8 @@ def test_gpt2_agrees_with_an_independent_tokenizer_file(gpt2, data_files):
     assert (ours.vocab, ours.eot, ours.fingerprint) == (50257, 50256, gpt2.fingerprint)
     text = f"{SAMPLE}{END_OF_TEXT} \ud800"
     assert ours.encode(text).tolist() == gpt2.encode(text).tolist()
-    assert ours.decode([15496, 60000, 11, 50256]) == f"Hello\ufffd,{END_OF_TEXT}"
+    for text in (" " * 1_500_000 + "x", "\n" * 1_200_000, "a b\n" * 300_000):  # long runs once overran the library
+        assert gpt2.decode(gpt2.encode(text)) == text
 
 
 @given(st.text(st.sampled_from("ab1 '!\n\t\r\u00e9\u00a0s"), max_size=60))
@@ -90,11 +84,6 @@ def test_cutting_a_long_text_changes_no_token(gpt2, text):
     places = np.cumsum([len(p) for p in parts])[:-1].tolist()
     if all(text[p - 1] == "\n" and not text[p - 2].isspace() and not text[p].isspace() for p in places):
         assert cut == gpt2.encode(text).tolist()
-
-
-@pytest.mark.parametrize("text", [" " * 1_500_000 + "x", "\n" * 1_200_000, "a b\n" * 300_000], ids=len)
-def test_gpt2_survives_long_runs(gpt2, text):
-    assert gpt2.decode(gpt2.encode(text)) == text
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])
@@ -136,8 +125,8 @@ def test_trained_byte_pairs():
     texts = ["the cat sat on the mat\n", "that other hat is another matter\n"] * 50
     tokenizer = train_bpe(texts, 280)
     assert (tokenizer.vocab, tokenizer.eot) == (280, 0) and len(tokenizer.encode("the cat")) < 7
-    for text in ("the cat", SAMPLE, f"x{END_OF_TEXT}y"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text and 0 not in tokenizer.encode(text)
+    text = f"the cat {SAMPLE}x{END_OF_TEXT}y"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and 0 not in tokenizer.encode(text)
     assert train_bpe(texts, 280).fingerprint == tokenizer.fingerprint != train_bpe(texts, 270).fingerprint
 
 
@@ -164,38 +153,29 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
             load(setting, tmp_path)
 
 
-@pytest.mark.parametrize("setting", ["bytes", "byte:x", "hf:"])
-def test_there_is_no_such_tokenizer(setting):
-    with refused("data.tokenizer", repr(setting), "hf:NAME_OR_DIR"):
-        load(setting)
+def test_there_is_no_such_tokenizer(tmp_path):
+    for setting in ("bytes", "byte:x", "hf:"):
+        with refused("data.tokenizer", repr(setting), "hf:NAME_OR_DIR"):
+            load(setting)
+    for setting in ("char", "bpe"):
+        with refused("data.tokenizer", "`windlass prepare`"):
+            load(setting, tmp_path)
+        with refused("data.tokenizer", "shards:"):  # shards that others wrote come without one
+            load(setting)
 
 
-@pytest.mark.parametrize("setting", ["char", "bpe"])
-def test_made_from_the_corpus(setting, tmp_path):
-    with refused("data.tokenizer", "`windlass prepare`"):
-        load(setting, tmp_path)
-    with refused("data.tokenizer", "shards:"):  # shards that others wrote come without one
-        load(setting)
-
-
-def test_wrong_files(tmp_path, data_files, monkeypatch):
+def test_wrong_files_and_gpt2_from_the_hub(gpt2, tmp_path, data_files, monkeypatch):
     with refused("encoder.json", str(tmp_path)):
         named_tokenizer(f"gpt2:{tmp_path}")
     (tmp_path / "vocab.bpe").write_bytes((data_files / "gpt2" / "vocab.bpe").read_bytes())
-    for ids in ("[]", "{", '{"\u00ff\u0fff": 1}'):
+    for ids in ("{", '{"\u00ff\u0fff": 1}'):
         (tmp_path / "encoder.json").write_text(ids, encoding="utf-8")
         with refused("vocab.bpe and encoder.json", str(tmp_path)):
             named_tokenizer(f"gpt2:{tmp_path}")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with refused("tokenizer.json"):
-        named_tokenizer(f"hf:{tmp_path}")
-    with refused("/nowhere/at/all"):
-        named_tokenizer("hf:/nowhere/at/all")
+    for name, word in ((str(tmp_path), "tokenizer.json"), ("/nowhere/at/all", "/nowhere/at/all")):
+        with refused(word):
+            named_tokenizer(f"hf:{name}")
     monkeypatch.setattr("windlass.hub.tokenizer_directory", lambda place: tmp_path)
-    with refused("tokenizer.json"):
-        named_tokenizer("gpt2")
     (tmp_path / "tokenizer.json").write_bytes((data_files / "gpt2" / "gpt2-tokenizer.json").read_bytes())
-    whole = named_tokenizer(f"gpt2:{data_files / 'gpt2'}")
-    text = f"{SAMPLE}{END_OF_TEXT}"
-    assert named_tokenizer("gpt2").encode(text).tolist() == whole.encode(text).tolist()
-    assert named_tokenizer("gpt2").fingerprint == whole.fingerprint
+    assert named_tokenizer("gpt2").fingerprint == gpt2.fingerprint

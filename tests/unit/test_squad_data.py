@@ -47,15 +47,10 @@ def recipe(source: str, folder: Path, context: int = 256, **data: Any) -> Recipe
     return Recipe.model_validate({"model": {"context": context}, "data": tree})
 
 
-def test_a_row_is_prompt_answer_and_end_in_one_sequence_and_only_the_answer_counts() -> None:
+def test_only_the_answer_and_its_end_count_and_rows_are_padded_to_the_longest_of_a_batch() -> None:
     ids, marks = squad.row(question("A cat sat.", "cat"), BYTES, 100)  # type: ignore[misc]
     assert BYTES.decode(ids) == "Question: What is it? Context: A cat sat. Answer: cat<|endoftext|>"
     assert BYTES.decode([i for i, m in zip(ids, marks, strict=True) if m]) == " cat<|endoftext|>"
-    labels = Rows([(ids, marks)], pad=256).read(np.array([0]))[1]
-    assert [label for label in labels[0].tolist() if label != -100] == [*b" cat", 256]
-
-
-def test_rows_are_padded_to_the_longest_of_a_batch_and_the_padding_is_masked() -> None:
     rows = Rows([([1, 2, 3], [True, False, True]), ([4, 5, 6, 7, 8], [False, True, True, True, True])], pad=9)
     tokens, labels = rows.read(np.array([1, 0, 1]))
     assert tokens.tolist() == [[4, 5, 6, 7], [1, 2, 9, 9], [4, 5, 6, 7]]
@@ -97,20 +92,9 @@ def test_a_prompt_for_generation_does_not_look_at_the_answer() -> None:
     )
 
 
-def test_files_become_splits_by_article_and_sizes_by_seed(tmp_path: Path) -> None:
-    file = write(tmp_path / "s.json", articles=5, count=4)
-
-    def questions(**data: Any) -> list[list[Question]]:
-        return squad.read_splits(recipe(f"squad:{file}", tmp_path / "d", **data))
-
-    train, held_out = questions(val_fraction=0.2)
-    assert len(train) == 16 and {q.group for q in held_out} == {"Land 4"}
-    sizes = {"eval_source": f"squad:{file}", "train_size": 5, "eval_size": 3}
-    data = open_data(recipe(f"squad:{file}", tmp_path / "d", **sizes))
-    assert (len(data.train), len(data.val or ())) == (5, 3)
-
-
-def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(tmp_path: Path) -> None:
+def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path / "asked.json", articles=3)
 
     def asked(tree: dict[str, Any], **settings: Any) -> list[Question]:
@@ -129,14 +113,11 @@ def test_the_suite_asks_its_own_file_and_leaves_the_training_questions_unread(tm
     assert {q.group for q in asked(mine)} == {"Land 2"}
     with refused("eval.squad_file", "none.json"):
         asked(text, squad_file=str(tmp_path / "none.json"))
-
-
-def test_questions_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"text": ["cat"], "answer_start": [2]}
     entry = {"id": "1", "title": "t", "question": "Who?", "context": "A cat.", "answers": answers}
     monkeypatch.setattr(squad, "load_dataset", lambda name, split: [entry] if split == "validation" else [])
-    wanted = Recipe.model_validate({"data": {"format": "squad", "source": "squad"}})
-    assert squad.eval_questions(wanted) == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
+    of_the_hub = asked({"data": {"format": "squad", "source": "squad"}})
+    assert of_the_hub == [Question("1", "Who?", "A cat.", ("cat",), 2, "t")]
 
 
 def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
@@ -152,6 +133,9 @@ def test_a_choice_is_a_function_of_seed_purpose_and_keys_alone() -> None:
 
 def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) -> None:
     file = write(tmp_path / "s.json", articles=4)
+    sizes = {"eval_source": f"squad:{file}", "train_size": 5, "eval_size": 3}
+    data = open_data(recipe(f"squad:{file}", tmp_path / "few", **sizes))
+    assert (len(data.train), len(data.val or ())) == (5, 3)
     wanted, npz = recipe(f"squad:{file}", tmp_path / "d", val_fraction=0.25), tmp_path / "d" / "train.npz"
     data = open_data(wanted)
     assert (data.vocab, data.directory, len(data.train), len(data.val or ())) == (257, tmp_path / "d", 9, 3)
@@ -192,7 +176,3 @@ def test_the_real_file_is_read_whole(data_files: Path) -> None:
     items = squad.read_questions(f"squad:{data_files / 'squad' / 'dev-v1.1.json'}")
     assert len(items) == 10_570 and len({q.group for q in items}) == 48
     assert all(q.context[q.start :].startswith(q.answers[0]) for q in items)
-    for item in [items[i] for i in choose([q.id for q in items], 60, 1, "test")]:
-        ids, marks = squad.row(item, BYTES, 512)  # type: ignore[misc]
-        assert len(ids) <= 513
-        assert BYTES.decode(i for i, m in zip(ids, marks, strict=True) if m) == f" {item.answers[0]}<|endoftext|>"
