@@ -11,7 +11,7 @@ from helpers import windlass, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.study.study import Study
-from windlass.study.submit import array_script, submit_sweep
+from windlass.study.sweep import array_script, submit_sweep
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
 

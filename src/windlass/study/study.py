@@ -241,12 +241,8 @@ class Study:
     def winner(self, results: Sequence[CellResult] | None = None) -> Group | None:
         """The group with the best median score; groups with all their seeds finished come before the others."""
         sign = 1 if better(0.0, 1.0, self.measure) else -1
-        scored = [
-            (len(x.scores) < len(x.results), sign * statistics.median(x.scores), x)
-            for x in self.groups(results)
-            if x.scores
-        ]
-        return min(scored, key=lambda x: x[:2])[2] if scored else None
+        groups = [group for group in self.groups(results) if group.scores]
+        return min(groups, key=lambda x: (len(x.scores) < len(x.results), sign * (x.median or 0.0)), default=None)
 
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
         """The command that trains an assignment in full on `world` ranks (or as many as it sets itself), and a remark.

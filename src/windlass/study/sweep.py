@@ -1,4 +1,5 @@
-"""Working through a study's cells, several at a time, each a `windlass train` process of its own. No torch.
+"""Working through a study's cells: several side by side, each a `windlass train` process of its own, or as an array job
+of SLURM or PBS, one task a cell, each calling `windlass sweep --only N`. No torch.
 
 The directory is the only state, so that a sweep may be killed anywhere: given again, it leaves finished cells alone,
 resumes interrupted ones from their last checkpoint, and leaves failed and diverged ones as they are, with their reason.
@@ -7,21 +8,24 @@ resumes interrupted ones from their last checkpoint, and leaves failed and diver
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from windlass.checkpoint.retention import better
-from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError
+from windlass.errors import BAD_INPUT, DONE, STOPPED, RunFailed, Stopped, UserError
 from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
-from windlass.study.grid import SEED, Cell
+from windlass.study.grid import Cell
 from windlass.study.study import Axes, CellResult, Evaluation, Study
 
 DONE_STATES = ("finished", "pruned", "diverged")
@@ -33,7 +37,7 @@ STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
 def sweep(
-    recipe: Recipe, axes: Axes, *, seeds: Sequence[int] = (), path: Path | None = None, world: int = 1, workers: int = 1,
+    recipe: Recipe, axes: Axes, *, path: Path | None = None, world: int = 1, workers: int = 1,
     stop_diverged: bool = False, halving: bool = False, retry_failed: bool = False, only: int | None = None,
     show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
 ) -> Study:  # fmt: skip
@@ -41,7 +45,7 @@ def sweep(
 
     Args:
         recipe: what all cells share.
-        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values; `seeds` are one more axis.
+        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values.
         path: the study's directory; None: `studies/<preset>-<hash>`.
         world: ranks of a cell that does not set `parallel.world` itself.
         workers: cells side by side, each with an equal share of the cores and with devices of its own.
@@ -53,9 +57,6 @@ def sweep(
 
     Raises UserError where the directory holds another study or a cell's recipe is invalid, Stopped after a signal.
     """
-    if seeds:
-        seed_axis = f"{SEED}={','.join(map(str, seeds))}"
-        axes = {**axes, SEED: list(seeds)} if isinstance(axes, Mapping) else [*axes, seed_axis]
     study = Study.create(recipe, axes, path)
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
@@ -216,10 +217,9 @@ class CellProcess(subprocess.Popen[bytes]):
         self.cell, self.devices = cell, devices
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
-        environment = dict(os.environ, WINDLASS_QUIET_END="1", WINDLASS_PARENT=str(os.getpid()))
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        if devices:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "WINDLASS_QUIET_END": "1"}
+        environment |= {"WINDLASS_PARENT": str(os.getpid())}
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
         with self.log_path.open("ab") as log:
             super().__init__(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -235,8 +235,8 @@ class CellProcess(subprocess.Popen[bytes]):
         """One line on why a cell that exited with `code` did not finish; empty where it finished or stopped."""
         if code in (DONE, STOPPED):
             return ""
-        lines = [line.strip() for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
-        message = next((line for line in reversed(lines) if line.startswith("windlass:")), lines[-1] if lines else "")
+        lines = ["", *filter(None, map(str.strip, self.log_path.read_text(errors="replace").splitlines()))]
+        message = next((line for line in reversed(lines) if line.startswith("windlass:")), lines[-1])
         kind = "bad input" if code == BAD_INPUT else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return f"{kind}: {message}" if message else kind
 
@@ -284,3 +284,88 @@ def thread_share(ranks: int) -> int:
     """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
+
+
+# --- as an array job ---------------------------------------------------------------------------------------------------
+
+SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
+
+
+def submit_sweep(
+    recipe: Recipe, axes: Axes, scheduler: str, *, path: Path | None = None, world: int = 1, stop_diverged: bool = False,
+    halving: bool = False, retry_failed: bool = False, arguments: Sequence[str] = (), dry_run: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> str:  # fmt: skip
+    """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` write nothing.
+
+    The arguments are those of `sweep`, and `arguments` for the scheduler itself. Returns the script; empty where no cell
+    is open. Raises UserError where the scheduler is unknown or not on this machine, or cells are to be halved, RunFailed
+    where the scheduler did not take the job.
+    """
+    if scheduler not in SUBMIT:
+        raise UserError(f"--submit {scheduler}: there are slurm and pbs")
+    if halving:
+        raise UserError("--halving compares cells while one sweep runs them: it does not go with --submit")
+    study = Study.create(recipe, axes, path, write=not dry_run)
+    states = [result.state for result in study.results()]
+    wanted = ("waiting", "interrupted", *(("failed", "diverged") if retry_failed else ()))
+    cells = [number for number, state in enumerate(states) if state in wanted]
+    if running := [str(number) for number, state in enumerate(states) if state == "running"]:
+        notify(f"running already, so not submitted: cell {', '.join(running)}")
+    if not cells:
+        notify("nothing to submit: no cell is open")
+        return ""
+    flags = ["--stop-diverged"] * stop_diverged + ["--retry-failed"] * retry_failed
+    script = array_script(study, scheduler, cells, world, Path.cwd(), sys.executable, flags, arguments)
+    if dry_run:
+        return script
+    command, path = SUBMIT[scheduler], study.path / f"submit.{scheduler}.sh"
+    if shutil.which(command) is None:
+        raise UserError(f"there is no {command} on this machine: submit from a login node, or look with --dry-run")
+    path.write_text(script, encoding="utf-8")
+    if subprocess.run([command, str(path)], check=False).returncode:
+        raise RunFailed(f"{command} did not take {path}; its message is above")
+    return script
+
+
+def array_script(
+    study: Study, scheduler: str, cells: Sequence[int], world: int, directory: Path, python: str,
+    flags: Sequence[str] = (), arguments: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """The batch script for the cells with these numbers; a pure function of its arguments.
+
+    A rank gets a core and, unless the recipe has `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
+    (`--time=04:00:00`) and replace ours of the same name (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time
+    runs out gets a signal, saves and exits with 75; submitting again resumes it.
+    """
+    chosen, name = [study.cells[number] for number in cells], f"windlass-{study.path.name}"
+    ranks = max(cell.world or world for cell in chosen)
+    gpus = any(cell.recipe.parallel.device != "cpu" for cell in chosen)
+    if scheduler == "slurm":
+        mark, index = "#SBATCH", "$SLURM_ARRAY_TASK_ID"
+        asked = [
+            f"--job-name={name}", f"--array={','.join(map(str, cells))}", "--nodes=1", "--ntasks=1",
+            f"--cpus-per-task={ranks}", *([f"--gpus-per-task={ranks}"] if gpus else []),
+            f"--output={study.path}/slurm-%A_%a.out", "--signal=B:TERM@120", "--requeue",
+        ]  # fmt: skip
+    else:  # PBS has no array of one job
+        mark, index = "#PBS", "$PBS_ARRAY_INDEX" if len(cells) > 1 else str(cells[0])
+        asked = [
+            f"-N {name}"[:18], *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
+            f"-l select=1:ncpus={ranks}" + (f":ngpus={ranks}" if gpus else ""), "-r y", "-j oe",
+        ]  # fmt: skip
+
+    def option(text: str) -> str:  # what it sets: `--time`, `-q`, or `-l select`
+        return " ".join(re.split(r"[=\s]+", text)[: 2 if text.startswith("-l") else 1])
+
+    header = [*(text for text in asked if option(text) not in map(option, arguments)), *arguments]
+    words = [python, "-m", "windlass", "sweep", str(study.path / "recipe.toml"), *study.axes]
+    words += ["--dir", str(study.path), "--world", str(world), *flags]
+    return "\n".join([
+        "#!/bin/bash", *(f"{mark} {text}" for text in header), "",
+        f"cd {shlex.quote(str(directory))}",
+        f"{shlex.join(words)} --only {index} &",
+        "job=$!",
+        "trap 'kill -TERM $job; wait $job; exit $?' TERM",  # the scheduler signals the shell alone
+        "wait $job", "",
+    ])  # fmt: skip
