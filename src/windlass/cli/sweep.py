@@ -63,7 +63,6 @@ def sweep(
 
     from windlass.recipe import Recipe
     from windlass.study import sweep as studies
-    from windlass.study.submit import submit_sweep
 
     base = Recipe.load(recipe, set_)
     settings: dict[str, Any] = {"path": dir_, "world": world, "retry_failed": retry_failed}
