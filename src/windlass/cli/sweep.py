@@ -68,7 +68,8 @@ def sweep(
     settings: dict[str, Any] = {"path": dir_, "world": world, "retry_failed": retry_failed}
     settings |= {"stop_diverged": stop_diverged, "halving": halving}
     if submit:
-        script = submit_sweep(base, axes, submit, **settings, arguments=submit_arg, dry_run=dry_run, notify=typer.echo)
+        more: dict[str, Any] = {"arguments": submit_arg, "dry_run": dry_run, "notify": typer.echo}
+        script = studies.submit_sweep(base, axes, submit, **settings, **more)
         typer.echo(script if dry_run else "", nl=False)
         return DONE
     if submit_arg or dry_run:
