@@ -200,7 +200,7 @@ def strategies_agree(bench: Bench) -> Outcome:
 
 def world_changes_nothing(bench: Bench) -> Outcome:
     """World and accumulation with dropout and equal micro-batches; without dropout any micro-batch. In float64."""
-    from windlass.data.dataset import open_data
+    from windlass.data.prepare import open_data
     from windlass.model.build import build_model
     from windlass.training.checks import uses_dropout
 
@@ -227,8 +227,8 @@ def world_changes_nothing(bench: Bench) -> Outcome:
 
 def sequence_whole(bench: Bench) -> Outcome:
     """One run that moves over worlds reads every sample where the order says, once."""
-    from windlass.data.dataset import open_data
     from windlass.data.order import Order
+    from windlass.data.prepare import open_data
 
     worlds = [1, 2, 4, 1] if 4 in bench.worlds else [1, 2, 1, 2] if 2 in bench.worlds else [1, 1, 1, 1]
     steps, read = STEPS // len(worlds), list[int]()
@@ -317,7 +317,7 @@ def run_rank(task: dict[str, Any]) -> None:
     of the samples that are read, a list for each micro-batch, to `RECORD-RANK.json`.
     """
     from windlass import train
-    from windlass.data.dataset import open_data
+    from windlass.data.prepare import open_data
 
     recipe = Recipe.load(task["recipe"])
     data = open_data(recipe)

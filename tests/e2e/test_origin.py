@@ -174,7 +174,7 @@ def test_quantised_weights_are_refused_by_name(base):
 
 
 def test_items_are_read_again_where_their_tokenizer_is_gone(base, monkeypatch):
-    from windlass.data.dataset import open_data
+    from windlass.data.prepare import open_data
 
     monkeypatch.chdir(base.parent)
     talk = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]}

@@ -13,7 +13,7 @@ from data_fixtures import refused
 import tokenizer_fixtures
 from windlass.data import chat
 from windlass.data.chat import Template
-from windlass.data.dataset import open_data
+from windlass.data.prepare import open_data
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import in_order

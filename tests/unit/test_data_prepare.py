@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import windlass
-from windlass.data.dataset import open_data
-from windlass.data.prepare import data_dir, find_prepared, prepare
+from windlass.data.prepare import data_dir, find_prepared, open_data, prepare
 from windlass.data.shards import Stream
 from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import RunFailed, UserError

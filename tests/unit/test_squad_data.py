@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.data import squad
-from windlass.data.dataset import open_data
-from windlass.data.prepare import prepare
+from windlass.data.prepare import open_data, prepare
 from windlass.data.samples import Rows, choose
 from windlass.data.squad import Question
 from windlass.data.vocabulary import byte_tokenizer

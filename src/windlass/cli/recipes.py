@@ -53,7 +53,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
         "training": f"{prepared.tokens('train'):,} {token}",
         "validation": f"{prepared.tokens('val'):,} {token}" if prepared.tokens("val") else "none",
         "documents": f"{prepared.documents:,} {item}" if prepared.documents else "not known",
-        "tokenizer": f"{loaded.data.tokenizer}, {prepared.vocab:,} ids",
+        "tokenizer": f"{loaded.data.tokenizer}, {prepared.tokenizer.vocab:,} ids",
         "fingerprint": prepared.index.fingerprint,
         "prepared": f"in {prepared.seconds:.1f} s" if prepared.made else "already",
     }

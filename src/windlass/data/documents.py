@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,12 @@ class Progress:
         self._next_line = time.monotonic() + LINE_SECONDS
 
     def note(self, text: str) -> None:
-        """A line; above the bar, where there is one, since rich redirects stderr meanwhile."""
-        print(f"data: {text}", file=sys.stderr, flush=True)
+        print(f"data: {text}", file=sys.stderr, flush=True)  # above the bar: rich redirects stderr
 
     def update(self, stage: str, share: float, tokens: int = 0) -> None:
         """So far: the stage, its share that is done (0: not known), and tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
-        if self._bar is None and sys.stderr.isatty():
+        if sys.stderr.isatty() and self._bar is None:
             from rich import console, progress
 
             self._bar = progress.Progress(console=console.Console(stderr=True), transient=True)
@@ -107,7 +106,7 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
             streams[part[0]] = _write(data, directory, part, tokenizer, state, progress)
     if not resumed:  # else files that an earlier process wrote are read once before they are used
         remember(directory, file_states(directory, [shard for shards in streams.values() for shard in shards]))
-    splits = make_splits(data, directory, streams, tokenizer.eot)
+    splits = _splits(data, directory, streams, tokenizer.eot)
     return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), streams=streams, splits=splits)
 
 
@@ -122,8 +121,8 @@ def _parts(data: DataSettings, progress: Progress) -> list[Part]:
         held.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else None
         return [(MAIN, main, most), (EVAL, held, Fraction(max(1, int(most * share)) if most and share else 0))]
     if main.single_text and share and not data.val_shards:
-        # nanoGPT's split: between two characters, each half encoded for itself
-        def half(first: bool) -> Corpus:
+
+        def half(first: bool) -> Corpus:  # nanoGPT's split: between two characters, each half encoded for itself
             def read(start: int) -> Iterator[tuple[str, float]]:
                 text = next(main.documents())
                 cut = int(len(text) * (1 - share))
@@ -177,7 +176,9 @@ def _write(
     # A single text has no document's end to stop at: it is cut.
     eot, cut, tokens_read = (None, int(enough), 0) if corpus.single_text else (tokenizer.eot, 0, 0)
     first, stage = before["resume"][0], "validation data" if stem == EVAL else "training data"
-    batches = encode_documents(corpus.documents(first), first, tokenizer, eot, _workers(data))
+    batches = encode_documents(
+        corpus.documents(first), first, tokenizer, eot, data.workers or len(os.sched_getaffinity(0))
+    )
     with contextlib.closing(batches):
         for batch in batches:
             for number, tokens, last in batch:
@@ -190,10 +191,6 @@ def _write(
         if not writer.tokens:
             raise UserError(f"data: there is no text in {corpus.name}")
         return writer.finish()
-
-
-def _workers(data: DataSettings) -> int:
-    return data.workers or len(os.sched_getaffinity(0))
 
 
 def _scan_shards(data: DataSettings, tokenizer: Tokenizer, progress: Progress) -> dict[str, list[Shard]]:
@@ -211,51 +208,47 @@ def _scan_shards(data: DataSettings, tokenizer: Tokenizer, progress: Progress) -
     if not main:
         raise UserError("data.source: no shard is left for training: data.eval_source names them all")
     shards: list[Shard] = []
-    with ThreadPoolExecutor(_workers(data)) as pool:
+    with ThreadPoolExecutor(data.workers or None) as pool:
         for shard in pool.map(lambda path: scan(path, tokenizer.vocab), main + held):
             shards.append(shard)
             progress.update("reading shards", len(shards) / len(main + held))
     return {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
 
 
-def make_splits(
-    data: DataSettings, directory: Path, streams: dict[str, list[Shard]], eot: int | None
-) -> dict[str, Split]:
+def _splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]], eot: int | None) -> dict[str, Split]:
     """Which tokens are for training and which for validation.
 
     A stream of its own is for validation as a whole; else the first `val_shards` shards, or the last `val_fraction` of the
     documents (of the tokens, where documents are not known).
     """
-
-    def split(stream: str, start: int, stop: int) -> Split:
-        return Split(stream=stream, start=start, stop=stop)
-
     main, share = streams[MAIN], Fraction(str(data.val_fraction))
     edges = [0, *itertools.accumulate(s.tokens for s in main)]
     counts = [0, *itertools.accumulate(s.documents for s in main)]
     end, documents = edges[-1], counts[-1]
+    train, val = (0, end), (end, end)
     if EVAL in streams:
-        return {"train": split(MAIN, 0, end), "val": split(EVAL, 0, sum(s.tokens for s in streams[EVAL]))}
-    if data.val_shards:
+        val = (0, sum(s.tokens for s in streams[EVAL]))
+    elif data.val_shards:
         if data.val_shards >= len(main):
             raise UserError(
                 f"data.val_shards = {data.val_shards} of {len(main)}: none is left; lower it or data.shard_tokens"
             )
-        cut = edges[data.val_shards]
-        return {"train": split(MAIN, cut, end), "val": split(MAIN, 0, cut)}
-    if not share:
-        return {"train": split(MAIN, 0, end)}
-    if not documents:
+        train, val = (edges[data.val_shards], end), (0, edges[data.val_shards])
+    elif share:
         cut = end - max(1, int(end * share))
-    elif documents < 2:
-        raise UserError(
-            "data.val_fraction: the corpus is one document; give data.eval_source, or write data.val_fraction = 0"
-        )
-    else:
-        document = documents - min(documents - 1, max(1, round(documents * share)))
-        place = bisect.bisect_right(counts, document) - 1  # of the shard that the document starts in
-        cut = int(Stream(directory, main).document_starts(eot or 0, [place])[document - counts[place]])
-    return {"train": split(MAIN, 0, cut), "val": split(MAIN, cut, end)}
+        if documents == 1:
+            raise UserError(
+                "data.val_fraction: the corpus is one document; give data.eval_source, or write data.val_fraction = 0"
+            )
+        if documents:
+            document = documents - min(documents - 1, max(1, round(documents * share)))
+            place = bisect.bisect_right(counts, document) - 1  # of the shard that the document starts in
+            cut = int(Stream(directory, main).document_starts(eot or 0, [place])[document - counts[place]])
+        train, val = (0, cut), (cut, end)
+    splits = {"train": Split(stream=MAIN, start=train[0], stop=train[1])}
+    if val[0] < val[1]:
+        splits["val"] = Split(stream=EVAL if EVAL in streams else MAIN, start=val[0], stop=val[1])
+    return splits
 
 
 # Number of the document, tokens of a part of it (int64 [n]), whether it is its last part.
@@ -269,7 +262,6 @@ def encode_documents(
 
     `eot` is put before the tokens of each document that has any. About two batches a worker are read ahead.
     """
-    start = np.array([] if eot is None else [eot], dtype=np.int64)
 
     def batches() -> Iterator[list[tuple[int, str, bool, bool]]]:
         batch, size = [], 0
@@ -281,25 +273,22 @@ def encode_documents(
                 if size >= BATCH_CHARACTERS:
                     yield batch
                     batch, size = [], 0
-        if batch:
-            yield batch
+        yield batch
 
     def encode(batch: list[tuple[int, str, bool, bool]]) -> list[Encoded]:
+        head = np.array([] if eot is None else [eot], dtype=np.int64)
         return [
-            (number, np.concatenate([start[: begins and text != ""], tokenizer.encode(text)]), ends)
+            (number, np.concatenate([head[: begins and text != ""], tokenizer.encode(text)]), ends)
             for number, text, begins, ends in batch
         ]
 
     source = batches()
     with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[Future[list[Encoded]]] = deque()
+        waiting = deque(pool.submit(encode, batch) for batch in itertools.islice(source, 2 * workers))
         try:
-            while True:
-                while len(waiting) < 2 * workers and (batch := next(source, None)) is not None:
-                    waiting.append(pool.submit(encode, batch))
-                if not waiting:
-                    return
+            while waiting:
                 yield waiting.popleft().result()
+                waiting += [pool.submit(encode, batch) for batch in itertools.islice(source, 1)]
         finally:
             for future in waiting:
                 future.cancel()

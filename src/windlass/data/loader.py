@@ -93,7 +93,6 @@ class Loader(Iterator[StepBatch]):
             raise ValueError("the loader is closed")
         started = time.perf_counter()
         try:
-            batch: StepBatch | BaseException | None
             batch = self._queue.get(timeout != 0, timeout or None) if self._queue else self._read(self._next)
         except queue.Empty:
             return None
@@ -107,11 +106,8 @@ class Loader(Iterator[StepBatch]):
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
-        """Stop reading ahead; may be called again.
-
-        The thread ends after the read that it is in. It is waited for, for `patience` seconds (None: until it ends, since a
-        source may not support two readers), then abandoned: it keeps no process alive.
-        """
+        """Stop reading ahead; may be called again. The thread ends after the read that it is in; it is waited for, for `patience`
+        seconds (None: until it ends, since a source may not support two readers), then abandoned: it keeps no process alive."""
         self._stop.set()
         if self._queue is not None:
             self._thread.join(patience)
@@ -139,7 +135,7 @@ class Loader(Iterator[StepBatch]):
                 return None
             tokens, labels = self.samples.read(indices[k * size : (k + 1) * size])
             valid += int((labels != IGNORE_INDEX).sum())
-            pair = (_tensor(tokens), _tensor(labels))
+            pair = [torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (tokens, labels)]
             micro.append(MicroBatch(k, *(t.pin_memory() if self.device.type == "cuda" else t for t in pair)))
         return StepBatch(step, int(numbers[0]), micro, valid)
 
@@ -154,18 +150,13 @@ class Loader(Iterator[StepBatch]):
 
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(
-                    self.device
-                )  # a thread starts on device 0, and pinning would open a context there
+                # A thread starts on device 0, and pinning would open a context there.
+                torch.cuda.set_device(self.device)
             while (batch := self._read(step)) is not None:
                 put(batch)
                 step += 1
         except BaseException as error:
             put(error)
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 def eval_batches(
@@ -183,4 +174,4 @@ def eval_batches(
         surplus = wanted >= count
         tokens, labels = samples.read(np.where(surplus, 0, wanted))
         labels = np.where(surplus[:, None], IGNORE_INDEX, labels)
-        yield MicroBatch(k, _tensor(tokens).to(device), _tensor(labels).to(device))
+        yield MicroBatch(k, *(torch.from_numpy(a).to(device) for a in (tokens, labels)))

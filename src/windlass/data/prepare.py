@@ -1,4 +1,4 @@
-"""Prepare a recipe's data: one process works where they are not there yet, all others wait and check them.
+"""The data of a recipe: prepared by one process where they are not there yet, checked by all, and opened as samples.
 
 Documents become token shards (`documents.py`); questions and conversations become rows of tokens, in this file.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import time
+import zipfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from typing import Any
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
 from windlass.data.documents import PROGRESS, Progress, prepare_text
-from windlass.data.samples import Rows, choose
-from windlass.data.shards import Index, RowsFile
+from windlass.data.samples import DocumentSamples, PackedSamples, Rows, Samples, choose
+from windlass.data.shards import Index, RowsFile, Stream
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
@@ -47,10 +48,6 @@ class Prepared:
     seconds: float  # to prepare, wait and check
 
     @property
-    def vocab(self) -> int:
-        return self.tokenizer.vocab
-
-    @property
     def documents(self) -> int:
         """Documents, or items, of training and validation; 0 where that is not known."""
         return sum(s.documents for s in self.index.shards) + sum(rows.items for rows in self.index.rows.values())
@@ -75,17 +72,17 @@ def prepare(recipe: Recipe) -> Prepared:
     try:
         index = _ready(recipe, settings, directory)
         if index is None:
-            ours = (shards.INDEX, PROGRESS, LOCK)
-            if (
-                directory.is_dir()
-                and any(directory.iterdir())
-                and not any((directory / name).exists() for name in ours)
-            ):
+            there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+            if there and not there & {PROGRESS, LOCK}:
                 raise UserError(f"{directory} is not empty and holds no prepared data; give another data.dir")
             with _lock(directory, progress):
                 index = _ready(recipe, settings, directory)
                 if index is None:
-                    index, made = _prepare(recipe, settings, directory, progress), True
+                    for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
+                        leftover.unlink()  # half written by a process that was killed
+                    write = prepare_text if recipe.data.format == "text" else _prepare_rows
+                    index, made = write(recipe, settings, directory, progress).save(directory), True
+                    (directory / PROGRESS).unlink(missing_ok=True)
         tokenizer = vocabulary.load_tokenizer(recipe, directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
             raise UserError(f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}")
@@ -122,11 +119,10 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
             settings["python"] = platform.python_version()
         return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
     for source in filter(None, (data.source, data.eval_source)):
-        place = source.removeprefix("squad:").removeprefix("hf:")
         if source.startswith("hf:"):
-            files += [path for path in sorted(Path(place).expanduser().rglob("*")) if path.is_file()]
+            files += [path for path in sorted(Path(source[3:]).expanduser().rglob("*")) if path.is_file()]
         elif source != "squad":
-            files += find_files(place)
+            files += find_files(source.removeprefix("squad:"))
     return {
         **settings,
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
@@ -159,8 +155,8 @@ def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | N
         return None
     there, prefix = index.settings, "data." if recipe.data.format == "text" else ""
     changed = [key for key in sorted({*wanted, *there}) if wanted.get(key) != there.get(key)]
-    if not wanted["tokenizer_files"]:  # where they are gone, what was saved beside the data is enough
-        changed = [key for key in changed if key != "tokenizer_files"]
+    if not wanted["tokenizer_files"] and "tokenizer_files" in changed:
+        changed.remove("tokenizer_files")  # where they are gone, what was saved beside the data is enough
     if changed:
         lines = [f"  {prefix}{k}: prepared with {there.get(k)!r}, the recipe says {wanted.get(k)!r}" for k in changed]
         raise UserError("\n".join([f"{directory} was prepared otherwise; give another data.dir:", *lines]))
@@ -180,17 +176,6 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
         return lock.acquire()
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}); give another data.dir") from None
-
-
-def _prepare(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
-    """Write the data under the directory's lock; the index is written last."""
-    for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
-        leftover.unlink()  # half written by a process that was killed
-    if recipe.data.format == "text":
-        index = prepare_text(recipe, settings, directory, progress).save(directory)
-        (directory / PROGRESS).unlink(missing_ok=True)
-        return index
-    return _prepare_rows(recipe, settings, directory, progress).save(directory)
 
 
 def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
@@ -217,20 +202,85 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         tokenizer = vocabulary.named_tokenizer(recipe.tokenizer)
     files: dict[str, RowsFile] = {}
     for name, items in zip(("train", "val"), splits, strict=True):
-        pairs = [
-            squad.row(i, tokenizer, context) if is_squad else chat.row(i, template, tokenizer, context) for i in items
-        ]
-        rows = Rows([pair for pair in pairs if pair is not None], pad=tokenizer.eot or 0)
-        if items and not len(rows):
+        if not items:
+            continue
+        if is_squad:
+            pairs = [squad.row(item, tokenizer, context) for item in items]
+        else:
+            pairs = [chat.row(item, template, tokenizer, context) for item in items]
+        rows = Rows(filter(None, pairs), pad=tokenizer.eot or 0)
+        if not len(rows):
             raise UserError(f"model.context = {context} tokens is too short for every question or conversation")
-        if len(rows) < len(items):
-            progress.note(
-                f"{len(items) - len(rows)} of {len(items)} items do not fit into the context and are left out"
-            )
-        if items:
-            rows.save(directory / f".{name}.tmp")
-            (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
-            files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
+        if left := len(items) - len(rows):
+            progress.note(f"{left} of {len(items)} items do not fit into the context and are left out")
+        rows.save(directory / f".{name}.tmp")
+        (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
+        files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
     tokenizer.save(directory)
     template.save(directory / FOLDER)
     return Index(settings=settings, source={}, tokenizer=tokenizer.describe(), rows=files)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run is trained on. A user's own is made of two sets of samples, a fingerprint and a vocabulary."""
+
+    train: Samples
+    val: Samples | None
+    tokenizer: Tokenizer  # a user's own data may have None: then no text is generated
+    fingerprint: str  # what a resume compares: equal for equal tokens, split and tokenizer, wherever they lie
+    vocab: int
+    directory: Path | None = None  # of the prepared data
+    template: chat.Template | None = None  # with `data.format = "chat"`: how a conversation is written down
+
+    def save_tokenizer(self, directory: Path) -> None:
+        """Write what turns text into tokens and back into `directory/tokenizer`: a run can then be sampled by itself."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(directory)
+            if self.template is not None:
+                self.template.save(directory / FOLDER)
+
+
+def open_data(recipe: Recipe) -> Data:
+    """The data of a recipe, prepared if need be, every file checked before the first step.
+
+    Raises UserError as `prepare`, and where there are too few tokens for one sample or `model.vocab` is too small.
+    """
+    prepared = prepare(recipe)
+    rows = recipe.model.vocab
+    if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
+        raise UserError(
+            f"model.vocab = {rows:,}: the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids; write that or 0"
+        )
+    train, val = open_samples(recipe, prepared)
+    template = chat.Template.of_directory(prepared.directory / FOLDER) if recipe.data.format != "text" else None
+    tokenizer, directory = prepared.tokenizer, prepared.directory
+    return Data(train, val, tokenizer, prepared.index.fingerprint, tokenizer.vocab, directory, template)
+
+
+def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:
+    """The training and the validation set of prepared data, as `data.packing` and `model.context` cut them."""
+    index, context, eot, directory = prepared.index, recipe.model.context, prepared.tokenizer.eot, prepared.directory
+    sets: dict[str, Samples] = {}
+    for name, file in index.rows.items():
+        try:
+            sets[name] = rows = Rows.load(directory / f"{name}.npz")
+            damage = "" if rows.fingerprint == file.fingerprint else "it has changed"
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            damage = str(error)
+        if damage:
+            raise UserError(f"{directory / name}.npz is damaged ({damage}); {shards.prepare_again(directory)}")
+    for name, split in index.splits.items():
+        stream, documents = Stream(directory, index.streams[split.stream]), recipe.data.packing == "documents"
+        if documents and eot is not None:
+            sets[name] = DocumentSamples(stream, split.start, split.stop, context, eot)
+        else:
+            sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
+        if documents and (eot is None or not len(sets[name]) or not any(shard.documents for shard in stream.shards)):
+            raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
+        if not len(sets[name]):
+            tokens = split.stop - split.start
+            raise UserError(
+                f"{directory}: {tokens:,} tokens ({name}) are too few for one sample of model.context + 1 = {context + 1:,}"
+            )
+    return sets["train"], sets.get("val")

@@ -86,9 +86,8 @@ class DocumentSamples:
         labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
         for at, i in enumerate(indices.tolist()):
             count = self.length(i)
-            document = np.full(
-                count + 1, self._eot, dtype=np.int64
-            )  # the label of a document's last token is the next's eot
+            # The label of a document's last token is the end-of-text token that the next one begins with.
+            document = np.full(count + 1, self._eot, dtype=np.int64)
             self.stream.read_into(int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))])
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
         return tokens, labels

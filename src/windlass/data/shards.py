@@ -30,7 +30,7 @@ INDEX, VERIFIED = "index.json", "verified.json"
 MAIN, EVAL = "shard", "eval-shard"  # the streams of tokens in a data directory, by the first part of their files' names
 OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
-LLMC_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic number: version, GPT-2's tokens and Llama 3's
+LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
 BLOCK_TOKENS = 1 << 21
 
 
@@ -102,13 +102,13 @@ class Index(BaseModel):
         path = directory / INDEX
         try:
             index = Index.model_validate_json(path.read_bytes())
+            if index.format == FORMAT and index.fingerprint == index.compute_fingerprint():
+                return index
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValidationError:
-            index = None
-        if index is None or index.format != FORMAT or index.fingerprint != index.compute_fingerprint():
-            raise UserError(f"{path} is damaged, changed or of another version; {prepare_again(directory)}")
-        return index
+            pass
+        raise UserError(f"{path} is damaged, changed or of another version; {prepare_again(directory)}")
 
 
 def prepare_again(directory: Path) -> str:
@@ -133,8 +133,7 @@ class ShardWriter:
     ):  # fmt: skip
         self.directory, self.stem, self.dtype, self.shard_tokens = directory, stem, dtype, shard_tokens
         self.shards, self.resume, self.finished, self._on_commit = list(shards), resume, False, on_commit
-        self.tokens = sum(s.tokens for s in self.shards)
-        """Tokens in committed shards and in the one being filled."""
+        self.tokens = sum(s.tokens for s in self.shards)  # also those of the shard being filled
         self._number, self._done, self._skip = resume[0], 0, resume[1]
         self._raw, self._documents = bytearray(), 0
 
@@ -182,9 +181,8 @@ class Stream:
 
     def __init__(self, directory: Path, shards: Sequence[Shard]):
         self.shards, self._directory = list(shards), directory
+        # Where each shard starts in the row, and the row's end, int64 [shards + 1].
         self.edges = np.cumsum([0, *(s.tokens for s in self.shards)], dtype=np.int64)
-        """Where each shard starts in the row, and the row's end, int64 [shards + 1]."""
-        self._dtypes = [on_disk(s.dtype) for s in self.shards]
         self._open: dict[int, int] = {}  # file descriptors by the number of the shard
         self._lock = threading.Lock()
 
@@ -196,10 +194,12 @@ class Stream:
         place = int(np.searchsorted(self.edges, start, side="right")) - 1
         done = 0
         while done < len(out):
-            shard, dtype, begin = self.shards[place], self._dtypes[place], start + done - int(self.edges[place])
-            count = min(len(out) - done, shard.tokens - begin)
-            size = count * dtype.itemsize
-            path = self._directory / shard.file
+            shard, begin = self.shards[place], start + done - int(self.edges[place])
+            count, dtype, path = (
+                min(len(out) - done, shard.tokens - begin),
+                on_disk(shard.dtype),
+                self._directory / shard.file,
+            )
             with self._lock:
                 if place not in self._open:
                     if len(self._open) >= OPEN_FILES:
@@ -208,8 +208,8 @@ class Stream:
                         self._open[place] = os.open(path, os.O_RDONLY)
                     except OSError as error:
                         raise UserError(f"the shard {path} cannot be read: {error}") from None
-                raw = os.pread(self._open[place], size, shard.offset + begin * dtype.itemsize)
-            if len(raw) != size:
+                raw = os.pread(self._open[place], count * dtype.itemsize, shard.offset + begin * dtype.itemsize)
+            if len(raw) != count * dtype.itemsize:
                 raise UserError(f"{path} ends too early: it was truncated after it was checked")
             out[done : done + count] = np.frombuffer(raw, dtype=dtype)
             done += count
@@ -222,12 +222,12 @@ class Stream:
         return out
 
     def document_starts(self, eot: int, places: Iterable[int] | None = None) -> np.ndarray:
-        """Where in the row each document of these shards (None: all) starts, int64 [documents]: an end-of-text token is there
-        and nowhere else."""
+        """Where in the row each document of these shards (None: all) starts: at its end-of-text token, int64 [documents]."""
         starts = [np.zeros(0, dtype=np.int64)]
         for place in range(len(self.shards)) if places is None else places:
             shard = self.shards[place]
-            tokens = np.fromfile(self._directory / shard.file, self._dtypes[place], shard.tokens, offset=shard.offset)
+            path, dtype = self._directory / shard.file, on_disk(shard.dtype)
+            tokens = np.fromfile(path, dtype, shard.tokens, offset=shard.offset)
             starts.append(np.flatnonzero(tokens == eot) + self.edges[place])
         return np.concatenate(starts)
 
@@ -284,35 +284,28 @@ def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
 # -- shards that other tools wrote, read in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin with its header
 
 
-def read_layout(path: Path) -> tuple[str, int, int]:
-    """(type, bytes of header, tokens) of a shard; raises UserError where it is no shard, or truncated."""
-    size, dtype, offset = path.stat().st_size, "uint16", 0
+def scan(path: Path, vocab: int) -> Shard:
+    """Read a shard of another tool once, for its SHA-256; raises UserError where it is truncated or has an id >= `vocab`."""
+    size, name, offset = path.stat().st_size, "uint16", 0
     tokens = size // 2
     if path.suffix == ".npy":
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)  # an array of objects would run code when loaded
         except (ValueError, EOFError) as error:
             raise UserError(f"the shard {path} is no whole .npy file of tokens: {first_line(error)}") from None
-        if array.dtype not in (on_disk("uint16"), on_disk("uint32")) or array.ndim != 1 or not len(array):
+        name = {"<u2": "uint16", "<u4": "uint32"}.get(array.dtype.str, "")
+        if not name or array.ndim != 1:
             raise UserError(
                 f"the shard {path} holds {array.dtype} of shape {array.shape}, not a row of uint16 or uint32"
             )
-        dtype, offset, tokens = array.dtype.name, array.offset, len(array)
+        offset, tokens = array.offset, len(array)
     elif path.suffix != ".bin":
         raise UserError(f"the shard {path} is neither .npy nor .bin")
-    elif size >= LLMC_HEADER_BYTES and (head := np.fromfile(path, "<i4", 3).tolist())[0] in LLMC_KINDS:
-        (expected, dtype), offset, tokens = LLMC_KINDS[head[0]], LLMC_HEADER_BYTES, head[2]
-        if head[1] != expected:
-            raise UserError(f"the shard {path} has llm.c's header of version {head[1]}; version {expected} can be read")
-    if not tokens or size != offset + tokens * on_disk(dtype).itemsize:
-        raise UserError(f"the shard {path} is truncated, or none: {size:,} bytes for {tokens:,} tokens of {dtype}")
-    return dtype, offset, tokens
-
-
-def scan(path: Path, vocab: int) -> Shard:
-    """Read a shard of another tool once, for its SHA-256; raises UserError naming the first id that is no token."""
-    name, offset, tokens = read_layout(path)
+    elif size >= LLMC_HEADER_BYTES and (head := np.fromfile(path, "<i4", 3).tolist())[0] in LLMC_TYPES:
+        name, offset, tokens = LLMC_TYPES[head[0]], LLMC_HEADER_BYTES, head[2]
     dtype, digest, done = on_disk(name), hashlib.sha256(), 0
+    if not tokens or size != offset + tokens * dtype.itemsize:
+        raise UserError(f"the shard {path} is truncated, or none: {size:,} bytes for {tokens:,} tokens of {name}")
     with path.open("rb") as file:
         digest.update(file.read(offset))
         while raw := file.read(BLOCK_TOKENS * dtype.itemsize):
@@ -325,6 +318,5 @@ def scan(path: Path, vocab: int) -> Shard:
                     f"{vocab:,}: it was made with another tokenizer, or is no token shard"
                 )
             done += len(block)
-    return Shard(
-        file=str(path.resolve()), tokens=tokens, documents=0, sha256=digest.hexdigest(), dtype=name, offset=offset
-    )
+    file_name = str(path.resolve())
+    return Shard(file=file_name, tokens=tokens, documents=0, sha256=digest.hexdigest(), dtype=name, offset=offset)

@@ -19,7 +19,7 @@ import sysconfig
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -35,8 +35,7 @@ NOT_PROSE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",  # not the library itself
     "encodings", "pydoc_data",  # tables, not code
 }  # fmt: skip
-HASHED_BYTES = 64_000_000
-"""Corpora up to this size are told apart by content, larger ones by size and time."""
+HASHED_BYTES = 64_000_000  # corpora up to this size are told apart by content, larger ones by size and time
 DOWNLOADS = Path("data") / "downloads"
 TIMEOUT_SECONDS = 60.0
 
@@ -46,11 +45,10 @@ class Corpus:
     """A sequence of documents."""
 
     name: str
+    # `read(start)`: the documents from number `start` on, each with the share of the corpus read so far (0: not known).
     read: Callable[[int], Iterator[tuple[str, float]]]
-    """`read(start)`: the documents from number `start` on, each with the share of the corpus read so far (0: not known)."""
     description: dict[str, Any] = field(default_factory=dict)  # for the index: by what a changed source is noticed
-    single_text: bool = False
-    """One document that is the whole corpus: it is split by characters and needs no end-of-text token."""
+    single_text: bool = False  # one document is the corpus: it is split by characters and needs no end-of-text token
     limit: int | None = None  # documents at most
     share: float = 0.0  # read so far
 
@@ -127,12 +125,10 @@ def describe_files(files: list[Path]) -> list[dict[str, Any]]:
 
 def has_changed(source: str, description: dict[str, Any]) -> bool:
     """Whether local files differ from those that were prepared; False where they are not there any more."""
-    if "files" not in description or source.startswith(("http://", "https://")):
-        return False
-    try:
-        return describe_files(find_files(source)) != description["files"]
-    except (UserError, OSError):
-        return False
+    with suppress(UserError, OSError):
+        local = "files" in description and not source.startswith(("http://", "https://"))
+        return local and describe_files(find_files(source)) != description["files"]
+    return False
 
 
 def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
@@ -194,19 +190,15 @@ def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
         try:
             record = record.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{place} is not UTF-8 (byte 0x{record[error.start]:02x} at byte {error.start:,}); convert it"
-            ) from None
+            raise UserError(f"{place}: {error}; convert it to UTF-8") from None
         if not is_json:
             return str(record.removeprefix("\ufeff"))
         try:
-            value = json.loads(record)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{place} is no JSON: {error}") from None
-        if not isinstance(value, dict) or text_key not in value:
-            there = ", ".join(map(repr, list(value)[:12])) if isinstance(value, dict) else f"a {type(value).__name__}"
-            raise UserError(f"{place} is no object with the text under {text_key!r}; it has {there}: set data.text_key")
-        record = value[text_key]
+            record = json.loads(record)
+            record = record[text_key]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            there = f"it has {', '.join(map(repr, list(record)[:12]))}" if isinstance(record, dict) else str(error)
+            raise UserError(f"{place} is no JSON object with {text_key!r}; {there}: set data.text_key") from None
     return _as_text(record, text_key, place)
 
 
@@ -220,7 +212,7 @@ def _as_text(value: Any, text_key: str, where: str) -> str:
 def _open_stdlib() -> Corpus:
     """The standard library's own modules, in an order drawn from their names: what is held out is then like the rest."""
     root = Path(sysconfig.get_path("stdlib"))
-    names = []
+    names = list[Path]()
     for folder, below, files in os.walk(root):
         below[:] = [name for name in below if name not in NOT_PROSE]  # site-packages can be large: don't even look
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
@@ -301,8 +293,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
-    table = load_dataset(place, split, streaming)
-    where = f"hf:{place}, {split}"
+    table, where = load_dataset(place, split, streaming), f"hf:{place}, {split}"
     rows = 0 if streaming else len(table)
 
     def read(start: int) -> Iterator[tuple[str, float]]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
 HUB_NAME = "rajpurkar/squad"
+# What the model reads; the answer follows after a space, then the end-of-text token.
 PROMPT = "Question: {question} Context: {context} Answer:"
-"""What the model reads; the answer follows after a space, then the end-of-text token."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
                 questions.append(_question(row, row["context"], row["title"], answers))
     except UserError as error:
         raise error if path else UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
-    except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{key}: {path} is not SQuAD v1.1 JSON: {type(error).__name__} {error}") from None
     if not questions or len({q.id for q in questions}) < len(questions):
         raise UserError(f"{key}: {path} has {'two questions with one id' if questions else 'no questions'}")
@@ -102,9 +100,8 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses."""
     data, asked = recipe.data, []
     if source := asked_source(recipe):
-        asked = read_questions(
-            source, "validation", "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
-        )
+        setting = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
+        asked = read_questions(source, "validation", setting)
     elif data.val_fraction:
         asked = split(read_questions(data.source), data.val_fraction)[1]
     if not asked:

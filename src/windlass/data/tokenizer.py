@@ -29,9 +29,7 @@ MARK = "\ufdd0"  # after a character of a text that is no special token, whateve
 # How GPT-2 cuts a text into words before pairs are merged (Radford et al. 2019, released code).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 STRETCH = 1 << 20  # characters of a text that one worker encodes at once
-LONGEST_PIECE = (
-    400_000  # characters for `tiktoken` at once: its expressions run out of stack on a million of white space
-)
+LONGEST_PIECE = 400_000  # characters for `tiktoken`, whose expressions run out of stack on a million of white space
 # A text whose ids tell tokenizers with equal vocabularies apart.
 PROBE = (
     "def f(x):\n\treturn x ** 2  # It's 3.14159, isn't it?\r\n\r\n    Žluťoučký kůň 12345 中文字符 "
@@ -49,11 +47,8 @@ class Description(BaseModel):
 
 
 class Tokenizer:
-    """A tokenizer of a kind (`byte`, `char`, `gpt2`, `bpe`, `hf`).
-
-    `inner` is the `tokenizers.Tokenizer` that gives the same ids; `eot` the id that separates documents, None where a corpus
-    is one text and needs none.
-    """
+    """A tokenizer of a kind (`byte`, `char`, `gpt2`, `bpe`, `hf`). `inner` is the `tokenizers.Tokenizer` that gives the same ids;
+    `eot` the id that separates documents, None where a corpus is one text and needs none."""
 
     def __init__(self, kind: str, inner: Any, eot: int | None):
         self.kind, self.inner, self.eot = kind, inner, eot
@@ -136,11 +131,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id that stands for nothing (padding of the vocabulary) becomes U+FFFD."""
         if (table := self._bytes) is not None:
-            return b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids)).decode(
-                "utf-8", "replace"
-            )
-        # The library would leave out an id that it does not have.
-        runs = groupby(map(int, ids), lambda i: i < self.vocab)
+            raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
+            return raw.decode("utf-8", "replace")
+        runs = groupby(
+            map(int, ids), lambda i: i < self.vocab
+        )  # the library would leave out an id that it does not have
         return "".join(
             self.inner.decode(list(run), skip_special_tokens=False) if valid else UNKNOWN * len(list(run))
             for valid, run in runs
@@ -203,8 +198,7 @@ class Tokenizer:
         They are those of the parts' texts joined, special tokens recognised in the parts that are ids and in no other. A
         token that reaches over two parts is marked where one of them is.
         """
-        ids: list[int] = []
-        marks: list[bool] = []
+        ids, marks = list[int](), list[bool]()
         if self._bytes is not None:
             for part, mark in parts:
                 tokens = [part] if isinstance(part, int) else self.encode(part).tolist()

@@ -86,7 +86,6 @@ def tokenizer_files(setting: str) -> dict[str, str]:
 
 
 def _byte_level(kind: str, ids: dict[str, int], merges: Any, use_regex: bool = True) -> Tokenizer:
-    """Byte pairs, whose last id ends a text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -180,10 +179,9 @@ def hf_tokenizer(place: str) -> Tokenizer:
             raise UserError(
                 f"data.tokenizer: {place} has no {JSON_FILE} nor older files: {first_line(error)}"
             ) from None
-    inner, names = _read_json(file), list(END_TOKENS)
-    for config in reversed(CONFIG_FILES):
-        eos = read_json(file.parent / config).get("eos_token")
-        names[:0] = [eos["content"] if isinstance(eos, dict) else eos] if eos else []
+    named = [eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))]
+    names = [*(eos["content"] if isinstance(eos, dict) else eos for eos in named), *END_TOKENS]
+    inner = _read_json(file)
     return Tokenizer("hf", inner, next((i for i in map(inner.token_to_id, names) if i is not None), None))
 
 

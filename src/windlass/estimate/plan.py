@@ -214,8 +214,7 @@ def subject_of(
 
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or with the reason why there are none."""
-    from windlass.data.dataset import open_samples
-    from windlass.data.prepare import find_prepared
+    from windlass.data.prepare import find_prepared, open_samples
 
     try:
         if (prepared := find_prepared(subject.recipe)) is None:
@@ -224,7 +223,7 @@ def with_prepared_data(subject: Subject) -> Subject:
     except UserError as error:
         return replace(subject, reason=str(error))
     tokens = samples.valid_tokens / len(samples)
-    return replace(subject, vocab=prepared.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens)
+    return replace(subject, vocab=prepared.tokenizer.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens)
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:

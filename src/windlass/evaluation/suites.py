@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from windlass.data import squad as squad_data
-from windlass.data.dataset import Samples, open_data
+from windlass.data.prepare import open_data
+from windlass.data.samples import Samples
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood

@@ -20,7 +20,7 @@ from windlass.checkpoint.load import Choice
 from windlass.checkpoint.reshard import gather_state, restore
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
-from windlass.data.dataset import Data, open_data
+from windlass.data.prepare import Data, open_data
 from windlass.errors import UserError
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps

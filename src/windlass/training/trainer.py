@@ -25,9 +25,9 @@ from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.reshard import restore
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best, scores_by_step
 from windlass.data.chat import stop_tokens
-from windlass.data.dataset import Data
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.order import step_samples
+from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.suites import Suites, write_predictions
