@@ -78,7 +78,7 @@ def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
 def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
     raw, table = lines(TEXTS), parquet(tmp_path / "whole.parquet", TEXTS)
     cases = [
-        ("a.txt", b"abc\xff\xfe", ["0xff", "byte 3", "UTF-8"]),
+        ("a.txt", b"abc\xff\xfe", ["0xff", "position 3", "UTF-8"]),
         ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
         ("c.jsonl", b'{"text": "a"}\n{"content": "b"}\n', ["line 2", "'text'", "'content'", "data.text_key"]),
         ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' holds int"]),
