@@ -1,7 +1,3 @@
-"""Fault tests save thousands of times: in memory where the system offers that, as a kill does not ask for a real disk."""
-
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """An empty folder, in memory if possible."""
+    """An empty folder, in memory if possible: fault tests save thousands of times, and a kill asks for no real disk."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="windlass-test-", dir=memory, ignore_cleanup_errors=True) as folder:
         yield Path(folder)

@@ -63,21 +63,20 @@ def test_an_older_one_is_chosen(run: Path, name: str, kind: str) -> None:
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
 
 
-def test_every_one_damaged(run: Path) -> None:
-    for step in (1, 2, 3):
-        flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
-    with pytest.raises(UserError) as refused:
-        load.choose(run)
-    assert all(f"step {step} is damaged" in str(refused.value) for step in (1, 2, 3))
-
-
-def test_best_passes_over_a_damaged_one(run: Path) -> None:
+def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run: Path, tmp_path: Path) -> None:
     lines = [{"kind": "eval", "step": step, "suite": "loss", "loss": float(step)} for step in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert load.choose(run, "best").step == 1  # type: ignore[union-attr]
     flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
     choice = load.choose(run, "best")
     assert choice is not None and choice.step == 2 and "step 1 is damaged" in choice.notes[0]
+    load.set_aside(choice, tmp_path)  # not where it is another run's
+    assert (run / "checkpoints" / "step-00000001").is_dir()
+    for step in (2, 3):
+        flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
+    with pytest.raises(UserError) as refused:
+        load.choose(run)
+    assert all(f"step {step} is damaged" in str(refused.value) for step in (1, 2, 3))
 
 
 def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
@@ -99,11 +98,3 @@ def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_complet
     assert "step-00000003" in load.recover(directory)[0]
     assert step_seen(run) == 2 and (directory / "notes.txt").exists()
     assert not (directory / "step-00000009").exists() and not (directory / "step-00000003").exists()
-
-
-def test_a_damaged_checkpoint_of_another_run_is_left_where_it_is(run: Path, tmp_path: Path) -> None:
-    flip(run / "checkpoints" / "step-00000003" / "state.json", 3)
-    choice = load.choose(run)
-    assert choice is not None and choice.damaged
-    load.set_aside(choice, tmp_path)
-    assert (run / "checkpoints" / "step-00000003").is_dir()

@@ -1,6 +1,4 @@
-"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one,
-whole.
-"""
+"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -8,20 +6,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import saving
-from saving import KILLED, Killer, Recorder, ended, forked, hidden, prepared, save, state, step_seen, tally
+from saving import KILLED, SCENES, Killer, Recorder, ended, forked, hidden, prepared, save, state, step_seen, tally
 
+from helpers import wait_for
 from windlass.checkpoint.load import recover
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Saver
 from windlass.fileio import Files
-
-SCENES = {"first": ([], 3), "next": ([1, 2], 3), "again": ([1, 3], 3)}
-"""By name: the steps that are there already, and the step whose save is killed (`again`: a save in place of another)."""
 
 
 def operations(folder: Path, scene: str) -> list[tuple[str, str]]:
@@ -102,20 +97,14 @@ def test_two_ranks(scratch: Path, victim: int, every: int) -> None:
             ended(children[1])
         else:
             assert [ended(child) for child in children] == [0, KILLED]
-        before = step_seen(run)
-        assert before in (1, 2)
-        recover(directory)
-        assert step_seen(run) in (before, 2) and not hidden(directory)
-        assert not save(directory, 2, attempt="1").error
+        recovers(run, [1], 2)
     tally(f"SIGKILL of rank {victim} of two at every operation of its part", len(moments))
 
 
 @pytest.mark.parametrize("kills", [25, pytest.param(220, marks=pytest.mark.full)])
 def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     """Saves one after another in the background, of growing steps and of the same ones again, killed somewhere."""
-    run = scratch / "run"
-    run.mkdir()
-    dice = random.Random(7)
+    run, dice = prepared(scratch / "run"), random.Random(7)
     committed, begun = scratch / "committed", scratch / "begun"
 
     def train(first: int, attempt: int) -> None:
@@ -142,15 +131,7 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         os.kill(child, signal.SIGKILL)
         assert ended(child) == KILLED
         reported = max((int(os.readlink(p)) for p in scratch.glob(f"committed.{attempt}.*")), default=0)
-        seen = step_seen(run)
-        assert seen >= max(reported, last), "a checkpoint that was reported as committed is lost"
-        last = seen
+        before, last = last, step_seen(run)
+        assert last >= max(reported, before), "a checkpoint that was reported as committed is lost"
     assert last > 0
     tally("SIGKILL at random moments, saves one after another", kills)
-
-
-def wait_for(there: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.001)

@@ -62,14 +62,12 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(whole, tmp_path):
             time.sleep(0.002)
         if process.poll() is not None:
             break
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
         kills += 1
         assert kills < 50
-    assert process.returncode == 0, log.read_text()
-    assert kills >= 2
-    assert content(directory) == wanted
-    assert "resuming after" in log.read_text()
+    assert process.returncode == 0 and "resuming after" in log.read_text(), log.read_text()
+    assert kills >= 2 and content(directory) == wanted
     assert not list(directory.glob(".*.tmp")) and not list(directory.glob(".*.new"))
 
 
@@ -96,26 +94,11 @@ def test_of_many_at_once_one_works_and_a_killed_one_is_taken_over(whole, tmp_pat
     while not working and time.monotonic() < deadline:
         working = [process for process in processes if works(process, directory)]
     assert len(working) == 1
+    working[0].send_signal(signal.SIGSTOP)
+    while log.read_text().count("waiting for another process") < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
     working[0].kill()
     codes = [p.wait(timeout=100) for p in processes]
     assert sorted(codes) == [-9, 0, 0], log.read_text()
-    assert log.read_text().count("resuming after") == 1
+    assert log.read_text().count("resuming after") == 1 and content(directory) == wanted
     assert log.read_text().count("already") == 1  # who waited to the end made nothing
-    assert content(directory) == wanted
-
-
-def test_who_waits_says_so_and_a_lock_does_not_outlive_its_process(whole, tmp_path):
-    source, wanted = whole
-    directory, log = tmp_path / "data", tmp_path / "log.txt"
-    first = start(source, directory, log)
-    deadline = time.monotonic() + 100
-    while not works(first, directory) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)
-    second = start(source, directory, log)
-    while "waiting for another process" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert second.poll() is None and str(directory) in log.read_text()
-    first.kill()
-    first.wait()
-    assert second.wait(timeout=100) == 0 and content(directory) == wanted

@@ -8,6 +8,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,25 +100,6 @@ def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
     assert torch.equal(checkpoint.tensor("s").view(-1).view(torch.uint8), raw[0, 0])
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), lambda p: torch.optim.AdamW(p, fused=False),
-    lambda p: torch.optim.SGD(p, lr=0.1),
-])  # fmt: skip
-def test_training_continues_bit_for_bit(tmp_path: Path, make: Any) -> None:
-    torch.manual_seed(1)
-    model, other = Net(), Net()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 3)
-    checkpoint = save(tmp_path, model, optimizer)
-    train(model, optimizer, 3)
-    fresh = make(other.parameters())
-    restore(checkpoint, other, fresh)
-    assert other.head.weight is other.embedding.weight
-    train(other, fresh, 3)
-    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_optimizer_state_that_the_checkpoint_has_not_is_dropped(tmp_path: Path) -> None:
     """A rewind to a checkpoint from before the first step starts the optimizer over."""
     model, optimizer = trained(0)
@@ -153,8 +135,7 @@ class Gate(Files):
     """Stops the writer at its first file until it is let through."""
 
     def __init__(self) -> None:
-        self.open = threading.Event()
-        self.reached = threading.Event()
+        self.open, self.reached = threading.Event(), threading.Event()
 
     def about_to(self, operation, path, output=None, data=None):
         if operation == "create":
@@ -203,13 +184,14 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: py
     assert calls == [("checkpoint-writer", torch.device("cuda", 3))]
 
 
-def test_a_programming_error_in_the_writer_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["format.parse", "save.HostBuffer.fill"])
+def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path: Path, monkeypatch: Any, where: str) -> None:
     saver = Saver(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.checkpoint.format.parse", lambda data: {}["oops"])
+        patch.setattr(f"windlass.checkpoint.{where}", Mock(side_effect=MemoryError("oops")))
         saver.save(1, gather_state(Net()), {})
         [outcome] = saver.wait(timeout=30)
-    assert outcome.error == "KeyError: 'oops'" and names_in(tmp_path / "checkpoints") == []
+    assert "oops" in outcome.error and names_in(tmp_path / "checkpoints") == []
     commit(saver)
 
 
