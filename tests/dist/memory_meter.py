@@ -32,11 +32,6 @@ class MemoryMeter(TorchDispatchMode):
         self.total = self.peak = 0
         self._lock = threading.RLock()
 
-    def restart(self) -> int:
-        """Forget the peak; the live bytes."""
-        self.peak = self.total
-        return self.total
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -46,10 +41,9 @@ class MemoryMeter(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta" or storage._cdata in self.live:
-            return
-        self._set(storage._cdata, storage.nbytes())
-        weakref.finalize(storage, self._set, storage._cdata, 0)
+        if storage.device.type != "meta" and storage._cdata not in self.live:
+            self._set(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._set, storage._cdata, 0)
 
     def _set(self, key: int, size: int) -> None:
         with self._lock:
@@ -90,7 +84,7 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
         for step in range(3):
             if step == 2:
                 gc.collect()
-                rest = meter.restart()
+                rest = meter.peak = meter.total
             for k in range(accumulation):
                 with sync_gradients(model, k == accumulation - 1):
                     with autocast(r, ranks.device):

@@ -10,7 +10,7 @@ import hf_fixtures
 from windlass.estimate.memory import layout_of, memory
 from windlass.model.hf import read_sizes
 
-SHAPES = {
+SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),
     "weights": ({"layers": 4, "heads": 4, "width": 256, "context": 32}, 100, 1),
     "activations": ({"layers": 10, "heads": 4, "width": 128, "context": 64, "tie_head": False, "activation": "relu2"}, 50, 4),
@@ -19,7 +19,6 @@ SHAPES = {
          "position": "rope", "qk_norm": True, "attn_bias": False, "ff_bias": False}, 300, 2,
     ),
 }  # fmt: skip
-"""Models in which one thing or another takes most of the memory: settings, vocabulary, micro-batch."""
 
 
 def compare(shape, world=1, accumulation=1, **overrides):
@@ -32,13 +31,10 @@ def compare(shape, world=1, accumulation=1, **overrides):
 
 
 ONE_RANK = [
-    {},
-    {"accumulation": 2},
-    {"train__precision": "bf16"},
+    {}, {"accumulation": 2}, {"train__precision": "bf16"}, {"optim__kind": "muon"},
     {"parallel__activation_checkpointing": "full"},
     {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
-    {"optim__kind": "muon"},
-]
+]  # fmt: skip
 
 
 def slow(value):
@@ -46,7 +42,6 @@ def slow(value):
 
 
 def slow_but(name):
-    """All shapes, those but one among the slower proofs."""
     return [name, *(slow(other) for other in SHAPES if other != name)]
 
 
@@ -59,9 +54,7 @@ def test_one_rank(shape, settings):
 
 
 SEVERAL_RANKS = [
-    {"parallel__strategy": "ddp"},
-    {"parallel__strategy": "full_shard"},
-    {"parallel__strategy": "shard_grad_op"},
+    *({"parallel__strategy": strategy} for strategy in ("ddp", "full_shard", "shard_grad_op")),
     slow({"parallel__strategy": "ddp", "accumulation": 2}),
     slow({"parallel__strategy": "full_shard", "accumulation": 2}),
     slow({"parallel__strategy": "full_shard", "accumulation": 2, "parallel__reduce_each_micro_batch": True}),

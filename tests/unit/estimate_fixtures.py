@@ -11,14 +11,9 @@ from windlass.run import Run
 
 
 def write_run(
-    path: Path,
-    device: str = "CPU",
-    world: int = 1,
-    step_s: float = 0.1,
-    first_eval_s: float = 2.0,
-    until: int = 100,
+    path: Path, device: str = "CPU", world: int = 1, step_s: float = 0.1, first_eval_s: float = 2.0, until: int = 100,
     **first_eval: Any,
-) -> Run:
+) -> Run:  # fmt: skip
     """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2 steps; 1 s of start-up."""
     recipe = Recipe.load("quickstart", ["train.steps=100", "eval.every=25", "eval.sample_every=0"])
     path.mkdir(parents=True)

@@ -61,19 +61,12 @@ def allocations(call) -> list[int]:
 @pytest.mark.parametrize(
     "over",
     [
-        {},
-        MODERN,
-        {**MODERN, "kv_heads": 2},
-        {"activation": "swiglu", "final_norm": False, "tie_head": False},
-        {"activation": "relu", "kv_heads": 1, "position": "none"},
+        {}, MODERN, {**MODERN, "kv_heads": 2}, {"activation": "swiglu", "final_norm": False, "tie_head": False},
+        {"activation": "relu", "kv_heads": 1, "position": "none"}, {"dropout": 0.1}, {"qk_norm": True}, {"logit_cap": 15.0},
         {"position": "rope", "norm": "rmsnorm", "ff_width": 100, "activation": "gelu_tanh"},
-        {"dropout": 0.1},
         {**MODERN, "dropout": 0.1, "kv_heads": 2},
-        {"qk_norm": True},
-        {"logit_cap": 15.0},
     ],
-    ids=lambda over: "-".join(over) or "gpt2",
-)
+)  # fmt: skip
 def test_what_autograd_saves(over, precision):
     settings = ModelSettings(**{**BASE, **over})
     assert predicted_bytes(settings, precision) == pytest.approx(saved_bytes(settings, precision), rel=1e-4)
@@ -88,9 +81,8 @@ def test_checkpointed_blocks_save_less(how, over):
     initialise(model, 0)
     checkpoint_activations(model.blocks(), how)
     tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
-    assert predicted_bytes(settings, "fp32", how) == pytest.approx(
-        allocations(lambda: model(tokens, tokens))[-1], rel=0.01
-    )
+    left = allocations(lambda: model(tokens, tokens))[-1]
+    assert predicted_bytes(settings, "fp32", how) == pytest.approx(left, rel=0.01)
 
 
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])
@@ -112,12 +104,12 @@ BASE_LAYOUT = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=16, 
 LARGE = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
 
 
-def gpt2_memory(**layout):
-    return memory(GPT2.model, ROWS, replace(Layout("single"), **layout))
-
-
 def test_static_memory_by_hand():
     """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that shard them."""
+
+    def gpt2_memory(**layout):
+        return memory(GPT2.model, ROWS, replace(Layout("single"), **layout))
+
     n = count(GPT2.model, ROWS).total
     whole, sharded = gpt2_memory(), gpt2_memory(strategy="full_shard", world=8, shard=8)
     assert (whole.parameters, whole.optimizer) == (4 * n, 8 * n)
@@ -125,6 +117,11 @@ def test_static_memory_by_hand():
     assert gpt2_memory(strategy="hybrid_shard", world=8, shard=4).parameters == n
     offloaded = gpt2_memory(strategy="full_shard", world=8, shard=8, offload=True, device="cuda")
     assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(2 * n, rel=1e-6)
+    sizes = HfSizes(total=10**6, trained=10**5, vocab=1000)  # gradients and moments of what is trained
+    whole = memory(sizes, 1000, Layout("ddp", 4))
+    assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
+    assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
+    assert memory(sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0
 
 
 def test_memory_falls_in_the_order_one_expects():
@@ -136,9 +133,6 @@ def test_memory_falls_in_the_order_one_expects():
     assert total(precision="fp32") > total()
     shard = {"strategy": "full_shard", "shard": 8, "checkpointing": "full"}
     assert total(**shard) > total(**shard, reduce_each=True)
-
-
-def test_layout_of_a_recipe():
     layout = layout_of(GPT2.with_overrides("parallel.reduce_each_micro_batch=true"), 8, "cuda")
     assert layout == replace(BASE_LAYOUT, reduce_each=True) and layout_of(GPT2, 1, "cpu").precision == "fp32"
 
@@ -169,18 +163,6 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", replace(BASE_LAYOUT, micro_batch=64, accumulation=1), int(20e9))
     settings, _ = recommend(rows, 64)  # the recipe's own micro-batch stays
     assert settings["train.micro_batch"] == 64 and settings["parallel.activation_checkpointing"] != "none"
-
-
-def test_where_nothing_fits_it_says_what_to_change():
-    model = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
-    settings, advice = recommend(memory_rows(model, ROWS, "adamw", BASE_LAYOUT, int(20e9)), 0)
+    huge = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
+    settings, advice = recommend(memory_rows(huge, ROWS, "adamw", BASE_LAYOUT, int(20e9)), 0)
     assert settings == {} and all(word in advice for word in ("GB", "--world", "train.micro_batch", "model.context"))
-
-
-def test_a_hugging_face_model_s_states():
-    """Weights, and gradients and two moments of what is trained, in fp32; activations are not known."""
-    sizes = HfSizes(total=10**6, trained=10**5, vocab=1000)
-    whole = memory(sizes, 1000, Layout("ddp", 4))
-    assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
-    assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
-    assert memory(sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0
