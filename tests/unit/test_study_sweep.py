@@ -132,8 +132,7 @@ def test_a_cell_that_is_killed_again_and_again_is_left_to_the_next_sweep(play):
     code, study, _ = play([{"killed": 9, "steps": 9}, {}])
     assert (code, states(study)) == (1, ["interrupted", "finished"])
     assert study.results()[0].reason == f"killed by signal 9 ({RETRIES + 1} times)"
-    code, study, _ = play([{}, {}])
-    assert (code, states(study)) == (DONE, ["finished"] * 2)
+    assert play([{}, {}])[0] == DONE
 
 
 def test_failed_cells_are_left_alone_until_asked_for(play):
@@ -200,9 +199,8 @@ def test_workers_and_ranks_share_the_cores(play):
     """Every rank of every cell has the same threads, so that their speeds can be compared."""
     code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4, workers=2)
     assert code == DONE
-    assert [(about(study, n)["world"], about(study, n)["threads"]) for n in (0, 1)] == [
-        (1, str(thread_share(4))), (2, str(thread_share(4)))
-    ]  # fmt: skip
+    seen = [(about(study, n)["world"], int(about(study, n)["threads"])) for n in (0, 1)]
+    assert seen == [(1, thread_share(4)), (2, thread_share(4))]
     cores = len(os.sched_getaffinity(0))
     assert (thread_share(1), thread_share(cores), thread_share(4 * cores)) == (cores, 1, 1)
 
@@ -226,10 +224,9 @@ def test_a_cell_that_another_process_trains_is_resumed_when_that_one_is_killed(p
     study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
     run = study.run_of(study.cells[0])
     write_ledger(run, {"kind": "event", "event": "started"})
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout.readline().strip() == "held"
+    command = [sys.executable, "-c", HOLD, str(run.path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
     looks = []
 
     def kill_later(there):

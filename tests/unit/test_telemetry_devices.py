@@ -2,15 +2,14 @@ import json
 import statistics
 import sys
 import time
-import types
+from types import SimpleNamespace
 
 import pytest
 
-from windlass.recipe import Recipe
+from helpers import wait_for, write_ledger
 from windlass.run import Run
 from windlass.telemetry import devices
 from windlass.telemetry.devices import DeviceSampler, HostProbe, summarise_devices
-from windlass.telemetry.ledger import Ledger
 
 
 class Probe:
@@ -26,13 +25,6 @@ class Probe:
         return {"util_pct": 50.0}
 
 
-def until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_interval(tmp_path):
     """Waiting for data is training."""
     spent = [{"startup": 4.0}, {"startup": 5.0, "train": 0.4}, {"startup": 5.0, "train": 0.8, "data": 0.5, "eval": 0.8}]
@@ -43,7 +35,7 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
 
     probe = Probe()
     sampler = DeviceSampler(tmp_path, rank=3, world=4, every=0.005, attempt=1, probe=probe, phases=phases)
-    until(lambda: probe.reads >= 4)
+    wait_for(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
     start, *samples = [json.loads(line) for line in (tmp_path / "rank-00003.jsonl").read_text().splitlines()]
@@ -58,7 +50,7 @@ def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path):
         (DeviceSampler(tmp_path, rank=1, every=0.001, probe=Probe(fails_at=2)), ("rank 1", "driver went away")),
         (DeviceSampler(tmp_path / "file", every=0.001, probe=Probe()), ("rank 0", str(tmp_path / "file"))),
     ):
-        until(lambda sampler=sampler: sampler.warning)
+        wait_for(lambda sampler=sampler: sampler.warning)
         sampler.stop()
         assert all(word in sampler.warning for word in words)
 
@@ -73,40 +65,28 @@ def test_the_host_probe_sees_this_process_at_work():
     assert 1 < busy["rss_mb"] < 1e6
 
 
-def fake_nvml(monkeypatch, handles):
-    def by_uuid(uuid):
-        if uuid not in handles:
-            raise module.NVMLError(uuid)
-        return handles[uuid]
-
-    def power(handle):
-        raise module.NVMLError("not supported")
-
-    module = types.SimpleNamespace(
-        NVMLError=type("NVMLError", (Exception,), {}), NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetPowerUsage=power,
-        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=handle["util"]),
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=handle["used"]),
-        nvmlDeviceGetTemperature=lambda handle, kind: 60,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-
-
 def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
     """With CUDA_VISIBLE_DEVICES=2, torch's device 0 is NVML's device 2."""
     import torch
 
-    properties = types.SimpleNamespace(name="GPU", total_memory=80e9, uuid="cccc")
+    properties = SimpleNamespace(name="GPU", total_memory=80e9, uuid="cccc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     allocated, reserved = {"current": 2_000_000, "peak": 5_000_000}, {"current": 8_000_000, "peak": 9_000_000}
     nested = {"allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": reserved}}
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda index: nested)
-    fake_nvml(monkeypatch, {"GPU-aaaa": {"util": 0, "used": 0}, "GPU-cccc": {"util": 97, "used": 3_000_000}})
+    handles = {"GPU-aaaa": (0, 0), "GPU-cccc": (97, 3_000_000)}
+    nvml = SimpleNamespace(
+        NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handles.__getitem__,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle[0]),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle[1]),
+        nvmlDeviceGetTemperature=lambda handle, kind: 60,  # and no power: this device has no such sensor
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     allocator = {"mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0, "peak_alloc_mb": 5.0, "peak_reserved_mb": 9.0}
     probe = devices.CudaProbe(0)
     assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
     assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
-    fake_nvml(monkeypatch, {})
+    handles.clear()
     assert devices.CudaProbe(0).read() == allocator
 
 
@@ -116,11 +96,8 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
 def a_run(path, *attempts):
     """Attempts of (world, {rank: [(phase, fields)]})."""
     (path / "devices").mkdir(parents=True)
-    (path / "recipe.toml").write_text(Recipe().toml())
     for number, (world, ranks) in enumerate(attempts):
-        ledger = Ledger(path / "metrics.jsonl", number)
-        ledger.write("event", 0, event="started", world=world)
-        ledger.close()
+        write_ledger(Run(path), {"kind": "event", "event": "started", "attempt": number, "world": world})
         for rank, samples in ranks.items():
             base = {"time": "", "rank": rank, "attempt": number}
             with open(path / "devices" / f"rank-{rank:05d}.jsonl", "a") as file:
@@ -145,9 +122,8 @@ def test_means_over_training_and_peaks_over_all_ranks(tmp_path):
 
 def test_a_cpu_has_resident_memory_and_its_own_names(tmp_path):
     samples = [("train", {"util_pct": 90.0, "rss_mb": 300.0}), ("eval", {"util_pct": 0.0, "rss_mb": 500.0})]
-    assert summarise_devices(a_run(tmp_path / "run", (1, {0: samples}))) == {
-        "avg_cpu_util_pct": 90, "std_cpu_util_pct": 0, "avg_rss_mb": 300, "peak_mem_mb": 500
-    }  # fmt: skip
+    means = {"avg_cpu_util_pct": 90, "std_cpu_util_pct": 0, "avg_rss_mb": 300, "peak_mem_mb": 500}
+    assert summarise_devices(a_run(tmp_path / "run", (1, {0: samples}))) == means
 
 
 def test_starts_with_another_world_do_not_count(tmp_path):

@@ -53,9 +53,8 @@ def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     assert KEY not in text and "world peace" not in text and about["origin"] == "there"
     assert about["variables"]["OMP_NUM_THREADS"] == "1"
     assert about["command"] == ["windlass", "train", "x=***"]
-    assert about["packages"]["torch"] and about["python"]
+    assert about["packages"]["torch"] and about["machine"]["memory_mb"] > 100
     assert [rank["rank"] for rank in about["ranks"]] == [0, 1]
-    assert about["machine"]["cores"] >= 1 and about["machine"]["memory_mb"] > 100
 
 
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path, monkeypatch):

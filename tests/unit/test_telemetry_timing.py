@@ -23,8 +23,6 @@ class FakeDevice:
 
 
 class FakeEvent:
-    """An event as CUDA's."""
-
     def __init__(self, device):
         self.device = device
 
@@ -76,10 +74,6 @@ def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):
         now[0] += 1
     assert timer.read() == {"step_ms": 1250, "data_ms": 250, "optimizer_ms": 1000}
     assert goodput.seconds() == {"data": 0.25, "train": 1.0}
-    with pytest.raises(ZeroDivisionError), timer.phase("forward"):
-        raise ZeroDivisionError
-    with timer.phase("optimizer"):  # the phase that raised is closed
-        pass
 
 
 def test_the_parts_of_the_goodput_sum_to_the_whole():
