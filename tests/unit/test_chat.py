@@ -125,7 +125,7 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     (tmp_path / "chat_template.jinja").write_text("Y")
     assert Template.of_directory(tmp_path).source == "Y" and Template.of_directory(tmp_path / "none") == Template()
     dated = Template("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert dated.prompt(TALK[:1], BYTES) == [("26 Jul 2024Be kind.", False)]  # on every day
+    assert dated.render(TALK[:1], BYTES, ask=True) == "26 Jul 2024Be kind."  # on every day
 
 
 # -- files

@@ -69,10 +69,6 @@ class Template:
         config = {**dict(self.special), "chat_template": self.source}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
-    def prompt(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
-        """The text after which the assistant answers, in pieces."""
-        return _cut(self._render(messages, tokenizer, ask=True), tokenizer)
-
     def pieces(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
         """The conversation up to its last answer, in pieces, each with whether it counts.
 
@@ -81,11 +77,11 @@ class Template:
         the template writes earlier turns differently once later ones are there.
         """
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self._render(messages[: places[-1] + 1], tokenizer, ask=False)
+        whole = self.render(messages[: places[-1] + 1], tokenizer, ask=False)
         if GENERATION.search(self.source or PLAIN):
             return _cut(whole, tokenizer)
         # An answer follows the text that asks for it, and ends with the first special token after its content.
-        heads = [self._render(messages[:place], tokenizer, ask=True) for place in places]
+        heads = [self.render(messages[:place], tokenizer, ask=True) for place in places]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
             tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"], tokenizer).strip()
@@ -119,7 +115,7 @@ class Template:
         tags = {None: "call mark()", "end": "endcall"}
         return environment.from_string(GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN))
 
-    def _render(self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool) -> str:
+    def render(self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool) -> str:
         """The rendered conversation, its messages guarded, generation blocks between BEGIN and END."""
         from jinja2 import TemplateError
 
@@ -164,7 +160,8 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
 
 
 def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode_marked(template.prompt(messages, tokenizer))[0]
+    """The tokens after which the assistant answers."""
+    return tokenizer.encode_marked(_cut(template.render(messages, tokenizer, ask=True), tokenizer))[0]
 
 
 def row(

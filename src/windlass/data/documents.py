@@ -73,7 +73,7 @@ Part = tuple[str, Corpus, Fraction]
 
 
 def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
-    """Write shards and tokenizer, in the process that holds the directory's lock; returns the index, not written yet."""
+    """Write shards and tokenizer; returns the index, not written yet."""
     data, kind, resumed = recipe.data, vocabulary.kind_of(recipe.data.tokenizer), False
     state, source, streams = read_json(directory / PROGRESS), dict[str, Any](), dict[str, list[Shard]]()
     if data.source.startswith("shards:"):
@@ -98,9 +98,7 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
             tokenizer = named or _learn_tokenizer(data, stream_parts, single_text, progress)
             tokenizer.save(directory)
         if tokenizer.eot is None and not single_text:
-            raise UserError(
-                f"data.tokenizer: {data.tokenizer} has no end-of-text token to separate documents; use another"
-            )
+            raise UserError(f"data.tokenizer: {data.tokenizer} has no token that ends a document; use another")
         resumed = bool(state["streams"])
         for part in stream_parts:
             streams[part[0]] = _write(data, directory, part, tokenizer, state, progress)
@@ -230,16 +228,12 @@ def _splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]]
         val = (0, sum(s.tokens for s in streams[EVAL]))
     elif data.val_shards:
         if data.val_shards >= len(main):
-            raise UserError(
-                f"data.val_shards = {data.val_shards} of {len(main)}: none is left; lower it or data.shard_tokens"
-            )
+            raise UserError(f"data.val_shards = {data.val_shards} of {len(main)}: lower it or data.shard_tokens")
         train, val = (edges[data.val_shards], end), (0, edges[data.val_shards])
     elif share:
         cut = end - max(1, int(end * share))
         if documents == 1:
-            raise UserError(
-                "data.val_fraction: the corpus is one document; give data.eval_source, or write data.val_fraction = 0"
-            )
+            raise UserError("data.val_fraction: the corpus is one document; give data.eval_source, or write 0")
         if documents:
             document = documents - min(documents - 1, max(1, round(documents * share)))
             place = bisect.bisect_right(counts, document) - 1  # of the shard that the document starts in

@@ -44,11 +44,10 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 
 
 class Order:
-    """The order of one epoch: `order[place]` is the number of the sample at that place, for an int or an array of them.
+    """The order of one epoch (from 0): `order[place]` is the number of the sample at that place, for an int or an array of them.
 
-    `kind` is `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in epoch 0, in a new order
-    from epoch 1 on, the samples of a shard in order) or `sequential`; `epoch` counts from 0; `n` and `shards` are the number
-    of samples in all and in each shard.
+    `kind` is `shuffled` (all samples, anew each epoch), `shards-shuffled` (shards in file order in epoch 0, then in a new order
+    each epoch, the samples of a shard in order) or `sequential`; `n` and `shards` count the samples, in all and of each shard.
     """
 
     def __init__(self, kind: str, seed: int, epoch: int, n: int, shards: Sequence[int] | None = None):

@@ -62,9 +62,7 @@ class Prepared:
 def prepare(recipe: Recipe) -> Prepared:
     """Prepare the data of a recipe where they are not there yet, and check them.
 
-    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed.
-
-    Raises UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were
+    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed. Raises UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were
     prepared with other settings; RunFailed where the disk is full or fails.
     """
     started, settings, made, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
@@ -146,10 +144,7 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
 
 
 def _ready(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
-    """The index of a directory; None where the data are not (wholly) there.
-
-    Raises UserError where the directory holds data that were prepared with other settings, which are shown.
-    """
+    """The index of a directory, None where the data are not wholly there; UserError where they have other settings."""
     index = Index.load(directory)
     if index is None:
         return None
@@ -242,10 +237,8 @@ class Data:
 
 
 def open_data(recipe: Recipe) -> Data:
-    """The data of a recipe, prepared if need be, every file checked before the first step.
-
-    Raises UserError as `prepare`, and where there are too few tokens for one sample or `model.vocab` is too small.
-    """
+    """The data of a recipe, prepared if need be, every file checked before the first step; raises UserError as `prepare`, and
+    where there are too few tokens for one sample or `model.vocab` is too small."""
     prepared = prepare(recipe)
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:

@@ -94,11 +94,8 @@ class DocumentSamples:
 
 
 class Rows:
-    """Questions or conversations in memory, given as (tokens, marks) pairs: which tokens are to be predicted.
-
-    A row of n tokens gives n - 1 positions: the label of each is the token after it, or -100 where that is not marked.
-    `pad` fills rows up to the longest of a batch.
-    """
+    """Questions or conversations in memory, given as (tokens, marks) pairs: which tokens are to be predicted. A row of n tokens
+    gives n - 1 positions, padded with `pad`: the label is the token after it, or -100 where that is not marked."""
 
     def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[bool]]], pad: int):
         pairs = list(rows)

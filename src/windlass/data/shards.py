@@ -138,10 +138,8 @@ class ShardWriter:
         self._raw, self._documents = bytearray(), 0
 
     def add(self, tokens: np.ndarray, number: int) -> None:
-        """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts.
-
-        After a resume the document is added from its start again, and what was committed of it is passed over.
-        """
+        """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts. After a resume
+        the document is added from its start again, and what was committed of it is passed over."""
         if number != self._number:
             self._number, self._done = number, 0
         passed = min(len(tokens), self._skip)
@@ -241,10 +239,7 @@ class Stream:
 
 
 def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int | str]]:
-    """The size, the time of the last change (ns) and the SHA-256 of each shard, by file.
-
-    Raises UserError, naming the file, where one is missing, too short or too long.
-    """
+    """The size, the time of the last change (ns) and the SHA-256 of each shard, by file; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
     for shard in shards:
         path, size = directory / shard.file, shard.offset + shard.tokens * on_disk(shard.dtype).itemsize
@@ -259,10 +254,7 @@ def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int 
 
 
 def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None:
-    """Check every shard as `file_states`, and its SHA-256 where it has changed since it was checked last.
-
-    `tick` gets the share that is read. Raises UserError, naming the file.
-    """
+    """Check every shard as `file_states`, and its SHA-256 where it has changed since; `tick` gets the share that is read."""
     states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
     changed = [file for file in states if verified.get(file) != states[file]]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:

@@ -62,10 +62,7 @@ class Corpus:
 def open_corpus(
     data: DataSettings, source: str, *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
 ) -> Corpus:
-    """The corpus behind `data.source` or `data.eval_source`; raises UserError where there is none.
-
-    Of `data` only `text_key`, `streaming` and `split` are read. `notify` gets a line of text before a download.
-    """
+    """The corpus behind `data.source` or `data.eval_source`; raises UserError where there is none."""
     if source == "stdlib":
         return _open_stdlib()
     if source.startswith("hf:"):
@@ -259,11 +256,8 @@ def download(url: str, sha256: str, folder: Path, notify: Callable[[str], None] 
 
 
 def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
-    """A split (also a slice of one, `train[:1%]`) of `NAME`, `NAME:CONFIG` or a directory of Hugging Face's `datasets`.
-
-    A directory was written by `save_to_disk`, or holds files that `datasets` reads. With `streaming` the rows are read as
-    they come. Raises UserError where there is no such data set or split, or it cannot be reached.
-    """
+    """A split (also a slice of one, `train[:1%]`) of `NAME`, `NAME:CONFIG` or a directory (of `save_to_disk`, or of files) of
+    Hugging Face's `datasets`; raises UserError where there is no such data set or split, or it cannot be reached."""
     folder = Path(place).expanduser()
     if not folder.is_dir():
         hub.prepare()

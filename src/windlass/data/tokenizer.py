@@ -102,10 +102,8 @@ class Tokenizer:
         return table
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?".
-
-        Raises UserError where a character tokenizer is given a character that its corpus does not have.
-        """
+        """Token ids of a text, int64 [n]; half a surrogate pair, which JSON can hold, becomes "?". UserError for a character that
+        a character tokenizer's corpus does not have."""
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
@@ -142,10 +140,7 @@ class Tokenizer:
         )
 
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of UTF-8 text that each id stands for when decoded after another token, int64 [V]; 0 for special tokens.
-
-        Where a tokenizer puts a space before a text, as sentencepiece does, that space is counted in the first token.
-        """
+        """Bytes of UTF-8 text that each id stands for when decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
             sizes[:] = [len(piece) for piece in self._bytes]
@@ -179,10 +174,8 @@ class Tokenizer:
         return list(self.bos) or ([] if self.eot is None else [self.eot]) or self.encode("\n").tolist()[:1]
 
     def encode_pair(self, prompt: str, answer: str, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
-        """The tokens of prompt and answer in one sequence, and how many of them are the prompt's.
-
-        They are encoded as one text where the prompt's tokens (`prompt_ids`) stay as they are alone; else one by one.
-        """
+        """The tokens of prompt and answer in one sequence, and how many of them are the prompt's: encoded as one text where the
+        prompt's tokens (`prompt_ids`) stay as they are alone; else one by one."""
         alone = self.encode_with_bos(prompt) if prompt_ids is None else prompt_ids
         both = self.encode_with_bos(prompt + answer)
         if both[: len(alone)] != alone or len(both) == len(alone):

@@ -54,9 +54,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
         if tokenizer.fingerprint != saved.fingerprint:
             raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
     elif kind in ("char", "bpe"):
-        raise UserError(
-            f"data.tokenizer: {kind} is made from the corpus: run `windlass prepare`, or name another for shards:"
-        )
+        raise UserError(f"data.tokenizer: {kind} needs the corpus: run `windlass prepare`, or name another for shards:")
     else:
         tokenizer = named_tokenizer(recipe.tokenizer)
     pretrained = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
@@ -176,9 +174,7 @@ def hf_tokenizer(place: str) -> Tokenizer:
             whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
             return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
         except Exception as error:  # of any kind, from the libraries behind it
-            raise UserError(
-                f"data.tokenizer: {place} has no {JSON_FILE} nor older files: {first_line(error)}"
-            ) from None
+            raise UserError(f"data.tokenizer: {place} has no {JSON_FILE} nor others: {first_line(error)}") from None
     named = [eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))]
     names = [*(eos["content"] if isinstance(eos, dict) else eos for eos in named), *END_TOKENS]
     inner = _read_json(file)
