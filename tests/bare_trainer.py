@@ -22,7 +22,9 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
     """Call its `step(batch, lr_factor)`; the events of skipped steps are in `recorder.events`."""
     state, events = TrainState(), list[dict[str, Any]]()
     precision = resolve_precision(recipe.train.precision, ranks.device)
-    recorder: Any = SimpleNamespace(timer=StepTimer(), events=events, event=lambda name, **more: events.append(more))
+    recorder: Any = SimpleNamespace(
+        ranks=ranks, state=state, timer=StepTimer(), events=events, event=lambda name, **more: events.append(more)
+    )
     scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
     parts: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     parts |= {
@@ -30,6 +32,6 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "optimizer": build_optimizer(unwrap(model), recipe.optim, ranks.device.type),
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
-        "bad_steps": BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
+        "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }  # fmt: skip
     return Trainer(**parts)

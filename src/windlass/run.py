@@ -72,7 +72,6 @@ class Run:
         self.metrics_path = path / "metrics.jsonl"  # the ledger
         self.checkpoints_dir = path / "checkpoints"
         self.devices_dir = path / "devices"  # utilisation and memory, a file a rank
-        self.samples_dir = path / "samples"  # generated texts
         self.report_dir = path / "report"
         self.log_path = path / "log.txt"  # what the terminal showed, as plain lines
         self.heartbeat_path = path / "heartbeat"  # touched by rank 0 every few seconds while the run lives

@@ -71,16 +71,9 @@ def test_samples_of_ones_own_for_the_recipes_model(tmp_path, page):
     assert run.state == "finished"
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["train.precision=fp16", "train.compile=true", "parallel.device=cpu"], "fp16 on a CPU"),
-        (['train.steps="compute-optimal"'], "is for a recipe's own model"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, page, more, words):
-    with refused(UserError, words):
-        train(recipe(tmp_path / "run", *more), page["MyModel"](), page["data"])
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, page):
+    with refused(UserError, "is for a recipe's own model"):
+        train(recipe(tmp_path / "run", 'train.steps="compute-optimal"'), page["MyModel"](), page["data"])
     assert not (tmp_path / "run").exists()
 
 

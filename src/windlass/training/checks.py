@@ -21,17 +21,10 @@ def startup_checks(model: nn.Module, tied_before: list[list[str]], precision: st
     wanted = torch.float64 if precision == "fp64" else torch.float32
     # Held in fewer bits, a trained weight would lose small updates to rounding.
     wrong = [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.dtype != wanted]
-    tied = tie_groups(model)
-    problems = [
-        *([f"master weights are not {wanted}: {', '.join(wrong[:4])}"] if wrong else []),
-        *(
-            f"{' and '.join(names)} were tied in the model, and no longer are"
-            for names in tied_before
-            if names not in tied
-        ),
-        *norm_probe(model, ranks),
-        *replicas(model, ranks),
-    ]
+    problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
+    untied = [" and ".join(names) for names in tied_before if names not in tie_groups(model)]
+    problems += [f"{names} were tied in the model, and no longer are" for names in untied]
+    problems += [*norm_probe(model, ranks), *replicas(model, ranks)]
     everywhere = [text for texts in ranks.all_gather_object("startup checks", problems) for text in texts]
     if everywhere:
         raise RunFailed("\n".join(["the start-up checks failed (train.startup_checks):", *dict.fromkeys(everywhere)]))
@@ -47,15 +40,14 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
 
 def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
     """The distributed norm of gradients of a given norm: constants, different from parameter to parameter."""
-    before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
-    squares = 0.0
-    for number, (parameter, _) in enumerate(before):
+    parameters, squares = [p for p in model.parameters() if p.requires_grad], 0.0
+    for number, parameter in enumerate(parameters):  # before the first step: there is no gradient yet
         value = 1.0 / (1 + number % 7)
         parameter.grad = torch.full_like(parameter, value)
         squares += value * value * parameter.numel()
-    norm, expected = float(collectives.global_grad_norm([p for p, _ in before], ranks)), math.sqrt(squares)
-    for parameter, grad in before:
-        parameter.grad = grad
+    norm, expected = float(collectives.global_grad_norm(parameters, ranks)), math.sqrt(squares)
+    for parameter in parameters:
+        parameter.grad = None
     if abs(norm - expected) > 1e-4 * expected:
         return [f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"]
     return []

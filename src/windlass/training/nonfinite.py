@@ -10,26 +10,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks
 from windlass.recipe.settings import TrainSettings
 from windlass.training.record import Recorder
-from windlass.training.state import LossScaler, TrainState
+from windlass.training.state import LossScaler
 
 SPIKE_WINDOW, SPIKE_MIN = 128, 16  # losses that a spike is measured against; fewer tell nothing about their spread
-
-
-class Decision(NamedTuple):
-    """What to do after a step; `stop` ends the run as failed."""
-
-    action: Literal["continue", "skip", "rewind", "stop"] = "continue"
-    reason: str = ""
 
 
 class Counts(NamedTuple):
@@ -43,14 +35,12 @@ class Counts(NamedTuple):
 
 def decide_nonfinite(
     counts: Counts, bad_ranks: list[int], step: int, grad_norm: float, settings: TrainSettings, fp16: bool
-) -> Decision:
-    """The policy `train.on_nonfinite` for the steps up to `step` since the last look.
+) -> tuple[str, str]:
+    """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`, and why.
 
     `bad_ranks`: those whose loss was not finite. With fp16 an overflow of the gradient alone is an ordinary event: the
     loss scale is halved and the step skipped under every policy.
     """
-    if not counts.bad:
-        return Decision()
     what = "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
         what = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
@@ -59,7 +49,7 @@ def decide_nonfinite(
         step = step if fp16 else step - counts.bad + 1  # without fp16 no update was made since the first bad step
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
         what += f" (gradient norm {grad_norm}). The update was not made: {advice}"
-    return Decision(policy, f"step {step}: {what}")
+    return policy, f"step {step}: {what}"
 
 
 def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
@@ -80,20 +70,14 @@ def check_is_deferred(device: torch.device, optimizer: torch.optim.Optimizer, of
 
 
 class BadSteps:
-    """Finds bad steps on one rank, counts them on the device, and decides by the policies of the recipe's `train`.
+    """Finds bad steps on one rank, counts them on the device, and decides by the policies of the recipe's `train`."""
 
-    `deferred`: the host does not look at each step; see `check_is_deferred`.
-    """
-
-    def __init__(
-        self, ranks: Ranks, settings: TrainSettings, state: TrainState, recorder: Recorder, scaler: LossScaler | None,
-        deferred: bool,
-    ):  # fmt: skip
-        self.ranks, self.settings, self.state, self.recorder = ranks, settings, state, recorder
-        self.scaler, self.deferred = scaler, deferred
+    def __init__(self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler | None, deferred: bool):
+        self.recorder, self.ranks, self.state = recorder, recorder.ranks, recorder.state
+        self.settings, self.scaler, self.deferred = settings, scaler, deferred
         self._hold_updates = settings.on_nonfinite == "stop" and scaler is None  # from the first bad step on
         self._spikes_in_a_row = 0
-        self._zero = torch.zeros((), dtype=torch.float32, device=ranks.device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self.reset()
 
     def reset(self) -> None:
@@ -133,33 +117,32 @@ class BadSteps:
         self._count, self._loss_bad, self._longest = self._zero, self._zero, self._in_a_row
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
-    def decide(self, grad_norm: Tensor, spike: float | None, look: bool) -> Decision:
-        """What to do after a step; `look`: whether to read the counts of non-finite steps. All ranks call it.
+    def decide(self, grad_norm: Tensor, spike: float | None, look: bool) -> str:
+        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call it after a step.
 
-        Writes the events of skipped steps. Raises RunFailed where a policy ends the run.
+        `look`: whether to read the counts of non-finite steps. Raises RunFailed where a policy ends the run.
         """
-        state, settings, decision = self.state, self.settings, Decision()
-        if look:
-            counts = self.read()
-            state.skips_in_a_row = counts.in_a_row
-            if counts.bad:
-                flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
-                ranks, fp16 = [rank for rank, bad in enumerate(flags) if bad], self.scaler is not None
-                decision = decide_nonfinite(counts, ranks, state.step, float(grad_norm), settings, fp16)
-            if decision.action == "skip":
+        state, settings, action, reason = self.state, self.settings, "", ""
+        counts = self.read() if look else Counts(in_a_row=state.skips_in_a_row)
+        state.skips_in_a_row = counts.in_a_row
+        if counts.bad:
+            flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
+            bad_ranks, fp16 = [rank for rank, bad in enumerate(flags) if bad], self.scaler is not None
+            action, reason = decide_nonfinite(counts, bad_ranks, state.step, float(grad_norm), settings, fp16)
+            if action == "skip":
                 scale = float(self.scaler.scale) if self.scaler is not None else None
                 more = {"count": counts.bad, "in_a_row": counts.in_a_row, "loss_scale": scale}
-                self._skipped("skipped", decision.reason, counts.bad, counts.longest, more)
-        if spike is not None and settings.on_spike != "ignore" and decision.action in ("continue", "skip"):
-            reason = f"the loss {spike:.4f} is a spike of more than {settings.spike_sigmas:g} standard deviations"
-            decision = Decision(settings.on_spike, f"step {state.step}: {reason} (train.on_spike)")
-            if decision.action == "skip":
+                self._skipped("skipped", reason, counts.bad, counts.longest, more)
+        if spike is not None and action in ("", "skip"):
+            action = settings.on_spike
+            text = f"the loss {spike:.4f} is a spike of more than {settings.spike_sigmas:g} standard deviations"
+            reason = f"step {state.step}: {text} (train.on_spike)"
+            if action == "skip":
                 self._spikes_in_a_row += 1
-                in_a_row = self._spikes_in_a_row
-                self._skipped("spike", decision.reason, 1, in_a_row, {"in_a_row": in_a_row})
-        if decision.action == "stop":
-            raise RunFailed(decision.reason)
-        return decision
+                self._skipped("spike", reason, 1, self._spikes_in_a_row, {"in_a_row": self._spikes_in_a_row})
+        if action == "stop":
+            raise RunFailed(reason)
+        return reason if action == "rewind" else ""
 
     def _skipped(self, event: str, reason: str, count: int, in_a_row: int, fields: dict[str, Any]) -> None:
         self.recorder.event(event, reason=reason, **fields)

@@ -1,7 +1,6 @@
 """What a training writes: the ledger, the terminal, the trackers, and checkpoints.
 
-Each method is called by every rank at the same step; rank 0 writes. The loop never waits for what is written in the
-background: `poll` reports what ended, `commit` waits.
+Each method is called by every rank at the same step; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class ModelFacts:
 
 
 class Recorder:
-    """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every rank.
-
-    `origin`: what the run keeps of the model of `transformers` that it began with. `stack` closes everything.
-    """
+    """The ledger, the terminal and the trackers of a run on rank 0, the device sampler on every rank."""
 
     def __init__(
         self, plan: StartPlan, ranks: Ranks, facts: ModelFacts, horizon: Horizon, state: TrainState, goodput: Goodput,
@@ -66,7 +62,6 @@ class Recorder:
         settings, run = plan.recipe.telemetry, plan.run
         self.padded_tokens = 0  # tokens of this start, with padding and masked ones
         self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
-        self.last_loss: float | None = None
         self.scores: dict[int, float] = {}  # of `checkpoint.best` by step, from the ledger and since
         self._next_beat = 0.0  # of the monotonic clock
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
@@ -127,7 +122,7 @@ class Recorder:
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
-        self.logged, self.last_loss = now, loss
+        self.logged = now
         line = self.ledger.write(
             "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
             epoch=self.epoch, **times, tokens_per_s=tokens_per_s, tokens_per_s_per_device=tokens_per_s / world,
@@ -145,16 +140,6 @@ class Recorder:
         with self.timer.phase("outside"), self.goodput.phase(phase):
             yield
 
-    def sample(self, index: int, prompt: str, text: str) -> None:
-        """A generated text: a `sample` line, a file, and the terminal."""
-        self.ledger.write("sample", self.state.step, index=index, prompt=prompt, text=text)
-        self.console.sample(text, self.state.step)
-        if self.ranks.main:
-            with contextlib.suppress(OSError):  # the text is in the ledger
-                self.run.samples_dir.mkdir(exist_ok=True)
-                file = self.run.samples_dir / f"step-{self.state.step:08d}-{index}.txt"
-                file.write_text(text, encoding="utf-8")
-
     def beat(self) -> None:
         """Touch the heartbeat file where it is time; costs a clock reading otherwise."""
         now = time.monotonic()
@@ -164,7 +149,7 @@ class Recorder:
                 self.run.heartbeat_path.touch()
 
     def poll(self) -> None:
-        """What happened beside the steps: messages of the trackers, a ledger or sampler that cannot write."""
+        """Show what happened beside the steps: messages of trackers, a ledger or sampler that cannot write."""
         self.beat()
         self.show(self.trackers.poll())
         for source in (self.ledger, self.sampler):
@@ -173,7 +158,7 @@ class Recorder:
                 source.warning = None
 
     def show(self, notes: list[Note]) -> None:
-        """Messages of the trackers, on the terminal."""
+        """Show messages of the trackers."""
         for note in notes:
             (self.console.warning if note.warning else self.console.event)(note.text)
 
@@ -184,16 +169,15 @@ class Recorder:
         state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best
         self.event("measured")  # a last stamp of the wall time
         raw, lines = list(read_lines(run.metrics_path)), run.ledger()
-        speed, seconds = throughput(lines), wall_time(raw)
+        speed, seconds, scores = throughput(lines), wall_time(raw), scores_by_step(lines, measure)
         means = {f"{name}_mean": value for name, value in speed._asdict().items()} if speed is not None else {}
-        losses, scores = scores_by_step(lines, LOSS), scores_by_step(lines, measure)
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         evaluated = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]  # NaN, too
         best_step = best(scores, measure)
         self.ledger.write(
             "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples,
             epochs=self.epoch, final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
-            best_eval_loss=min(losses.values(), default=None), best_measure=measure, best_step=best_step,
+            best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None), best_measure=measure, best_step=best_step,
             best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],
             wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
             parameters=self.facts.parameters, updates_skipped=state.updates_skipped,
@@ -223,11 +207,11 @@ class Saves:
             recorder.ranks.mark(state.step, "save")
             if self.scaler is not None:
                 self.scaler.save(state)
-            meta = self.meta | {
-                "reason": reason, "train_loss": recorder.last_loss, "samples": state.samples, "tokens": state.tokens,
-            }  # fmt: skip
             tensors = gather_state(self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world)
-            self.saver.save(state.step, tensors, state.to_json(), meta, recorder.scores, while_waiting=recorder.beat)
+            self.saver.save(
+                state.step, tensors, state.to_json(), self.meta | {"reason": reason}, recorder.scores,
+                while_waiting=recorder.beat,
+            )  # fmt: skip
         self.step = state.step
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -122,15 +122,14 @@ def set_up(
     recorder.started(batch, str(choice.path) if choice is not None else "", notes)
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
-        "strategy": ranks.strategy, "parameters": facts.parameters, "optimizer": recipe.optim.kind,
-        "micro_batch": batch.micro_batch,
+        "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,
     }  # fmt: skip
     newest = (state.step, state.step) if choice is not None else (-1, 0)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     return Trainer(
         recipe=recipe, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
-        bad_steps=BadSteps(ranks, recipe.train, state, recorder, scaler, deferred),
+        bad_steps=BadSteps(recorder, recipe.train, scaler, deferred),
         saves=Saves(saver, model, optimizer, scaler, recorder, meta, *newest),
         suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch), recorder=recorder, on_step=on_step,
         stop_at=stop_at,
@@ -139,17 +138,13 @@ def set_up(
 
 def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
     """How a step's samples are divided over the ranks, and the length of the run."""
-    if ranks.device.type == "cpu" and recipe.train.precision == "fp16" and recipe.train.compile:
-        raise UserError("train.compile: fp16 on a CPU is for tests and is not compiled; use bf16 or fp32")
     batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
     if samples < 1:
         raise UserError(f"the training data has no sample of model.context = {recipe.model.context} tokens")
-    parameters = None
-    if recipe.train.steps == "compute-optimal":
-        if custom:
-            raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
-        if recipe.model.kind == "hf":
-            parameters = read_sizes(recipe).total
+    optimum = recipe.train.steps == "compute-optimal"
+    if optimum and custom:
+        raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
+    parameters = read_sizes(recipe).total if optimum and recipe.model.kind == "hf" else None
     valid_tokens = getattr(data.train, "valid_tokens", None)  # a user's own source may not have it
     sample_tokens = None if valid_tokens is None else valid_tokens / samples
     steps = resolve_steps(recipe, data.vocab, sample_tokens, samples, parameters)
@@ -211,20 +206,16 @@ def prepare_model(
     tables = [m.num_embeddings for m in model.modules() if custom is not None and isinstance(m, nn.Embedding)]
     rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)
     if data.vocab > rows:
-        raise UserError(
-            f"model.vocab: {rows:,} token embeddings for {data.vocab:,} tokens of the data; set 0, or more rows"
-        )
-    precision, device_name, peak = resolve_precision(recipe.train.precision, ranks.device), "CPU", None
-    if ranks.device.type == "cuda":
-        device_name = torch.cuda.get_device_name(ranks.device)
-        peak = peak_flops(device_name, precision, tf32=recipe.train.tf32)
+        raise UserError(f"model.vocab: {rows:,} token embeddings for {data.vocab:,} tokens of the data; set 0 or more")
+    precision = resolve_precision(recipe.train.precision, ranks.device)
+    device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     hf = sizes_of(model) if isinstance(model, HfModel) and custom is None else None
     flops = hf.flops_per_token() if hf else None
     if custom is None and recipe.model.kind == "gpt":
         flops = flops_per_token(recipe.model, data.vocab)
     facts = ModelFacts(
         sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model),
-        tie_groups(model), hf, flops, device_name, peak,
+        tie_groups(model), hf, flops, device_name, peak_flops(device_name, precision, tf32=recipe.train.tf32),
     )  # fmt: skip
     model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
@@ -243,21 +234,16 @@ def load_checkpoint(
 ) -> TrainState:  # fmt: skip
     """Fill model and optimizer from a checkpoint, return its counters, and note what will not be as it was."""
     checkpoint = checkpoints.open_checkpoint(path, deep=False)
-    saved = checkpoint.meta
-    if saved.get("data") != data.fingerprint:
-        problem = (
-            f"the data is not what {path} was trained on (fingerprint {saved.get('data')}, here {data.fingerprint})"
-        )
+    fingerprint, kind, micro_batch = (checkpoint.meta.get(key) for key in ("data", "optimizer", "micro_batch"))
+    if fingerprint != data.fingerprint:
+        problem = f"the data is not what {path} was trained on (fingerprint {fingerprint}, here {data.fingerprint})"
         raise UserError(f"{problem}: bring the old data back (data.dir), or start over with --fresh")
     ranks.mark(checkpoint.step, "load")
-    same_optimizer = saved.get("optimizer") == recipe.optim.kind
-    if not same_optimizer:  # a branch may change it
-        notes.append(
-            f"{recipe.optim.kind} cannot use the state of {saved.get('optimizer')}: the optimizer state starts over"
-        )
-    restore(checkpoint, model, optimizer if same_optimizer else None)
-    if facts.dropout and saved.get("micro_batch") != batch.micro_batch:
+    if kind != recipe.optim.kind:  # a branch may change it
+        notes.append(f"{recipe.optim.kind} cannot use the state of {kind}: the optimizer state starts over")
+    restore(checkpoint, model, optimizer if kind == recipe.optim.kind else None)
+    if facts.dropout and micro_batch != batch.micro_batch:
         # The masks of a micro-batch follow from its number in the step and its shape.
-        changed = f"{saved.get('micro_batch')} sequences and is {batch.micro_batch}"
+        changed = f"{micro_batch} sequences and is {batch.micro_batch}"
         notes.append(f"dropout draws other masks from here on: the micro-batch was {changed} (train.micro_batch)")
     return TrainState.from_json(checkpoint.counters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import list_entries, step_dir
-from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.parallel.env import detect_env
@@ -146,25 +147,24 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
     env, lineage, job = detect_env(environ), read_lineage(run.path), job_id(environ)
     if lineage is None:
         return False
-    requeued = environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-    if requeued and job["slurm"] and lineage.job.get("slurm") == job["slurm"]:
-        return True
+    if job["slurm"] and environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
+        return lineage.job.get("slurm") == job["slurm"]
     return env.attempt > 0 and env.launcher != "slurm" and lineage.job.get("launch", "") == job["launch"]
 
 
 def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
     """What rank 0 decides (anything that JSON holds), on every rank; its error is raised on every rank."""
-    value, error, kind = None, "", ""
+    value, error, failed = None, "", False
     if ranks.main:
         try:
             value = decide()
         except (UserError, RunFailed) as raised:
-            error, kind = str(raised), type(raised).__name__
+            error, failed = str(raised), isinstance(raised, RunFailed)
         except OSError as raised:
-            error, kind = f"{raised.filename}: {raised.strerror}; give another run.dir", "UserError"
-    value, error, kind = ranks.broadcast_object(name, [value, error, kind])
+            error = f"{raised.filename}: {raised.strerror}; give another run.dir"
+    value, error, failed = ranks.broadcast_object(name, [value, error, failed])
     if error:
-        raise RunFailed(error) if kind == "RunFailed" else UserError(error)
+        raise RunFailed(error) if failed else UserError(error)
     return value  # type: ignore[return-value]
 
 
@@ -210,7 +210,7 @@ def hash_without_steps(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None) -> Lineage:
+def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None) -> None:
     """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
     files, run = files or Files(), plan.run
     if not plan.resuming:
@@ -219,7 +219,6 @@ def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files
     write_lineage(run.path, lineage, files)
     if not plan.resuming or plan.extends_from:
         files.replace(run.recipe_path, plan.recipe.toml().encode())
-    return lineage
 
 
 def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
@@ -230,9 +229,8 @@ def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:
     if lock_held(run.lock_path) is None and run.state == "running":
         raise UserError(f"{path} has a fresh heartbeat: another host may train in it; try again in a minute")
     lock = acquire_run_lock(path, seconds)
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
+    names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
     path.rename(aside)
     if lock is not None:
         lock.close()

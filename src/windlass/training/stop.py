@@ -19,8 +19,7 @@ from typing import Any
 
 from windlass.errors import STOPPED, before_training
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What people and schedulers send to end a job: SLURM and PBS warn with SIGTERM or SIGUSR1/2."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # of people, SLURM, PBS
 INTERRUPTED = 130  # the exit code of a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
 
 
@@ -48,9 +47,9 @@ class StopSignals:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if not self.training and number == signal.SIGINT and hasattr(sys, "ps1"):
+            raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
         if not self.training:
-            if number == signal.SIGINT and hasattr(sys, "ps1"):
-                raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
             # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so
             # the line goes to the descriptor; a progress bar has hidden the terminal's cursor: it is shown again.
             with contextlib.suppress(Exception):

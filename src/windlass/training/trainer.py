@@ -44,9 +44,7 @@ from windlass.training.start import decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 
-OnStep = Callable[
-    [int, "StepResult"], object
-]  # called on every rank with the steps completed and the last one's result
+OnStep = Callable[[int, "StepResult"], object]  # called on every rank with the steps completed and the last result
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
 FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
@@ -68,7 +66,6 @@ class StepResult:
     grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
     tokens: int  # unmasked labels of the step, over all ranks
     padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
-    lr_factor: float  # what the peak learning rates were multiplied by
     spike: float | None = None  # the loss over all ranks, where it is a spike and the update was not made
 
 
@@ -137,7 +134,8 @@ class Trainer:
                 batch = self.next_batch(loader)
                 self.stop.training = True  # from here on a signal saves before it ends the process
                 agreement.post([self.stop.requested, self.saves.failed_in_a_row])
-                result = self.step(batch, factor(recipe.optim.schedule, horizon, state.step))
+                lr_factor = factor(recipe.optim.schedule, horizon, state.step)
+                result = self.step(batch, lr_factor)
                 stop_requested, failed_saves = agreement.result() or (0, 0)
                 state.step += 1
                 state.samples += self.batch.global_batch
@@ -154,10 +152,9 @@ class Trainer:
                 stopping = bool(stop_requested) or (state.step == self.stop_at and not last)
                 # What is logged, saved or measured must be known to be good; on a CPU every step is looked at.
                 look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
-                decision = self.bad_steps.decide(result.grad_norm, result.spike, look)
-                if decision.action == "rewind":
+                if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
-                    self.rewind(decision.reason, batch.first_sample + self.batch.global_batch)
+                    self.rewind(rewind_reason, batch.first_sample + self.batch.global_batch)
                     loader = self.open_loader()
                     continue
 
@@ -166,7 +163,7 @@ class Trainer:
                 if log_due:  # waits for the device
                     loss = float(collectives.sum_over_ranks(result.loss, ranks))
                     scale = float(self.scaler.scale) if self.scaler is not None else None
-                    recorder.train(loss, recipe.optim.lr * result.lr_factor, float(result.grad_norm), scale)
+                    recorder.train(loss, recipe.optim.lr * lr_factor, float(result.grad_norm), scale)
                 if save_due and self.saves.step != state.step:
                     self.saves.save()
                 complete = not evaluation_due or self.evaluate()
@@ -224,7 +221,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         tokens, padded = counts.wait()
         ranks.mark(batch.step, "step")  # what follows an update: counting, logging
-        return StepResult(loss, grad_norm.detach(), int(tokens), int(padded), lr_factor, spike)
+        return StepResult(loss, grad_norm.detach(), int(tokens), int(padded), spike)
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
@@ -247,11 +244,9 @@ class Trainer:
             if self.poll_stop() and self.ranks.world == 1:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
-                lost = (
-                    f"{step - self.saves.committed} steps since the last checkpoint are lost (checkpoint.grace_seconds)"
-                )
-                where = f"rank {self.ranks.rank} has waited for the data of step {step + 1} for too long"
-                raise RunFailed(f"stopped by {self.stop.name}: {where}; {lost}")
+                lost = f"{step - self.saves.committed} steps are lost (checkpoint.grace_seconds)"
+                late = f"rank {self.ranks.rank} has no data for step {step + 1}"
+                raise RunFailed(f"stopped by {self.stop.name}: {late}; {lost}")
 
     def poll_stop(self) -> bool:
         """Whether this rank was asked to stop; asked between the passes of an evaluation, and while data are late."""
@@ -284,10 +279,10 @@ class Trainer:
                     except OSError as error:  # the scores are in the ledger
                         recorder.console.warning(f"{suite}: the predictions were not written: {error}")
         more = {"epoch": recorder.epoch, "samples_trained": self.state.samples}
-        lines = [recorder.ledger.write("eval", step, **fields, **more) for fields in measured]
-        for line in lines:
+        for fields in measured:
+            line = recorder.ledger.write("eval", step, **fields, **more)
             recorder.console.eval(line)
-        recorder.scores |= scores_by_step(lines, settings.best)
+            recorder.scores |= scores_by_step([line], settings.best)
         if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
             self.saves.save(BEST)
         return True
@@ -313,7 +308,8 @@ class Trainer:
             )  # fmt: skip
         for index, ids in enumerate(generated or []):
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
-            recorder.sample(index, settings.prompt, text)
+            recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
+            recorder.console.sample(text, step)
         return generated is not None
 
     def rewind(self, reason: str, stop_sample: int) -> None:
@@ -333,10 +329,8 @@ class Trainer:
         checkpoint = checkpoints.open_checkpoint(decide_on_rank_0(self.ranks, "rewind", choose), deep=False)
         self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
         if self.rewinds[checkpoint.step] > MAX_REWINDS:
-            advice = "resume from an earlier checkpoint (checkpoint.resume=STEP) with a lower optim.lr"
-            raise RunFailed(
-                f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times already: {advice}"
-            )
+            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
+            raise RunFailed(f"{reason}; the run was {MAX_REWINDS} times back at step {checkpoint.step}: {advice}")
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
         start = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
@@ -366,11 +360,8 @@ class Trainer:
         if signalled and needed > left:
             saves.wait(max(0.0, left))  # what is being written may still be committed
             recorder.event("preempted", reason=reason, saved=False)
-            lost = f"{step - saves.committed} steps are lost (checkpoint.grace_seconds, checkpoint.every)"
-            time_left = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
-            raise RunFailed(
-                f"stopped by {reason} at step {step}: {time_left}, so the last checkpoint stands and {lost}"
-            )
+            why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left (checkpoint.grace_seconds)"
+            raise RunFailed(f"stopped by {reason} at step {step}: {why}; {step - saves.committed} steps are lost")
         if not saves.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
         recorder.event("preempted", reason=reason, saved=True)
