@@ -1,4 +1,4 @@
-"""What a training writes: the ledger, the terminal, the trackers, and checkpoints.
+"""What a training writes: the ledger, the terminal, the trackers, and checkpoints with the counters in them.
 
 Each method is called by every rank at the same step; rank 0 writes.
 """
@@ -9,12 +9,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.reshard import gather_state
@@ -31,9 +31,63 @@ from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.start import StartPlan
-from windlass.training.state import LossScaler, TrainState
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
+SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
+
+
+@dataclass
+class TrainState:
+    """Where a training stands after `step` completed optimizer steps: all that a kill must not take, but tensors.
+
+    Data order, dropout and initialisation follow from the seed and these numbers: no generator is saved, no position.
+    """
+
+    step: int = 0  # optimizer steps completed, skipped updates included
+    samples: int = 0  # sequences trained on
+    tokens: int = 0  # unmasked labels trained on: padding and masked prompts are not counted
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
+    updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
+    skips_in_a_row: int = 0  # non-finite steps since the last good one
+    loss_scale: float = 1.0  # the fp16 loss scale (1 in other precisions)
+    scale_good_steps: int = 0  # steps without an overflow since the scale last changed
+    spike_window: list[float] = field(default_factory=list)  # the last losses; empty where `train.on_spike` is `ignore`
+
+    def to_json(self) -> dict[str, Any]:
+        """The counters as JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: dict[str, Any]) -> TrainState:
+        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is lost unnoticed."""
+        state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
+        state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
+        return state
+
+
+class LossScaler:
+    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host does not read it."""
+
+    def __init__(self, device: torch.device, state: TrainState):
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.load(state)
+
+    def load(self, state: TrainState) -> None:
+        """Take the scale of a checkpoint; at step 0 the initial one."""
+        self.scale = self._zero + (state.loss_scale if state.step else SCALE_START)
+        self.good_steps = self._zero + state.scale_good_steps
+
+    def save(self, state: TrainState) -> None:
+        """Put the scale into the counters. Waits for the device."""
+        state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
+
+    def update(self, bad: Tensor) -> None:
+        """After a step; `bad` is 1.0 where it overflowed."""
+        overflow, good = bad > 0, self.good_steps + 1
+        grows = ~overflow & (good >= SCALE_GROWS_AFTER)
+        self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
+        self.good_steps = torch.where(overflow | grows, self._zero, good)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""From a recipe to a run: `train` makes the parts of a training in order, and has the `Trainer` run them.
-
-What rank 0 alone may do, look into the run directory and write there, goes through `decide_on_rank_0`: every rank has
-the result or raises the same error.
-"""
+"""From a recipe to a run: `train` makes the parts of a training in order, and has the `Trainer` run them."""
 
 from __future__ import annotations
 
@@ -42,9 +38,8 @@ from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
 from windlass.training.checks import tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
-from windlass.training.record import ModelFacts, Recorder, Saves
+from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
-from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.trainer import OnStep, Trainer
 

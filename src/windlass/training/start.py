@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+# In these settings a branch may differ from the run it comes from; model, data, seed and batch stay.
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
-"""Settings in which a branch may differ from the run it comes from; model, data, seed and batch stay."""
 LEFT_OVER = {
     LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
 }  # fmt: skip
@@ -57,21 +57,17 @@ class StartPlan:
     restarted: bool = False  # a scheduler or launcher restarted the job that began the run, or its present lineage
 
 
-def resolve_start(
-    recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "",
-    environ: Mapping[str, str] = os.environ,
-) -> StartPlan:  # fmt: skip
+def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "") -> StartPlan:
     """Decide what is to be done in the recipe's run directory; changes nothing.
 
-    Raises UserError where the directory holds a run of another recipe (the changed settings are shown) or other files,
-    or where an extension or a branch does not fit.
+    UserError: the directory holds other files or a run of another recipe, or an extension or branch does not fit it.
     """
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and step.isdigit()):
         raise UserError(f"--branch-from {branch_from!r}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300")
     exists = run.recipe_path.is_file()
-    restarted = exists and is_restart(run, environ)
+    restarted = exists and is_restart(run, os.environ)
     fresh = fresh and not restarted
     if fresh or not exists:
         if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
@@ -92,11 +88,9 @@ def resolve_start(
             raise UserError(f"--extend-to {extend_to} is not past the run's {steps} steps")
         recipe = recipe.with_overrides(f"train.steps={extend_to}")
         extends_from = steps if extend_to > steps else 0  # equal: the same command again
-    refuse_changes(
-        f"{run.path} holds a run of another recipe:", run.recipe, recipe, ("train.steps",) if extends_from else (),
-        "undo the changes, or give another run.dir, or --fresh to rename the old run; for another number of steps use "
-        "--extend-to or --stop-at",
-    )  # fmt: skip
+    advice = "undo them, give another run.dir, or --fresh to rename the old run; for other steps --extend-to, --stop-at"
+    allowed = ("train.steps",) if extends_from else ()
+    refuse_changes(f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
     wanted = step_dir(Path(origin).resolve() / "checkpoints", int(step or 0))
@@ -171,8 +165,8 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     """The checkpoints to start from, in the order in which they are tried; empty: step 0. On rank 0.
 
-    `checkpoint.resume` names them, but a restart takes the newest. A WSD run that is extended returns to its newest
-    checkpoint before the decay. Raises UserError where the one that was asked for is missing or of another recipe.
+    `checkpoint.resume` names them, but a restart takes the newest, and a WSD run that is extended the newest from
+    before its decay. UserError: the one that was asked for is missing or of another recipe.
     """
     recipe, run = plan.recipe, plan.run.path
     if plan.branch_from is not None:
@@ -185,22 +179,19 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
         old = Horizon(plan.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
         decay_begins = old.steps - old.steps_in(recipe.optim.schedule.decay)
         paths = checkpoints.candidates(run, up_to=decay_begins)
-        steps, lineage = [entry.step for entry in list_entries(plan.run.checkpoints_dir)], read_lineage(run)
-        if not paths and (steps or (lineage is not None and lineage.checkpoint)):
-            raise UserError(
-                f"the decay of {run} began at step {decay_begins}, and none from before it is left (there are: "
-                f"{sorted(steps)}): a decayed run cannot be extended; set checkpoint.keep_every next time"
-            )
+        if not paths and checkpoints.candidates(run):
+            problem = f"no checkpoint of {run} is left from before step {decay_begins}, where its decay began"
+            raise UserError(f"{problem}: a decayed run cannot be extended; set checkpoint.keep_every next time")
         return paths
     paths = checkpoints.candidates(run, resume, measure=recipe.checkpoint.best)
     if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):  # another run's: the same recipe?
-        other, origin = checkpoints.open_checkpoint(paths[0], deep=False), Run(paths[0].resolve().parent.parent)
-        if other.meta.get("line") != hash_without_steps(recipe):
+        meta, origin = checkpoints.open_checkpoint(paths[0], deep=False).meta, Run(paths[0].resolve().parent.parent)
+        if meta.get("line") != hash_without_steps(recipe):
             problem = f"checkpoint.resume: {paths[0]} is of another recipe:"
             if origin.recipe_path.is_file():
                 advice = "undo them, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps"
                 refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
-            raise UserError(f"{problem} config hash {other.meta.get('recipe')}, and here {recipe.config_hash}")
+            raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
     return paths
 
 

@@ -39,9 +39,8 @@ from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
-from windlass.training.record import ModelFacts, Recorder, Saves
+from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
 from windlass.training.start import decide_on_rank_0
-from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 
 OnStep = Callable[[int, "StepResult"], object]  # called on every rank with the steps completed and the last result
