@@ -329,7 +329,7 @@ class Trainer:
         self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
         if self.rewinds[checkpoint.step] > MAX_REWINDS:
             advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-            raise RunFailed(f"{reason}; the run was {MAX_REWINDS} times back at step {checkpoint.step}: {advice}")
+            raise RunFailed(f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}")
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
         start = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
@@ -360,7 +360,8 @@ class Trainer:
             saves.wait(max(0.0, left))  # what is being written may still be committed
             recorder.event("preempted", reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left (checkpoint.grace_seconds)"
-            raise RunFailed(f"stopped by {reason} at step {step}: {why}; {step - saves.committed} steps are lost")
+            lost = f"{step - saves.committed} steps are lost (checkpoint.every)"
+            raise RunFailed(f"stopped by {reason} at step {step}: {why}; {lost}")
         if not saves.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
         recorder.event("preempted", reason=reason, saved=True)
