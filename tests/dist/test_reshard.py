@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from toy import micro_batch, toy
 
 from windlass.checkpoint.load import choose, open_checkpoint
 from windlass.checkpoint.reshard import gather_state, named_state, restore
@@ -23,42 +24,21 @@ from windlass.checkpoint.save import Saver
 from windlass.optim.muon import Muon
 
 HYBRID_MESH = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
-STEPS = 2
-
-
-class Net(nn.Module):
-    """Rows of 7, 5, 3 and 1 over up to 4 ranks: uneven shards and empty ones. A buffer, a scalar parameter, an unused one."""
-
-    def __init__(self, variant: str):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5, bias=False), nn.Linear(5, 3), nn.Linear(3, 5)])
-        self.norm = nn.BatchNorm1d(5, affine=False)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.head = nn.Linear(5, 7, bias=False)
-        if variant == "tied":
-            self.head.weight = self.embedding.weight
-        if variant == "frozen":
-            self.blocks[1].requires_grad_(False)
-            self.embedding.requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(self.norm(x) * self.gain).square().sum()
 
 
 def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model: nn.Module = Net(variant)
+    """A model with rows of 29, 6 and 2, uneven over 3 and 4 ranks, of which some have none; a buffer, an unused parameter."""
+    model: nn.Module = toy(3, torch.float32, width=2, tied=variant == "tied")
+    if variant == "frozen":
+        model.layers[1].requires_grad_(False)
+        model.embedding.requires_grad_(False)
     if strategy == "ddp":
         model = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     else:
         mesh = init_device_mesh("cpu", (world,))
         if strategy == "hybrid_shard":
             mesh = init_device_mesh("cpu", HYBRID_MESH[world], mesh_dim_names=("replicate", "shard"))
-        for block in model.blocks:
+        for block in model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -76,15 +56,12 @@ def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> None:
     model, optimizer = build(variant, strategy, world)
-    for step in range(STEPS):
+    for step in range(2):
         optimizer.zero_grad()
-        model((torch.arange(6) + step + rank) % 7).backward()
+        model(*micro_batch(world * step + rank)).backward()
         optimizer.step()
-    for buffer in model.buffers():
-        if world > 1 and buffer.is_floating_point():
-            dist.broadcast(buffer, 0)
     saver = Saver(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
-    saver.save(STEPS, gather_state(model, optimizer, rank, world), {"step": STEPS})
+    saver.save(2, gather_state(model, optimizer, rank, world), {"step": 2})
     [outcome] = saver.wait()
     assert not outcome.error, outcome
     gathered = whole(model, optimizer)
@@ -112,7 +89,7 @@ def read(rank: int, world: int, folders: list[str], variant: str, strategy: str)
                 assert tensor.dtype == restored[name].dtype and torch.equal(tensor, restored[name]), (folder, name)
                 assert torch.equal(tensor, checkpoint.tensor(name)), (folder, name)
         equal += len(expected)
-        model(torch.arange(6) % 7).backward()  # and the optimizer steps from there
+        model(*micro_batch(0)).backward()  # and the optimizer steps from there
         optimizer.step()
     return equal
 

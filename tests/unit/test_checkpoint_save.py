@@ -19,7 +19,6 @@ from torch import nn
 from windlass.checkpoint.format import DTYPES, names_in, read_manifest
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.reshard import Slice, State, gather_state, restore
-from windlass.checkpoint.retention import EMERGENCY, Policy
 from windlass.checkpoint.save import HostBuffer, Saver
 from windlass.errors import UserError
 from windlass.fileio import O_DIRECT, Files
@@ -219,14 +218,6 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
         output.write(bytes(range(256)) * 40)
         output.sync()
     assert (tmp_path / "x").read_bytes() == bytes(range(256)) * 40
-
-
-def test_retention_follows_each_commit_and_the_scores_of_the_ledger(tmp_path: Path) -> None:
-    policy = Policy(last=2, keep_forever=lambda step: step == 1, measure="squad.f1")
-    saver = Saver(tmp_path / "checkpoints", policy=policy)
-    for step in range(1, 7):
-        commit(saver, step, None, {"reason": EMERGENCY if step == 3 else "periodic"}, {2: 60.0, 4: 10.0})
-    assert names_in(tmp_path / "checkpoints") == [f"step-0000000{s}" for s in (1, 2, 5, 6)]
 
 
 def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
