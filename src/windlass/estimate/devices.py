@@ -52,7 +52,6 @@ TABLE: tuple[tuple[str, str, int], ...] = (
     ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
     ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16),
     ("T4", "Tesla T4", 16),
-    ("P100", "Tesla P100-SXM2-16GB", 16),
     ("RTX-5090", "NVIDIA GeForce RTX 5090", 32),
     ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
     ("RTX-3090", "NVIDIA GeForce RTX 3090", 24),
