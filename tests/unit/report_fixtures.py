@@ -46,15 +46,13 @@ class Writer:
 
     def __init__(self, run: Path, ranks: int, seed: int, lr: float, steps: int, device: str):
         self.run, self.ranks, self.seed, self.lr, self.steps, self.device = run, ranks, seed, lr, steps, device
-        self.now, self.attempt = 0.0, 0
-        self.seconds: dict[str, float] = {}
+        self.now, self.attempt, self.seconds = 0.0, 0, dict[str, float]()
         (run / "devices").mkdir(parents=True, exist_ok=True)
 
     def line(self, kind: str, step: int, **fields: Any) -> None:
         seconds = {} if kind in ("eval", "sample") else {"seconds": dict(self.seconds)}
-        record = {"kind": kind, "step": step, "time": stamp(self.now), "attempt": self.attempt, **seconds, **fields}
-        with (self.run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        line = {"kind": kind, "step": step, "time": stamp(self.now), "attempt": self.attempt, **seconds, **fields}
+        add_lines(Run(self.run), line)
 
     def devices(self, seconds: float, phase: str) -> None:
         """A sample of every rank a second; the phase takes these seconds."""

@@ -17,8 +17,7 @@ def best(lr, seed):
 
 
 def rows(table):
-    names = [column.name for column in table.columns]
-    return [dict(zip(names, row, strict=True)) for row in table.rows]
+    return [dict(zip([column.name for column in table.columns], row, strict=True)) for row in table.rows]
 
 
 def test_the_table_of_cells_in_the_order_of_the_grid(study):
