@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import windlass
 from windlass import processes
+from windlass.checkpoint.load import choose, open_checkpoint
+from windlass.data.order import Order
+from windlass.data.prepare import open_data
 from windlass.errors import DONE, Stopped, UserError, first_line
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
@@ -83,10 +87,8 @@ class Bench:
 
     def here(self, run: str, **settings: Any) -> Run:
         """Train in this process, with nothing on the terminal."""
-        from windlass.training.setup import train
-
         with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-            return train(self.settings(run, **settings))
+            return windlass.train(self.settings(run, **settings))
 
     def start(self, run: str, world: int, task: Task = None, **settings: Any) -> subprocess.Popen[bytes]:
         """Begin to train in `world` processes of their own, which write to RUN.out; for `task` see `run_rank`."""
@@ -146,8 +148,6 @@ def verify(
 
 def numbers(run: Run) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
     """What the ledger has of each step, and every tensor of the last checkpoint, whole."""
-    from windlass.checkpoint.load import open_checkpoint
-
     checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{STEPS:08d}")
     steps = [tuple(line[key] for key in EXACT) for line in run.lines("train")]
     return steps, {name: checkpoint.tensor(name) for name in checkpoint.names()}
@@ -200,7 +200,6 @@ def strategies_agree(bench: Bench) -> Outcome:
 
 def world_changes_nothing(bench: Bench) -> Outcome:
     """World and accumulation with dropout and equal micro-batches; without dropout any micro-batch. In float64."""
-    from windlass.data.prepare import open_data
     from windlass.model.build import build_model
     from windlass.training.checks import uses_dropout
 
@@ -227,9 +226,6 @@ def world_changes_nothing(bench: Bench) -> Outcome:
 
 def sequence_whole(bench: Bench) -> Outcome:
     """One run that moves over worlds reads every sample where the order says, once."""
-    from windlass.data.order import Order
-    from windlass.data.prepare import open_data
-
     worlds = [1, 2, 4, 1] if 4 in bench.worlds else [1, 2, 1, 2] if 2 in bench.worlds else [1, 1, 1, 1]
     steps, read = STEPS // len(worlds), list[int]()
     for part, world in enumerate(worlds):
@@ -250,8 +246,6 @@ def sequence_whole(bench: Bench) -> Outcome:
 
 def kills_lose_nothing(bench: Bench) -> Outcome:
     """SIGKILL at random moments of saving; after each, what was committed before is there and good, or a successor is."""
-    from windlass.checkpoint.load import choose
-
     run, draw = bench.folder / "killed", random.Random(0)
     worlds = bench.worlds[: min(2, bench.kills)]
     committed = lost = finished = 0
@@ -267,8 +261,9 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         choice = choose(run) if (run / "checkpoints").is_dir() else None
-        lost += bool(choice and choice.notes) or (choice.step if choice else 0) < committed
-        committed = choice.step if choice else 0
+        step = choice.step if choice else 0
+        lost += bool(choice and choice.notes) or step < committed
+        committed = step
     text = f"{bench.kills} kills -9 of a run on {' or '.join(map(str, worlds))} ranks that saves at every step"
     return lost == 0 and committed > 0 and not finished, f"{text}: {lost} lost, newest {committed}"
 
@@ -316,9 +311,6 @@ def run_rank(task: dict[str, Any]) -> None:
     The task: the `recipe`'s file and the `world`; `stop_at` a step, `kill_after` so many steps, or `record`: write the indices
     of the samples that are read, a list for each micro-batch, to `RECORD-RANK.json`.
     """
-    from windlass import train
-    from windlass.data.prepare import open_data
-
     recipe = Recipe.load(task["recipe"])
     data = open_data(recipe)
     reads, read = list[list[int]](), data.train.read
@@ -335,7 +327,7 @@ def run_rank(task: dict[str, Any]) -> None:
 
     data.train.read = recorded  # type: ignore[method-assign]
     with contextlib.suppress(Stopped):
-        train(recipe, data=data, on_step=on_step, stop_at=task.get("stop_at", 0))
+        windlass.train(recipe, data=data, on_step=on_step, stop_at=task.get("stop_at", 0))
     if "record" in task:
         Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
 

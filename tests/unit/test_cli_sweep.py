@@ -71,6 +71,7 @@ def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, caps
         finish(study, number, 3.0 - number / 10)
     call = ["sweep", "quickstart", *axes, "--set", "train.steps=10", "--dir", str(folder), "--world", "2"]
     out, _ = output_of(capsys, *call)
+    assert "─┘\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out
     assert "this is the preset's full length, 400" in out
     out, errors = output_of(capsys, *call, "--json")
