@@ -61,12 +61,8 @@ def test_what_resume_means(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert choose(run) is None and choose(run, "never") is None and latest_step(run) == -1
     saved(run, 5, 10, 20, 15)
-    scores = [(5, 1.0, 0.2), (10, 2.0, 0.9), (20, float("nan"), 0.1)]
-    write_ledger(
-        run,
-        *({"step": step, "suite": "loss", "loss": loss} for step, loss, _ in scores),
-        *({"step": step, "suite": "hellaswag", "acc": acc} for step, _, acc in scores),
-    )
+    losses = [{"step": s, "suite": "loss", "loss": loss} for s, loss in ((5, 1.0), (10, 2.0), (20, float("nan")))]
+    write_ledger(run, *losses, *({"step": s, "suite": "hellaswag", "acc": a} for s, a in ((5, 0.2), (10, 0.9))))
     assert chosen(run) == 15 == latest_step(run), "the newest commit, not the highest step"
     assert chosen(run, "best") == 5 and chosen(run, "best", measure="hellaswag.acc") == 10
     assert chosen(run, "5") == 5 == chosen(run, str(at(run, 5))) and chosen(run, up_to=12) == 10
