@@ -152,15 +152,13 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
 
 
 def test_a_live_run_says_what_is_left(tmp_path):
-    run = write_run(tmp_path / "runs" / "live", until=40)
-    for source in (run, run.path):
-        result = plan(source)
-        assert (result.done, result.steps, result.device.kind, result.size.vocab) == (40, 100, "cpu", 257)
-        assert result.seconds == pytest.approx(6.0 + 3 * 2.0)  # evaluations at 50, 75 and 100
-        assert result.speed.basis == "measured"
-        first = {m.what: m for m in result.milestones}["evaluation"]
-        assert first.first == 50 and first.first_seconds == pytest.approx(1.0 + 2.0)
-    assert plan(write_run(tmp_path / "gpu", device="NVIDIA A100-SXM4-80GB")).device.memory_bytes == 80 * GIB
+    result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
+    assert (result.done, result.steps, result.device.kind, result.size.vocab) == (40, 100, "cpu", 257)
+    assert (
+        result.seconds == pytest.approx(6.0 + 3 * 2.0) and result.speed.basis == "measured"
+    )  # evaluations at 50, 75, 100
+    first = {m.what: m for m in result.milestones}["evaluation"]
+    assert (first.first, first.first_seconds) == (50, pytest.approx(1.0 + 2.0))
 
 
 @pytest.fixture

@@ -156,18 +156,14 @@ def test_of_an_interrupted_run_pauses_and_repeated_steps_are_left_out(tmp_path):
     assert early.predicted_at_step == 6 and early.predicted_seconds == pytest.approx(early.actual_seconds, rel=0.02)
 
 
-def test_why_there_is_no_prediction(tmp_path):
+def test_why_there_is_no_prediction_and_peak_memory_beside_the_devices(tmp_path):
     moved = predicted_and_actual(interrupted(write_run(tmp_path / "moved"), world=4))
     assert moved.predicted_seconds is None and "1, then 4" in moved.reason
-    assert "not finished" in predicted_and_actual(write_run(tmp_path / "cut", until=40)).reason
-
-
-def test_peak_memory_beside_the_devices(tmp_path):
-    run = write_run(tmp_path / "run")
-    assert predicted_and_actual(run).peak_bytes is None
+    run = write_run(tmp_path / "cut", until=40)
+    assert "not finished" in predicted_and_actual(run).reason and predicted_and_actual(run).peak_bytes is None
     with run.metrics_path.open("a") as file:
         file.write(json.dumps({"kind": "summary", "step": 100, "peak_mem_mb": 401.5}) + "\n")
-    ranks = [{"rank": 0, "memory_mb": 80_000}, {"rank": 1, "memory_mb": 40_000}]
+    ranks = [{"rank": rank, "memory_mb": memory} for rank, memory in enumerate((80_000, 40_000))]
     (run.path / "environment.json").write_text(json.dumps({"ranks": ranks}))
     outcome = predicted_and_actual(Run(run.path))
     assert (outcome.peak_bytes, outcome.device_bytes) == (pytest.approx(401.5e6), pytest.approx(40e9))

@@ -73,6 +73,8 @@ def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one
     bad = build_run(tmp_path / "bad", steps=50, finished=False)
     add_lines(bad, {"kind": "train", "step": 60, "loss": "NaN"})
     assert shown(view(bad))["Final training loss"] == "NaN"
+    bad.metrics_path.unlink()
+    assert shown(view(bad))["Steps"] == "0"
 
 
 def test_evaluations_are_named_by_epoch_where_they_follow_the_epochs(one):
@@ -128,15 +130,16 @@ def test_a_straight_line_is_drawn_from_corner_to_corner(one):
     x = np.linspace(0, 1, 500)
     lines = curve(replace(one, train=Track({"step": x, "loss": x}), evals={}), width=30, height=6).splitlines()[2:]
     gutter, columns = lines[0].index("┤") + 1, len(lines[-2].strip()) - 1
-    dots = []
-    for row, line in enumerate(lines[:-2]):
-        for column, character in enumerate(line[gutter:]):
-            for bit, (dx, dy) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]):
-                if character > "\u2800" and (ord(character) - 0x2800) >> bit & 1:
-                    dots.append((2 * column + dx, 4 * row + dy))
+    bits = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]  # of a Braille character: column, row
+    dots = [
+        (2 * column + dx, 4 * row + dy)
+        for row, line in enumerate(lines[:-2])
+        for column, character in enumerate(line[gutter:])
+        for bit, (dx, dy) in enumerate(bits)
+        if character > "\u2800" and (ord(character) - 0x2800) >> bit & 1
+    ]
     assert {column for column, _ in dots} == set(range(2 * columns)) and max(map(len, lines)) <= 30
-    for column, row in dots:
-        assert row == pytest.approx((1 - column / (2 * columns - 1)) * 23, abs=1.5)
+    assert all(row == pytest.approx((1 - column / (2 * columns - 1)) * 23, abs=1.5) for column, row in dots)
 
 
 def test_the_curve_and_the_last_sample_of_a_run(one):
