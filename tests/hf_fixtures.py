@@ -30,12 +30,8 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
     if kind == "mistral":
         fields |= {"sliding_window": 6}
     elif kind == "glm4_moe":
-        fields |= {
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-        }
+        fields |= {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
+        fields |= {"first_k_dense_replace": 1}
     elif kind == "jamba":
         fields |= {
             "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 4,

@@ -115,11 +115,8 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
             assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
             assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
-        assert one["hellaswag"] == expected["hellaswag"] and one["squad"] == expected["squad"]
-        assert one["few"] == expected["few"] and one["written"] == expected["written"]
-        assert one["lone"] in (None, expected["lone"])
-        for i, text in one["texts"].items():
-            assert text == expected["texts"][i]
+        assert all(one[name] == expected[name] for name in ("hellaswag", "squad", "few", "written"))
+        assert one["texts"].items() <= expected["texts"].items()
     assert [one["lone"] for one in results] == [None] * (world - 1) + [expected["lone"]]
     lengths = {len(text) for text in expected["texts"].values()}
     assert len(lengths) > 2, "texts end at different places"

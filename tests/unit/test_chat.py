@@ -63,9 +63,7 @@ def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_a
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_end_with_their_turn(
-    kind: str, tmp_path: Path
-) -> None:
+def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kind: str, tmp_path: Path) -> None:
     ours, template, theirs = opened(kind, tmp_path)
     end = theirs.convert_tokens_to_ids(ENDS.get(kind, "<|im_end|>"))
     assert chat.stop_tokens(ours, template) == {end, theirs.eos_token_id}
@@ -101,10 +99,8 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(kind: str, role: i
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
     talk = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %}THE END{% endif %}"
-    assert Template(talk).pieces(TALK[1:3], BYTES) == [
-        (TALK[1]["content"] + "\n", False),
-        ("I am a cat.\nTHE END", True),
-    ]
+    pieces = [(TALK[1]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
+    assert Template(talk).pieces(TALK[1:3], BYTES) == pieces
     for source, words in [
         (talk, "one answer"),  # nothing closes the earlier answer
         ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "one answer"),
@@ -184,15 +180,12 @@ def test_rows_of_another_template_are_not_taken(tmp_path: Path, monkeypatch: pyt
     assert open_data(second).fingerprint != before
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "write"), ('{"messages": [{"role": "user"}]}', "write"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "content"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "words"), [
+    ("{", "write"), ('{"messages": [{"role": "user"}]}', "write"),
+    ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
+    ('{"messages": [{"role": "user", "content": 3}]}', "content"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
+])  # fmt: skip
 def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
     with refused("talk.jsonl, line 2", words):

@@ -98,16 +98,6 @@ def test_length_buckets_regroup_inside_one_global_batch(world, first):
     assert bucketed == run(samples, 3, world=1, length_buckets=True, **options)
 
 
-def test_it_reads_ahead_while_the_step_computes():
-    """With the loop held up, the thread fills its queue and then stops; nothing is read in the loop's own time."""
-    samples = Numbers(100)
-    with Loader(samples, plan_batch(4, 4, 1, 512), 0, 5, prefetch=3) as loader:
-        wait_for(lambda: samples.reads >= 4)  # three in the queue and one in the hand
-        time.sleep(0.1)
-        assert samples.reads == 4
-        assert loader.poll() is not None
-
-
 class Gated(Numbers):
     """Waits in every read until the gate is opened."""
 
@@ -142,6 +132,20 @@ def alive():
     return [t for t in threading.enumerate() if t.name == "windlass-loader"]
 
 
+def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
+    """With the loop held up, the thread fills its queue and then stops; nothing is read in the loop's own time."""
+    samples = Numbers(100)
+    loader = Loader(samples, plan_batch(4, 4, 1, 512), 0, 5, prefetch=3)
+    wait_for(lambda: samples.reads >= 4)  # three in the queue and one in the hand
+    time.sleep(0.1)
+    assert samples.reads == 4 and loader.poll() is not None
+    for _ in range(2):
+        loader.close()
+    assert not alive()
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
 def test_a_poll_does_not_wait_and_close_abandons_a_slow_source_or_with_patience_waits_for_it():
     """A source that is in the middle of a read: the thread ends after that read; no micro-batch more is read."""
     source = Gated(16)
@@ -153,19 +157,6 @@ def test_a_poll_does_not_wait_and_close_abandons_a_slow_source_or_with_patience_
     threading.Timer(0.2, source.gate.set).start()
     loader.close(None)
     assert not alive() and source.reads == 1
-
-
-def test_it_ends_when_it_is_closed():
-    plan = plan_batch(2, 2, 1, 512)
-    loader = Loader(Numbers(10), plan, 0, 5)
-    next(loader)
-    loader.close()
-    loader.close()
-    assert not alive()
-    with pytest.raises(ValueError, match="closed"):
-        next(loader)
-    with pytest.raises(ValueError, match="no sample"):
-        Loader(Numbers(0), plan, 0, 5)
 
 
 @given(st.integers(0, 40), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([1, 2, 5]), st.integers(0, 45))

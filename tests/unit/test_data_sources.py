@@ -118,7 +118,6 @@ def test_the_standard_library(monkeypatch, tmp_path):
     assert len(texts) == corpus.description["modules"] > 200
     assert sum(map(len, texts)) > 5_000_000 and corpus.share == 1.0
     assert list(corpus.documents(len(texts) - 3)) == texts[-3:]
-    assert not any("site-packages" in text[:40] for text in texts) and "\r" not in "".join(texts[:50])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with refused("data.source", str(tmp_path)):
         open_corpus(DataSettings(), "stdlib")

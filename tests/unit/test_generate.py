@@ -62,24 +62,16 @@ def test_each_text_is_that_of_the_definition(batch: int, temperature: float, lon
     sampling = Sampling(max_tokens=30, temperature=temperature, seed=5, stop=frozenset([3]))
     texts = generate(model, given, sampling, batch=batch)
     assert texts == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
+    some = generate(model, [given[4], given[1]], sampling, indices=[4, 1])
+    assert some == [texts[4], texts[1]]  # the index and the seed determine a text, not its company
     assert any(len(text) < 30 for text in texts) and (temperature == 0 or len({len(text) for text in texts}) > 3)
 
 
-def test_the_index_and_the_seed_determine_a_text_not_its_company() -> None:
-    model, sampling = Toy(), Sampling(max_tokens=12, seed=7)
-    all_of_them = generate(model, [[1, 2]] * 6, sampling)
-    assert len({tuple(text) for text in all_of_them}) == 6
-    assert generate(model, [[1, 2]] * 2, sampling, indices=[4, 1]) == [all_of_them[4], all_of_them[1]]
-    assert generate(model, [[1, 2]], Sampling(max_tokens=12, seed=8)) != all_of_them[:1]
-
-
-def test_the_window_is_read_once_and_then_a_column_a_pass() -> None:
+def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides_and_are_read_once() -> None:
     model = Toy(context=64)
     generate(model, [[1] * 20, [2] * 22], Sampling(max_tokens=10, temperature=0))
+    # the shorter prompt, what the longer has more, and a column for each token
     assert model.passes == 1 + (22 - 20) + 9
-
-
-def test_prompts_of_unequal_length_share_a_batch_unless_a_window_slides() -> None:
     assert batches([5, 9, 5, 7], batch=4, context=64, max_tokens=10) == [[0, 2, 3, 1]]
     assert batches([5, 9, 5, 7], batch=2, context=64, max_tokens=10) == [[0, 2], [3, 1]]
     assert batches([5, 60, 5, 61, 60], batch=4, context=64, max_tokens=10) == [[0, 2], [1, 4], [3]]
@@ -94,26 +86,20 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
 
 
-def test_a_padded_vocabulary_is_never_chosen_from_and_modules_are_as_before() -> None:
-    model = Toy()
-    model.inner = nn.Dropout(0.5).eval()
-    texts = generate(model, [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)
-    assert max(max(text) for text in texts) < 4
-    assert model.training and not model.inner.training and model.weight.grad is None
-
-
-def test_a_poll_cuts_it_short() -> None:
+def test_a_padded_vocabulary_is_never_chosen_from_modules_are_as_before_and_a_poll_cuts_it_short() -> None:
     model, answers = Toy(), iter([False, False, False, True])
     assert generate(model, [[1]], Sampling(max_tokens=50), poll=lambda: next(answers)) is None
     assert model.passes == 3
+    model.inner = nn.Dropout(0.5).eval()
+    texts = generate(model, [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)
+    assert max(max(text) for text in texts) < 4 and len({tuple(text) for text in texts}) == 8
+    assert model.training and not model.inner.training
 
 
-@pytest.mark.parametrize("settings", [
-    {"max_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5},
-])  # fmt: skip
-def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(UserError):
-        Sampling(**settings)  # type: ignore[arg-type]
+def test_impossible_settings_are_refused() -> None:
+    for settings in ({"max_tokens": 0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}):
+        with pytest.raises(UserError):
+            Sampling(**settings)  # type: ignore[arg-type]
 
 
 def test_draws_are_uniform_and_fixed_for_ever() -> None:

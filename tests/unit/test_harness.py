@@ -63,11 +63,6 @@ def parity(folder: Path) -> Any:
     return TaskManager(include_path=str(folder), include_defaults=False)  # not its thousands of files
 
 
-def test_a_contexts_trailing_space_belongs_to_the_ending() -> None:
-    assert encode_request(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
-    assert encode_request(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
-
-
 @pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
 def test_without_the_harness_the_message_says_what_to_install() -> None:
     with pytest.raises(UserError, match="lm-eval"):
@@ -87,9 +82,7 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 @pytest.mark.dist
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
-def test_a_task_is_scored_through_the_harness_and_two_ranks_of_a_sharded_model_have_the_same_scores(
-    tmp_path: Path,
-) -> None:
+def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tmp_path: Path) -> None:
     gpt, right = model(), 0
     numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
     for row in ROWS:
@@ -129,6 +122,8 @@ def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(h
 
 
 def test_rolling_scores_and_texts(harness: list[Any]) -> None:
+    assert encode_request(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
+    assert encode_request(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
     lm = adapter(model(), BYTES, ALONE)
     text = "the cat sat on the mat, and then it slept until noon"
     (rolling,) = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
@@ -141,10 +136,9 @@ def test_rolling_scores_and_texts(harness: list[Any]) -> None:
 
 
 def test_texts_of_one_call_are_those_of_one_call_each() -> None:
-    greedy = {"until": "e", "max_gen_toks": 9}
-    drawn = {"max_gen_toks": 5, "do_sample": True, "temperature": 0.7, "top_k": 9}
+    how = {"until": "e", "max_gen_toks": 9}, {"max_gen_toks": 5, "do_sample": True, "temperature": 0.7, "top_k": 9}
     prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
-    asked = [(prompt, (greedy, drawn)[i % 2]) for i, prompt in enumerate(prompts)]
+    asked = [(prompt, how[i % 2]) for i, prompt in enumerate(prompts)]
     together = generate_until(model(), BYTES, ALONE, asked)
     assert together[::2] == [generate_until(model(), BYTES, ALONE, [one])[0] for one in asked[::2]]
     assert together == generate_until(model(), BYTES, ALONE, asked) and all(together[1::2])

@@ -11,21 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    log_likelihoods,
-    plan_passes,
-    read_items,
-)
+from windlass.evaluation.likelihood import Continuation, Item, continuations, evaluate_hellaswag, read_items
 from windlass.evaluation.source import alone
-from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.recipe import Recipe
@@ -65,20 +55,11 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass: int, mon
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
     given.append(Continuation(given[0].context, greedy))
-    scores = log_likelihoods(model, given, ALONE)
+    scores = likelihood.log_likelihoods(model, given, ALONE)
     assert scores is not None and scores[-1].greedy and any(len(r.context) + len(r.ending) > 49 for r in given)
     for row, score in zip(given, scores, strict=True):
         total, *rest = plain(model, row, 48)
         assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest
-
-
-def test_passes_hold_each_row_once_and_keep_their_bounds() -> None:
-    lengths = [random.Random(i).randrange(1, 300) for i in range(500)]
-    for vocab in (257, 250_880):
-        passes = plan_passes(lengths, vocab, "cpu")
-        assert sorted(i for rows_ in passes for i in rows_) == list(range(500))
-        room = min(2048, 2**26 // vocab)
-        assert all(len(p) * max(lengths[i] for i in p) <= room or len(p) == 1 for p in passes)
 
 
 ITEMS = [
@@ -117,26 +98,6 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
         path.write_text(json.dumps(good) + "\n" + json.dumps(bad))
         with pytest.raises(UserError, match="line 2"):
             read_items(str(path))
-
-
-def test_items_are_read_and_tokenized_once(tmp_path: Path) -> None:
-    class Counting(Tokenizer):
-        asked = 0
-
-        def encode(self, text: str) -> Any:
-            Counting.asked += 1
-            return super().encode(text)
-
-    path = tmp_path / "h.jsonl"
-    path.write_text(json.dumps({"ctx": "A man", "endings": ["a", "bc"], "label": 1}))
-    settings = Recipe.model_validate({"eval": {"hellaswag_file": str(path)}})
-    suites = Suites(settings, Counting("byte", byte_tokenizer().inner, 256), ALONE)
-    model = gpt(context=32, layers=1)
-    first, asked = suites.measure("hellaswag", model), Counting.asked
-    path.unlink()
-    again = suites.measure("hellaswag", model)
-    assert asked and Counting.asked == asked and first is not None and again is not None
-    assert first[0]["acc"] == again[0]["acc"]
 
 
 @pytest.mark.full

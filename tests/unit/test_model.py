@@ -15,18 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_fixtures
 from windlass.errors import UserError
+from windlass.model import size
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT, Rotation, generator, initialise
 from windlass.model.hf import read_sizes
-from windlass.model.size import (
-    HfSizes,
-    Parameters,
-    block_matrices,
-    block_parameters,
-    checkpoint_bytes,
-    count,
-    flops_per_token,
-)  # fmt: skip
+from windlass.model.size import HfSizes, Parameters, block_matrices, block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 
@@ -73,11 +66,10 @@ def test_combinations_are_built_counted_and_trained(stride: int) -> None:
         assert logits.shape == (2, 8, VOCAB), choice
         loss = model(tokens, labels)
         loss.backward()
-        missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
-        assert not missing, (choice, missing)
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), choice
         expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         torch.testing.assert_close(loss, expected, msg=str(choice))
-        assert bool((logits.abs() <= choice["logit_cap"]).all()) if "logit_cap" in choice else True
+        assert float(logits.detach().abs().max()) <= choice.get("logit_cap", math.inf)
         check_count(model)
 
 
@@ -93,29 +85,20 @@ def check_count(model: GPT) -> None:
         norms=part("norm."), head=part("head."), tied=model.settings.tie_head,
     )  # fmt: skip
     assert count(model.settings, VOCAB) == expected and expected.total == sum(sizes.values())
-    assert expected.non_embedding == expected.attention + expected.feed_forward + expected.norms
     assert block_parameters(model.settings) == part("blocks.0.")
     assert block_matrices(model.settings) == sum(p.numel() for p in model.blocks[0].parameters() if p.ndim == 2)
 
 
 @pytest.mark.parametrize("position", ["learned", "rope", "none"])
-def test_a_token_sees_nothing_of_what_follows(position: str) -> None:
-    model = gpt(position=position, kv_heads=2).eval()
+def test_a_token_sees_nothing_of_what_follows_and_without_positions_no_order(position: str) -> None:
+    model = gpt(position=position, kv_heads=2, layers=1).eval()
     tokens, place = some_tokens(), 11
     changed = tokens.clone()
     changed[:, place:] = (changed[:, place:] + 1) % VOCAB
-    before, after = model(tokens), model(changed)
+    before, after, swapped = model(tokens), model(changed), model(tokens[:, [2, 1, 0, 3, 4, 5]])
     torch.testing.assert_close(before[:, :place], after[:, :place], rtol=0, atol=1e-12)
     assert bool((before[:, place:] != after[:, place:]).any(-1).all())
-
-
-@pytest.mark.parametrize("position", ["learned", "rope"])
-def test_places_matter_and_without_positions_only_the_order_of_the_past_does_not(position: str) -> None:
-    tokens = some_tokens(1, 6)
-    swapped = tokens[:, [2, 1, 0, 3, 4, 5]]
-    assert not torch.allclose(*[gpt(position=position)(t)[:, -1] for t in (tokens, swapped)])
-    last = [gpt(position="none", layers=1)(t)[:, -1] for t in (tokens, swapped)]
-    torch.testing.assert_close(*last, rtol=0, atol=1e-12)
+    assert torch.allclose(before[:, 5], swapped[:, 5], rtol=0, atol=1e-12) == (position == "none")
 
 
 def test_rotation_turns_pairs_by_their_place() -> None:
@@ -146,22 +129,13 @@ def test_a_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], cuts: l
         assert logits.shape == (3, 1, VOCAB)
         torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], rtol=0, atol=1e-12)
     assert cache.length == 24
-
-
-def test_a_cache_has_a_capacity_and_the_dtype_of_the_pass() -> None:
-    model = gpt(dtype=torch.float32).eval()
-    cache = model.new_cache(3, 4)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        model(some_tokens(3, 4), cache=cache)
-    assert cache.layers[0].keys.dtype == torch.bfloat16
-    with pytest.raises(AssertionError):
-        model(some_tokens(3, 1), cache=cache)
+    with pytest.raises(AssertionError):  # it is full
+        model(tokens[:, :1], cache=cache)
 
 
 def test_dropout_is_off_in_evaluation_and_fixed_by_the_seed() -> None:
     tokens, plain, dropping = some_tokens(), gpt(), gpt(dropout=0.3)
-    assert torch.equal(plain.eval()(tokens), dropping.eval()(tokens))
-    assert torch.equal(plain.train()(tokens), plain.eval()(tokens))
+    assert torch.equal(plain.train()(tokens), dropping.eval()(tokens))
     results = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -179,46 +153,37 @@ def test_names_are_stable() -> None:
     assert "head.weight" not in gpt().state_dict()
 
 
-def test_build_reads_vocabulary_dtype_and_device() -> None:
+def test_a_vocabulary_below_the_tokenizers_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.vocab = 60"):
         build_model(Recipe.load("shakespeare-char", ["model.vocab=60"]), vocab=65)
-    assert build_model(Recipe.load("shakespeare-char", ["model.vocab=70"]), vocab=65).vocab == 70
-    for device in ("meta", "cpu"):
-        model = build_model(Recipe.load("quickstart"), 257, device, torch.float64)
-        assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float64, device)}
 
 
 # Initial weights
 
 
-def weights(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Tensor]:
-    shape = {"layers": 3, "width": 64, "context": 32, "head_bias": True, "tie_head": False}
-    return dict(gpt(seed, dtype, **shape, **settings).state_dict())
+def weights(seed: int, dtype: torch.dtype = torch.float32, layers: int = 3) -> dict[str, Tensor]:
+    return dict(gpt(seed, dtype, layers=layers, width=64, head_bias=True, tie_head=False).state_dict())
 
 
-def test_initial_weights_are_a_function_of_seed_and_name() -> None:
+def test_initial_weights_are_a_function_of_seed_and_name_and_not_of_device_or_other_layers() -> None:
     torch.manual_seed(0)
-    one, same, other, double = weights(1), weights(1), weights(2), weights(1, torch.float64)
-    model, before = gpt(), torch.get_rng_state()
-    initialise(model, 1)
-    assert torch.equal(before, torch.get_rng_state())  # the default generator is neither read nor moved
+    one, same, other, double, deep = (
+        weights(1), weights(1), weights(2), weights(1, torch.float64), weights(1, layers=5),
+    )  # fmt: skip
     assert all(torch.equal(one[name], same[name]) and torch.equal(one[name].double(), double[name]) for name in one)
+    assert all(torch.equal(deep[n], one[n]) for n in one if "out" not in n and "down" not in n)
     normal = [name for name in one if one[name].ndim == 2]
     assert normal and all(not torch.equal(one[name], other[name]) for name in normal)
     assert len({tuple(one[name].flatten()[:8].tolist()) for name in normal}) == len(normal)  # no two tensors alike
     drawn = torch.empty(64).normal_(generator=generator(1337, "embedding.weight"))
     assert drawn[:3].tolist() == pytest.approx([0.46295, -0.64973, -0.90812], abs=1e-5)  # fixed for ever
-
-
-def test_initial_weights_do_not_depend_on_the_device_nor_on_other_layers() -> None:
     recipe = Recipe.load("quickstart")
     direct, late = GPT(recipe.model, 257), build_model(recipe, 257).to_empty(device="cpu")
+    state = torch.get_rng_state()
     for model in (direct, late):
         initialise(model, 7)
+    assert torch.equal(state, torch.get_rng_state())  # the default generator is neither read nor moved
     assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), late.parameters(), strict=True))
-    wide, deep = weights(1), dict(gpt(1, torch.float32, layers=5, width=64, tie_head=False).state_dict())
-    same = [n for n in wide if n.startswith("blocks.0") and "out" not in n and "down" not in n]
-    assert all(torch.equal(deep[name], wide[name]) for name in same)
 
 
 def test_spreads_are_those_of_gpt2() -> None:
@@ -257,12 +222,11 @@ def test_parameters_of_the_presets_are_the_published_ones(preset: str, vocab: in
 def test_flops_and_bytes_of_known_models() -> None:
     gpt2, c4 = Recipe.load("gpt2-124m").model, Recipe.load("c4-30m").model
     assert flops_per_token(gpt2, 50304) == 6 * 123_689_472 + 12 * 12 * 768 * 1024
-    assert round(flops_per_token(gpt2, 50304) / 1e6) == 855
     assert flops_per_token(gpt2, 50304, 512) == 6 * 123_689_472 + 12 * 12 * 768 * 512
     # An embedding that is not the head is only looked up.
     assert count(c4, 50257).multiplied == 29_995_520 - 50257 * 256 - 256 * 256
-    assert checkpoint_bytes(c4, 50257) == 12 * 29_995_520
-    assert checkpoint_bytes(c4, 50257, "muon") == 12 * 29_995_520 - 4 * 4 * 1_048_576
+    assert size.checkpoint_bytes(c4, 50257) == 12 * 29_995_520
+    assert size.checkpoint_bytes(c4, 50257, "muon") == 12 * 29_995_520 - 4 * 4 * 1_048_576
 
 
 @pytest.mark.parametrize("settings", [
@@ -283,7 +247,7 @@ def test_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:
     assert 3 * forward.get_total_flops() == expected == 1.5 * backward.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", ["bloom", "gpt2", "llama", "jamba"])
+@pytest.mark.parametrize("kind", ["bloom", "llama", "jamba"])
 def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

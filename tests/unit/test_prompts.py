@@ -27,8 +27,7 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Any]:
     from transformers import AutoTokenizer
 
     place = tokenizer_fixtures.save(kind, directory)
-    ours = hf_tokenizer(str(place))
-    return ours, AutoTokenizer.from_pretrained(place)
+    return hf_tokenizer(str(place)), AutoTokenizer.from_pretrained(place)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,30 +38,20 @@ def test_a_prompt_has_the_ids_of_transformers_the_first_token_included(kind: str
     assert list(ours.bos) == ([reference.bos_token_id] if kind in STARTS else [])
     assert ours.encode_prompt("") == (list(ours.bos) or [reference.eos_token_id])
     ours.save(tmp_path / "saved")
-    again = load_tokenizer(
-        Recipe.model_validate({"data": {"tokenizer": f"hf:{tmp_path}"}, "model": {"kind": "hf", "name": "x"}}),
-        tmp_path / "saved",
-    )
+    tree = {"data": {"tokenizer": f"hf:{tmp_path}"}, "model": {"kind": "hf", "name": "x"}}
+    again = load_tokenizer(Recipe.model_validate(tree), tmp_path / "saved")
     assert again.encode_with_bos(text) == reference(text)["input_ids"]
-
-
-def test_gpt2_puts_nothing_before_a_text(data_files: Path) -> None:
-    folder = data_files / "gpt2"
-    for ours in (gpt2_tokenizer(str(folder)), hf_tokenizer(str(folder / "gpt2-tokenizer.json"))):
-        assert ours.encode_prompt("Hello, é") == ours.encode("Hello, é").tolist() and ours.encode_prompt("") == [50256]
 
 
 def test_a_model_of_texts_alone_knows_no_first_token(tmp_path: Path) -> None:
     place = tokenizer_fixtures.save("llama3", tmp_path)
 
-    def load(tree: dict[str, Any]) -> Tokenizer:
-        data = {"tokenizer": f"hf:{place}", **tree.get("data", {})}
-        return load_tokenizer(Recipe.model_validate({**tree, "data": data}))
+    def load(model: dict[str, Any], **data: str) -> Tokenizer:
+        return load_tokenizer(Recipe.model_validate({"model": model, "data": {"tokenizer": f"hf:{place}", **data}}))
 
     model = {"kind": "hf", "name": "x"}
-    for tree in ({"model": model}, {"model": {"init_from": "x"}}, {"data": {"format": "chat"}}):
-        assert load(tree).bos
-    ours = load({"model": {**model, "from_scratch": True}})
+    assert load(model).bos and load({"init_from": "x"}).bos and load({}, format="chat").bos
+    ours = load({**model, "from_scratch": True})
     assert ours.bos == () and ours.encode_with_bos("Who") == ours.encode("Who").tolist()
     ours.save(tmp_path / "saved")
     assert hf_tokenizer(str(tmp_path / "saved" / "tokenizer" / "tokenizer.json")).bos == ()
@@ -93,10 +82,11 @@ def test_an_ending_follows_its_context_in_one_text(kind: str, tmp_path: Path) ->
         assert reference.decode(ids).endswith("Who are you the ca" + ending)
 
 
-def test_gpt2s_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
+def test_gpt2_puts_nothing_before_a_text_and_its_endings_are_those_of_tokenizing_apart(data_files: Path) -> None:
     ours = gpt2_tokenizer(str(data_files / "gpt2"))
-    items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500)
-    for item in items:
+    for one in (ours, hf_tokenizer(str(data_files / "gpt2" / "gpt2-tokenizer.json"))):
+        assert one.encode_prompt("Hello, é") == one.encode("Hello, é").tolist() and one.encode_prompt("") == [50256]
+    for item in read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"), limit=1500):
         for row, ending in zip(continuations([item], ours), item.endings, strict=True):
             assert (row.context, row.ending) == (ours.encode(item.context).tolist(), ours.encode(" " + ending).tolist())
 

@@ -45,9 +45,7 @@ def test_a_question_without_a_prediction_counts_nothing_and_an_unknown_predictio
     ("bert-ensemble", 86.2, 92.2),  # arXiv 1810.04805, table 2: BERT LARGE (Ens.+TriviaQA), dev
     ("match-lstm-ensemble", 67.6, 76.8),  # arXiv 1608.07905, table 2: Match-LSTM, Ans-Ptr (Boundary+Search+en), dev
 ])  # fmt: skip
-def test_published_predictions_get_the_published_scores(
-    data_files: Path, file: str, exact: float, overlap: float
-) -> None:
+def test_scores_of_published_predictions(data_files: Path, file: str, exact: float, overlap: float) -> None:
     """Answers of two models to all of dev-v1.1, see squad_predictions/README.md."""
     tree = json.loads((data_files / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))
     questions = [q for article in tree["data"] for part in article["paragraphs"] for q in part["qas"]]
@@ -64,12 +62,8 @@ def test_a_second_reading_of_the_definition_agrees_on_random_texts() -> None:
         return [w for w in letters.split() if w not in ("a", "an", "the")]
 
     def plain_f1(answer: str, wanted: str) -> float:
-        left, right, shared = words(answer), words(wanted), 0
-        rest = list(right)
-        for word in left:
-            if word in rest:
-                rest.remove(word)
-                shared += 1
+        left, right = words(answer), words(wanted)
+        shared = sum(min(left.count(word), right.count(word)) for word in set(left))
         return 2 * shared / (len(left) + len(right)) if shared else 0.0
 
     random.seed(2)
