@@ -29,7 +29,6 @@ class Output:
     files: Files
     path: Path
     descriptor: int
-    direct: bool
 
     def write(self, data: memoryview | bytes) -> None:
         """Write all of `data`, also where the system takes it in parts."""
@@ -37,15 +36,14 @@ class Output:
         while view:
             self.files.about_to("write", self.path, self, view)
             count = 0
-            if self.direct:
+            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+            if flags & O_DIRECT:
                 # O_DIRECT takes whole pages only. Where the file system refuses it anyway (EINVAL, ENOTSUP, EIO, by
                 # system), the page cache is used from here on; a disk that is full or broken fails again there.
                 with contextlib.suppress(OSError):
                     count = os.write(self.descriptor, view[: len(view) // PAGE * PAGE])
                 if not count:
-                    flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
                     fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
-                    self.direct = False
             view = view[count or os.write(self.descriptor, view) :]
 
     def sync(self) -> None:
@@ -85,12 +83,10 @@ class Files:
         self.about_to("create", path)
         with open(path, "wb", buffering=0) as file:
             descriptor = file.fileno()
-            if direct := direct and bool(O_DIRECT):
-                try:
+            if direct:
+                with contextlib.suppress(OSError):  # not on this file system: `write` sees the flag that is not set
                     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | O_DIRECT)
-                except OSError:  # not on this file system
-                    direct = False
-            yield Output(self, path, descriptor, direct)
+            yield Output(self, path, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or directory in one step, in place of a file or an empty directory of that name."""
@@ -178,11 +174,10 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where the file is missing, torn or holds something else."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

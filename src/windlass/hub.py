@@ -34,9 +34,8 @@ REFUSALS = {
 
 
 def prepare() -> None:
-    """Work offline, from what is already downloaded, where the Hub cannot be reached; called before any import of its libraries.
-
-    Does nothing where HF_HUB_OFFLINE is set already, either way, or where the Hub is reached through a proxy.
+    """Work offline where the Hub cannot be reached, unless HF_HUB_OFFLINE is set either way, or a proxy; before any import
+    of the Hub's libraries.
     """
     if "HF_HUB_OFFLINE" in os.environ or any(os.environ.get(n) or os.environ.get(n.lower()) for n in PROXIES):
         return
@@ -66,11 +65,12 @@ def explained(what: str) -> Iterator[None]:
         raise UserError(f"{what} {missing_package(error)}") from None
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
         cause: BaseException | None = error
+        kinds = set[str]()
         while cause is not None:
-            kinds = {kind.__name__ for kind in type(cause).__mro__}
-            if reason := next((text for name, text in REFUSALS.items() if name in kinds), ""):
-                raise UserError(f"{what} {reason}") from None
+            kinds |= {kind.__name__ for kind in type(cause).__mro__}
             cause = cause.__cause__ or cause.__context__
+        if reason := next((text for name, text in REFUSALS.items() if name in kinds), ""):
+            raise UserError(f"{what} {reason}") from None
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
             raise UserError(
                 f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
@@ -118,17 +118,12 @@ def tokenizer_directory(place: str) -> Path:
     return directory(name, revision, key="data.tokenizer")
 
 
-def weight_map(folder: Path) -> dict[str, str]:
-    """The safetensors file of each tensor, of a model that has an index of them; empty where there is none. Raises UserError."""
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a model: those of its index, or the single one. Raises UserError."""
     files = read_json(folder / INDEX).get("weight_map", {})
     if not isinstance(files, dict) or (not files and (folder / INDEX).is_file()):
         raise UserError(f"{folder / INDEX} is no index of safetensors files")
-    return files
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The names of the safetensors files of a model: those of its index, or the single one. Raises UserError."""
-    return sorted(set(weight_map(folder).values())) or [SINGLE]
+    return sorted(set(files.values())) or [SINGLE]
 
 
 def commit_of(folder: Path) -> str:

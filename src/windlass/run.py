@@ -5,6 +5,7 @@ All that draws, counts or compares runs reads them through here: a run that was 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import socket
@@ -39,8 +40,7 @@ def effective(lines: Iterable[Line]) -> list[Line]:
     An attempt that starts at step *s* makes void what earlier attempts wrote of steps past *s*: those steps are done
     again. Of two lines for one step (same kind, suite and index) the last one counts. Events of starting and ending stay.
     """
-    valid: list[Line] = []
-    attempt = 0
+    valid, attempt = list[Line](), 0
     for line in lines:
         number = int(line.get("attempt", attempt))
         if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
@@ -55,7 +55,7 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 
 
 def _is_restart(line: Line) -> bool:
-    """Whether a line tells of a start, an end, or anything else that a later attempt does not do again."""
+    # a start, an end, or anything else that a later attempt does not do again
     return line["kind"] == "event" and line.get("event") != "checkpoint"
 
 
@@ -119,10 +119,9 @@ class Run:
         locked = lock_held(self.lock_path)
         if locked is not None:
             return locked  # right at once after a kill; else (another host, no locks) a fresh heartbeat tells
-        try:
+        with contextlib.suppress(OSError):
             return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS
-        except OSError:
-            return False
+        return False
 
     @property
     def state(self) -> str:

@@ -92,9 +92,7 @@ class Manifest(BaseModel):
     save_id: str
     time: str
     world: Count
-    meta: dict[
-        str, Any
-    ]  # what the trainer gave with the save: `reason` (see retention), hashes of recipe and data, ...
+    meta: dict[str, Any]  # the trainer's: `reason` (see retention), hashes of recipe and data, ...
     tensors: dict[str, TensorInfo]
     aliases: dict[str, str]  # names of tied weights, and the name under which each is written
     files: dict[FileName, FileInfo]
@@ -212,9 +210,7 @@ def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Non
         try:
             for name, digest in zip(mine, pool.map(sha256, mine), strict=True):
                 if digest != (expected := manifest.files[name].sha256):
-                    raise Damaged(
-                        f"{name} is not what was written: its SHA-256 is {digest[:12]}…, not {expected[:12]}…"
-                    )
+                    raise Damaged(f"{name} is not what was written: its SHA-256 is not {expected[:12]}…")
         except OSError as error:
             raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
         finally:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
-from windlass.checkpoint.retention import LOSS, Saved, policy_of, read_lineage, retain, scores_by_step
+from windlass.checkpoint.retention import LOSS, Lineage, committed, policy_of, read_lineage, retain, scores_by_step
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon
@@ -41,9 +41,7 @@ class Checkpoint:
     @cached_property
     def counters(self) -> dict[str, Any]:
         """What a resume needs besides tensors."""
-        counters = json.loads((self.path / STATE).read_bytes())
-        if not isinstance(counters, dict):
-            raise Damaged(f"{STATE} holds no JSON object")
+        counters: dict[str, Any] = json.loads((self.path / STATE).read_bytes())
         return counters
 
     def names(self, prefix: str = "") -> list[str]:
@@ -83,22 +81,21 @@ class Checkpoint:
         for chunk in info.chunks:
             first, last = max(start, chunk.start), min(stop, chunk.start + chunk.rows)
             if last > first:
-                rows = raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes]
-                self._read(chunk.file, chunk.offset + (first - chunk.start) * info.row_bytes, rows)
+                rows, path = (
+                    raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes],
+                    self.path / chunk.file,
+                )
+                try:
+                    with open(path, "rb", buffering=0) as source:
+                        source.seek(chunk.offset + (first - chunk.start) * info.row_bytes)
+                        while rows:
+                            if not (count := source.readinto(rows[:PIECE_BYTES])):
+                                raise Damaged(f"{path} ends too early")
+                            rows = rows[count:]
+                except OSError as error:
+                    raise Damaged(f"{path} cannot be read: {error.strerror}") from None
         if not in_place:
             target.copy_(host)
-
-    def _read(self, file: str, offset: int, target: memoryview) -> None:
-        try:
-            with open(self.path / file, "rb", buffering=0) as source:
-                source.seek(offset)
-                while target:
-                    count = source.readinto(target[:PIECE_BYTES])
-                    if not count:
-                        raise Damaged(f"{self.path / file} ends too early")
-                    target = target[count:]
-        except OSError as error:
-            raise Damaged(f"{self.path / file} cannot be read: {error.strerror}") from None
 
 
 def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
@@ -111,9 +108,6 @@ def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:
     except Damaged as error:
         raise UserError(f"checkpoint {path} cannot be used: {error}") from None
     return Checkpoint(path, manifest)
-
-
-# -- choosing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,10 +130,8 @@ def candidates(
     Both pass over damaged checkpoints; of a step or a path that is damaged nothing else is tried.
 
     `resume` is `latest`, `best`, a step, a path of a checkpoint or run, or `never`; `measure` is that of `best`, by
-    default the recipe's `checkpoint.best`; with `up_to` `latest` means only checkpoints up to this step.
-
-    Raises:
-        UserError: the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
+    default the recipe's `checkpoint.best`; with `up_to` `latest` means only checkpoints up to this step. Raises UserError
+    where the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
     """
     run = Run(run_dir)
     entries = format_.list_entries(run.checkpoints_dir)
@@ -155,11 +147,10 @@ def candidates(
     if resume == "best":
         return _best(run, entries, measure)
     if resume.isdigit():
-        of_step = [e.path for e in entries if e.step == int(resume)]
-        if not of_step:
-            steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
-            raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
-        return of_step
+        if of_step := [e.path for e in entries if e.step == int(resume)]:
+            return of_step
+        steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
+        raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
     path = Path(resume)
     if not path.is_dir():
         raise UserError(
@@ -170,14 +161,12 @@ def candidates(
 
 
 def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
-    lineage, limit = read_lineage(run.path), float("inf") if up_to is None else up_to
-    origin = run.path / lineage.checkpoint if lineage is not None and lineage.checkpoint else None
-    since = lineage.serial if lineage is not None else 0
+    lineage, limit = read_lineage(run.path) or Lineage(), float("inf") if up_to is None else up_to
+    origin = run.path / lineage.checkpoint if lineage.checkpoint else None
     # Damaged ones, whose serial cannot be read, may belong to the lineage: they are tried, and reported.
-    paths = [
-        e.path for e in entries if (e.manifest is None or e.serial > since) and e.step <= limit and e.path != origin
-    ]
-    if lineage is None or origin is None or lineage.step > limit:
+    ours = (e for e in entries if e.manifest is None or e.serial > lineage.serial)
+    paths = [e.path for e in ours if e.step <= limit and e.path != origin]
+    if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
         raise UserError(
@@ -202,9 +191,7 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
     """The first checkpoint of which every byte is as it was written; None where `paths` is empty.
 
     Collective over `ranks`, each of which gives the same paths, reads every manifest and hashes its share of the files.
-
-    Raises:
-        UserError: there are some, and all are damaged.
+    Raises UserError where all are damaged.
     """
     notes: list[str] = []
     for number, path in enumerate(paths):
@@ -217,8 +204,7 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
         notes.append(f"the checkpoint of step {entry.step} is damaged and passed over: {problem}")
     if notes:
         raise UserError(
-            "no checkpoint can be used:\n  "
-            + "\n  ".join(notes)
+            "\n  ".join(["no checkpoint can be used:", *notes])
             + "\nuse --fresh to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
         )
     return None
@@ -231,11 +217,6 @@ def choose(
     return first_undamaged(candidates(run_dir, resume, measure=measure, up_to=up_to))
 
 
-def latest_step(run_dir: str | Path) -> int:
-    """The step that a restart would resume from, going by manifests alone; -1 where there is no checkpoint."""
-    return next((e.step for e in map(format_.read_entry, candidates(run_dir)) if not e.problem), -1)
-
-
 def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
     """The checkpoint that a user names: `RUN` (its newest), `RUN@STEP`, `RUN@best`, or a path; every byte verified.
 
@@ -246,13 +227,9 @@ def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
     if not Path(run).is_dir():
         raise UserError(f"there is no run and no checkpoint at {source}; `windlass runs` lists the runs")
     paths = [Path(run)] if (Path(run) / format_.MANIFEST).is_file() else candidates(run, which)
-    choice = first_undamaged(paths, ranks)
-    if choice is None:
-        raise UserError(f"{run} has no checkpoint yet")
-    return choice
-
-
-# -- after a kill -----------------------------------------------------------------------------------------------------
+    if choice := first_undamaged(paths, ranks):
+        return choice
+    raise UserError(f"{run} has no checkpoint yet")
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
@@ -261,8 +238,7 @@ def recover(directory: Path, files: Files | None = None) -> list[str]:
     By one process, at the start of a training, before anything is saved. A checkpoint whose replacement was cut off
     gets its name back.
     """
-    files = files or Files()
-    notes: list[str] = []
+    files, notes = files or Files(), list[str]()
     for name in format_.names_in(directory):
         path = directory / name
         if name.startswith("."):
@@ -305,9 +281,6 @@ def set_aside(choice: Choice, run: Path) -> None:
         files.sync_dir(path.parent)
 
 
-# -- listing ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CheckpointStatus:
     """A checkpoint of a run as `windlass checkpoints` lists it."""
@@ -335,11 +308,7 @@ class CheckpointList:
 
 
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
-    """The checkpoints of a run by step: their sizes compared, or with `verify` every byte hashed.
-
-    Raises:
-        UserError: there is no run.
-    """
+    """The checkpoints of a run by step: sizes compared, or with `verify` every byte hashed. UserError: there is no run."""
     run = Run.open(run_dir)
     recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
     entries, names = format_.list_entries(directory), format_.names_in(directory)
@@ -347,15 +316,13 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     horizons = [Horizon(x["steps"], x["samples_per_epoch"], recipe.train.global_batch) for x in starts[-1:]]
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS, policy.measure)}
-    saved = [Saved(e.serial, e.step, str(e.manifest.meta.get("reason"))) for e in entries if e.manifest]
-    why = retain(saved, policy, scores[policy.measure])
+    why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
     for e in sorted(entries, key=lambda e: e.step):
         measured = {measure: values[e.step] for measure, values in scores.items() if e.step in values}
         time, size, world = (e.manifest.time, e.manifest.bytes, e.manifest.world) if e.manifest else (None, None, None)
         problem = e.verify() if verify else e.problem
         rows.append(CheckpointStatus(e.step, e.path, time, size, world, measured, why.get(e.serial, []), problem))
-    temporary = [
-        n for n in names if n.startswith(".saving-") or (STEP_DIR.match(n) and not format_.is_whole(directory / n))
-    ]
+    cut_off = {n for n in names if STEP_DIR.match(n) and not format_.is_whole(directory / n)}
+    temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     return CheckpointList(run.path, verify, policy.measure, rows, temporary, [n for n in names if n.startswith("bad-")])

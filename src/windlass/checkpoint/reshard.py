@@ -12,7 +12,7 @@ their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,6 @@ class State:
     total_bytes: int  # of the whole state, over all ranks, each tensor once
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
 def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: int = 1) -> State:
     """The share of model and optimizer that this rank writes. No communication; the tensors are views, not copies.
 
@@ -73,14 +70,12 @@ def gather_state(model: nn.Module, optimizer: Any = None, rank: int = 0, world: 
     return State(slices, aliases, total)
 
 
-def divide_rows(tensors: Iterable[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
-    """Divide the rows of (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by
-    name.
+def divide_rows(tensors: Sequence[tuple[str, int, int]], index: int, count: int) -> dict[str, tuple[int, int]]:
+    """Divide tensors (name, rows, bytes of a row) among `count` ranks: the rows [first, last) of rank `index`, by name.
 
     The tensors are taken as laid end to end and cut into `count` pieces of equal size, each row going to the piece in
     which it begins: every rank writes about as much, and few tensors are cut.
     """
-    tensors = list(tensors)
     total = sum(rows * row_bytes for _, rows, row_bytes in tensors)
     low, high, at = total * index // count, total * (index + 1) // count, 0
     mine: dict[str, tuple[int, int]] = {}
@@ -102,19 +97,13 @@ def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tens
     return tensors, aliases
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
     """Fill model and optimizer from a checkpoint of any world size and strategy, bit for bit.
 
     The model has its final shape, device and wrapping; its tensors are filled in place. The optimizer's state is
     created where the optimizer has not made a step yet, and dropped where the checkpoint has none. Each rank reads only
-    its rows.
-
-    Raises:
-        UserError: tensors are missing, left over, or of another shape or type, and all of them are named; or a file
-            that was whole when the checkpoint was chosen cannot be read now.
+    its rows. Raises UserError where tensors are missing, left over, or of another shape or type, and names them; or
+    where a file that was whole when the checkpoint was chosen cannot be read now.
     """
     try:
         targets, aliases = _model_tensors(model)
@@ -151,9 +140,8 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
             if tensor is None or tensor.dtype != dtype or _as_sharded(tensor, parameter).shape != shape:
                 tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
                 if key == "step":  # a scalar, which torch keeps on the host, except for fused optimizers
-                    fused = any(
-                        g.get("fused") for g in optimizer.param_groups if any(p is parameter for p in g["params"])
-                    )
+                    groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+                    fused = next(groups).get("fused")
                     tensor = torch.zeros((), dtype=dtype, device=parameter.device if fused else "cpu")
             _fill(checkpoint, full, _as_sharded(tensor.detach(), parameter))
             state[key] = tensor
@@ -184,9 +172,6 @@ def _some(items: list[str], most: int = 6) -> str:
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
-# -- names and rows ---------------------------------------------------------------------------------------------------
-
-
 def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers, each once, and the other names of those that are tied."""
     model = unwrap(model)
@@ -194,14 +179,12 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation under `shard_grad_op` leaves parameters gathered
     temporary = {
-        f"{prefix}.{name}" if prefix else name
+        f"{prefix}.{name}".removeprefix(".")
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
     buffers = {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in temporary}
-    first_names: dict[int, str] = {}
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
+    first_names, tensors, aliases = dict[int, str](), dict[str, Tensor](), dict[str, str]()
     for name, tensor in {**dict(model.named_parameters(remove_duplicate=False)), **buffers}.items():
         first = first_names.setdefault(id(tensor), MODEL + name)
         if first == MODEL + name:
@@ -229,10 +212,8 @@ def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
         return state
     if state.shape != parameter.to_local().shape:
         return state
-    return DTensor.from_local(
-        state, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
+    whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(state, parameter.device_mesh, parameter.placements, run_check=False, **whole)
 
 
 def _row_range(tensor: Tensor, rank: int, world: int) -> tuple[int, int, int, int]:

@@ -35,6 +35,12 @@ class Saved:
     reason: str = PERIODIC
 
 
+def committed(directory: Path) -> dict[Path, Saved]:
+    """The checkpoints in a run's `checkpoints` whose manifests can be read."""
+    entries = ((e.path, e.serial, e.step, e.manifest) for e in list_entries(directory))
+    return {path: Saved(serial, step, str(m.meta.get("reason", PERIODIC))) for path, serial, step, m in entries if m}
+
+
 @dataclass(frozen=True)
 class Policy:
     """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `best`."""
@@ -123,7 +129,7 @@ class Lineage(BaseModel):
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
     """A lineage that begins now, at a checkpoint of the run or of another one, or at step 0."""
-    serial = max((e.serial for e in list_entries(run / "checkpoints")), default=0)
+    serial = max((saved.serial for saved in committed(run / "checkpoints").values()), default=0)
     if checkpoint is None:
         return Lineage(serial=serial, job=dict(job))
     here, there = run.resolve(), checkpoint.resolve()

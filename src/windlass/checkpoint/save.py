@@ -26,7 +26,7 @@ from windlass.checkpoint import format as format_
 from windlass.checkpoint.commit import Commit, explain
 from windlass.checkpoint.load import discard
 from windlass.checkpoint.reshard import Slice, State
-from windlass.checkpoint.retention import PERIODIC, Policy, Saved, read_lineage, retain
+from windlass.checkpoint.retention import PERIODIC, Policy, committed, read_lineage, retain
 from windlass.errors import UserError
 from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 
@@ -62,19 +62,14 @@ class HostBuffer:
         self.warning = ""  # why the memory is not page-locked though the state lies on CUDA; until it was reported
 
     def reserve(self, size: int, pinned: bool) -> None:
-        """Have a buffer of at least `size` bytes; a smaller one is freed first.
-
-        Page-locked memory is scarce (`ulimit -l`, other processes). Without it the copy to the host is slower and the
-        step waits for it, but the save works.
-        """
         if self._bytes.numel() >= size:
             return
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # the smaller one is freed first
         if pinned and self._can_pin:
             try:
                 self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
-            except RuntimeError as error:
+            except RuntimeError as error:  # such memory is scarce (`ulimit -l`); without it the save still works
                 self._can_pin = False
                 self.warning = f"no page-locked memory for saves, which block the step for longer: {explain(error)}"
         memory = mmap.mmap(-1, -(-size // PAGE) * PAGE)
@@ -94,9 +89,8 @@ class HostBuffer:
         for name in order:
             tensor = slices[name].tensor
             ends.append(ends[-1] + tensor.nbytes)
-            header[name] = {
-                "dtype": TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends[-2:],
-            }  # fmt: skip
+            dtype, shape = TYPE_NAMES[tensor.dtype], list(tensor.shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends[-2:]}
         text = json.dumps(header, separators=(",", ":")).encode()
         data_at = -(-(8 + len(text)) // PAGE) * PAGE
         text = text.ljust(data_at - 8)  # the format allows spaces after the header's JSON
@@ -109,10 +103,8 @@ class HostBuffer:
             s = slices[name]
             target = self._bytes[data_at + start : data_at + end].view(s.tensor.dtype).view(s.tensor.shape)
             target.copy_(s.tensor, non_blocking=True)
-            tensors[name] = {
-                "dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape),
-                "chunk": [data_at + start, s.start, s.tensor.shape[0] if s.global_shape else 1],  # a scalar is one row
-            }  # fmt: skip
+            chunk = [data_at + start, s.start, s.tensor.shape[0] if s.global_shape else 1]  # a scalar is one row
+            tensors[name] = {"dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape), "chunk": chunk}
         return image, tensors, torch.cuda.current_stream().record_event() if on_cuda else None
 
 
@@ -136,7 +128,6 @@ class Saver:
         self._began = 0.0
         self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
-        self._committed: dict[str, Saved] = {}  # by directory; rank 0's writer reads each manifest once
         self._outcomes: deque[Outcome] = deque()
         # A thread for each save, a daemon: a process whose disk hangs can end. At most one at a time.
         self._thread: threading.Thread | None = None
@@ -215,44 +206,31 @@ class Saver:
         self, commit: Commit, copied: Any, staged_s: float, waited_s: float, scores: Mapping[int, float]
     ) -> None:
         """Write and commit; any error becomes the outcome, and training continues. `copied` is the event of `fill`."""
-        began = time.perf_counter()
-        error = ""
+        began, error = time.perf_counter(), ""
         warning, self._buffer.warning = self._buffer.warning, ""
         try:
             if self.device is not None and self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a thread starts on device 0, and would make a context there
             if copied is not None:
                 copied.synchronize()
-            serial = self._next_serial() if self.rank == 0 else 0
-            commit.run(serial)
+            serials = [saved.serial for saved in committed(self.directory).values()] if self.rank == 0 else []
+            with contextlib.suppress(UserError):  # commits whose checkpoints were deleted count by the lineage
+                if lineage := read_lineage(self.directory.parent):
+                    serials.append(lineage.serial)
+            commit.run(1 + max(serials, default=0))
         except Exception as problem:
             error = explain(problem)
         else:
             warning = commit.warning or warning
             if self.rank == 0:
-                self._committed[commit.target.name] = Saved(serial, commit.step, str(commit.meta["reason"]))
                 try:
                     self._clean_up(scores)
                 except Exception as problem:  # the checkpoint is committed all the same
                     warning = f"the checkpoint is committed, but old ones could not be removed: {explain(problem)}"
             self.last_seconds = time.perf_counter() - began + staged_s
-        self._outcomes.append(Outcome(
-            commit.step, commit.target, error, commit.total_bytes, staged_s, waited_s,
-            time.perf_counter() - began, warning,
-        ))  # fmt: skip
-
-    def _next_serial(self) -> int:
-        """One more than any commit of the run has had; those that were deleted by hand count by the lineage."""
-        names = format_.names_in(self.directory)
-        self._committed = {name: saved for name, saved in self._committed.items() if name in names}
-        for e in format_.list_entries(self.directory) if not self._committed else ():
-            if e.manifest is not None:
-                self._committed[e.path.name] = Saved(e.serial, e.step, str(e.manifest.meta.get("reason", PERIODIC)))
-        serials = [saved.serial for saved in self._committed.values()]
-        with contextlib.suppress(UserError):
-            if lineage := read_lineage(self.directory.parent):
-                serials.append(lineage.serial)
-        return 1 + max(serials, default=0)
+        seconds = time.perf_counter() - began
+        result = (commit.step, commit.target, error, commit.total_bytes, staged_s, waited_s, seconds, warning)
+        self._outcomes.append(Outcome(*result))
 
     def _clean_up(self, scores: Mapping[int, float]) -> None:
         """After a commit: remove leftovers of earlier saves, and what retention does not keep."""
@@ -260,7 +238,7 @@ class Saver:
             # Not those of a later save of this attempt: another rank may have begun it.
             if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= self._started):
                 self.files.remove_tree(self.directory / name)
-        why = retain(self._committed.values(), self.policy, scores)
-        for name in [name for name, saved in self._committed.items() if not why[saved.serial]]:
-            discard(self.directory / name, self.files)
-            del self._committed[name]
+        checkpoints = committed(self.directory)
+        why = retain(checkpoints.values(), self.policy, scores)
+        for path in [path for path, saved in checkpoints.items() if not why[saved.serial]]:
+            discard(path, self.files)

@@ -27,8 +27,7 @@ class Device:
         return None if self.memory_bytes is None else int(self.memory_bytes * USABLE)
 
 
-TABLE: tuple[tuple[str, str, int], ...] = (
-    # what is typed, the name that the driver reports, GiB by the maker's datasheet
+TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's datasheet
     ("B200", "NVIDIA B200", 180),
     ("GH200-96GB", "NVIDIA GH200 480GB", 96),
     ("H200", "NVIDIA H200", 141),
@@ -60,12 +59,9 @@ TABLE: tuple[tuple[str, str, int], ...] = (
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
-    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`.
+    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`; UserError for `A100`, which is several.
 
     A name that is not in the table is taken as it is, with unknown memory unless it is given; nothing is guessed.
-
-    Raises:
-        UserError: the name is the first part of several in the table, as `A100` is.
     """
     if name.lower() == "cpu":
         return Device("CPU", "cpu", memory_bytes)
@@ -73,8 +69,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
     for short, full, gib in TABLE:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
-    variants = [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]
-    if variants:
+    if variants := [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]:
         raise UserError(f"--device {name} is not one device of the table; write one of {', '.join(variants)}")
     return Device(name, "cuda", memory_bytes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from windlass.estimate.devices import USABLE
 from windlass.model.size import HfSizes, block_matrices, block_parameters, count
@@ -87,14 +87,7 @@ def shard_size(strategy: str, world: int, setting: int = 0) -> int:
 
 
 def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
-    """The memory of one rank at the peak of a step; of a model of `transformers` without activations.
-
-    Args:
-        model: what is trained.
-        vocab: rows of its embedding.
-        layout: how it is spread.
-        optimizer: `adamw` or `muon`.
-    """
+    """The memory of one rank at the peak of a step; of a model of `transformers` without activations."""
     if isinstance(model, HfSizes):  # AdamW; frozen weights have neither gradients nor optimizer state
         master = max(4, COMPUTE_BYTES[layout.precision])
         weights, trained = (-(-master * n // layout.shard) for n in (model.total, model.trained))
@@ -131,9 +124,8 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     """
     ours = not isinstance(model, HfSizes)  # else activations are not known: states may be too large, never surely fit
     base = base if ours else replace(base, checkpointing="none")
-    strategies = ["single"]
-    if base.world > 1:
-        strategies = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
+    several = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
+    strategies = several if base.world > 1 else ["single"]
     kinds = [(c, s, False) for c, s in product(CHECKPOINTING if ours else ("none",), strategies)]
     if base.device == "cuda" and ours:
         kinds += [(c, "full_shard", True) for c in ("none", "full")]
@@ -160,18 +152,15 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
         return {}, "the device's memory is not known: give --memory GB" if rows[0].fits is None else ""
     row = next((row for row in rows if (row.fits if micro_batch else row.largest_micro_batch)), None)
     if row is None:
-        least = min(rows, key=lambda row: row.memory.total)
-        size, batch = least.memory.total / 1e9, least.layout.micro_batch
+        size = min(row.memory.total for row in rows) / 1e9
         return {}, (
-            f"nothing fits: with micro-batch {batch} the least is {size:.3g} GB. Use a device with more than "
-            f"{size / USABLE:.3g} GB, more ranks (--world), a lower train.precision, or a smaller train.micro_batch or "
-            "model.context"
+            f"nothing fits: with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB. Use a device with "
+            f"more than {size / USABLE:.3g} GB, more ranks (--world), a lower train.precision, or a smaller "
+            "train.micro_batch or model.context"
         )
-    layout = row.layout
-    settings: dict[str, str | int | bool] = {
-        "parallel.strategy": layout.strategy, "parallel.activation_checkpointing": layout.checkpointing,
-        "train.micro_batch": micro_batch or row.largest_micro_batch or 0,
-    }  # fmt: skip
+    layout, size_of_batch = row.layout, micro_batch or row.largest_micro_batch or 0
+    settings: dict[str, str | int | bool] = {"parallel.strategy": layout.strategy}
+    settings |= {"parallel.activation_checkpointing": layout.checkpointing, "train.micro_batch": size_of_batch}
     settings |= {"parallel.shard_size": layout.shard} if layout.strategy == "hybrid_shard" else {}
     settings |= {"parallel.offload": True} if layout.offload else {}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
@@ -186,7 +175,7 @@ class Step:
     """
 
     def __init__(self, model: ModelSettings, vocab: int, layout: Layout, optimizer: str = "adamw"):
-        self.model, self.vocab, self.layout, self.optimizer = model, vocab, layout, optimizer
+        self.model, self.vocab, self.layout = model, vocab, layout
         self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
         self.master = max(4, self.compute)  # bytes of a number of the weights
         self.cuda = layout.device == "cuda"
@@ -200,6 +189,9 @@ class Step:
         self.head = self.master * vocab * model.width  # also of a tied one
         # The largest matrix of a block: a gradient that is computed before it is added or copied.
         self.largest = max(model.ff_width_, model.width + 2 * self.kv) * model.width * self.master
+        self.update = (
+            6 * self.largest if optimizer == "muon" else 0
+        )  # beside weights, gradients and state in the update
         # Autocast's copies of a block's matrices, which the backward pass needs.
         self.copies = block_matrices(model) * self.compute if self.compute < self.master else 0
 
@@ -265,42 +257,34 @@ class Step:
             saved += 2 * model.context * (model.width // model.heads) * self.master
         return saved + (self.norm() if model.final_norm else 0)
 
-    def logits(self) -> Logits:
-        """The head and the loss: whole logits where they are small, a chunk at a time where they are not."""
+    def logits(self) -> tuple[int, int, int]:
+        """Head and loss beside the rest: while the loss is computed, from then on, in their backward pass.
+
+        Whole logits where they are small, a chunk at a time where they are not.
+        """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
         limit = max(1, CHUNK_BYTES[self.layout.device] // (4 * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
         if n <= limit:
-            return Logits(*(copies * n * V * wide + capped * n * V * c + head_copy for copies in (2, 1, 3)))
+            first, lasting, last = (copies * n * V * wide + capped * n * V * c + head_copy for copies in (2, 1, 3))
+            return first, lasting, last
         chunk = -(-n // -(-n // limit))  # equal chunks
         gradient = V * d * m + n * d * (c if c == m else c + m)  # of head and input, computed in the forward pass
         inside = max(2 * chunk * V * wide, chunk * V * (wide + c) + (V * d * c if c < wide else 0))
         inside += capped * chunk * V * wide  # the cap's slope
-        return Logits(gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m)
+        return gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m
 
     def loss(self) -> Iterator[Memory]:
         """From the last block's end to the first gradient of an activation."""
-        logits, saved = self.logits(), self.saved(self.model.layers) + self.root_saved()
+        (forward, _, backward), saved = self.logits(), self.saved(self.model.layers) + self.root_saved()
         cast = self.stream if self.compute < self.master else 0
-        yield Memory(activations=saved + cast, logits=logits.forward, at="loss")
-        yield Memory(activations=saved, logits=logits.backward, at="backward of the loss")
+        yield Memory(activations=saved + cast, logits=forward, at="loss")
+        yield Memory(activations=saved, logits=backward, at="backward of the loss")
 
     def embedding(self, lasting: bool) -> int:
         """Beside all gradients, when the embedding's is computed: a tied head's is added to it in a third tensor."""
         return self.head * (2 + lasting) if self.model.tie_head else self.head * lasting
-
-    def update(self) -> int:
-        """Beside weights, gradients and state in the update: nothing for fused AdamW, a few matrices for Muon."""
-        return 6 * self.largest if self.optimizer == "muon" else 0
-
-
-class Logits(NamedTuple):
-    """What the head and the loss take beside the rest: while the loss is computed, from then on, in their backward pass."""
-
-    forward: int
-    saved: int
-    backward: int
 
 
 def _plain_events(step: Step) -> Iterator[Memory]:
@@ -314,13 +298,11 @@ def _plain_events(step: Step) -> Iterator[Memory]:
     for left in range(layers, 0, -1):
         new = step.head if step.model.tie_head or not lasting else 0  # a tied head's gradient waits for the embedding's
         new += 0 if lasting else (layers - left) * step.block
-        yield Memory(
-            gradients=lasting + new + step.largest, activations=step.saved(left) + step.inside(),
-            buffers=step.copies * (left if copied else 1), at=f"backward of block {left}",
-        )  # fmt: skip
+        activations, buffers = step.saved(left) + step.inside(), step.copies * (left if copied else 1)
+        yield Memory(0, lasting + new + step.largest, 0, activations, buffers=buffers, at=f"backward of block {left}")
     gradients = (lasting or whole) + step.embedding(bool(lasting))
     yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")
-    yield Memory(gradients=lasting if ddp and not several else max(lasting, whole), buffers=step.update(), at="update")
+    yield Memory(gradients=lasting if ddp and not several else max(lasting, whole), buffers=step.update, at="update")
 
 
 def _fsdp_events(step: Step) -> Iterator[Memory]:
@@ -339,14 +321,10 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     before = step.weights if whole else shards
     first = 0 if stays else before  # `shard_grad_op` gathers in the first micro-batch alone, before any gradient
 
-    yield Memory(
-        gradients=first, activations=step.saved(layers - 1), buffers=root + (layers + 2 if stays else 3) * gathered,
-        at=f"gathering of block {layers}",
-    )  # fmt: skip
-    yield Memory(
-        gradients=first, activations=step.saved(layers) + step.stream,
-        buffers=root + (layers + 1 if stays else 2) * gathered, at=f"forward of block {layers}",
-    )  # fmt: skip
+    buffers = root + (layers + 2 if stays else 3) * gathered
+    yield Memory(0, first, 0, step.saved(layers - 1), buffers=buffers, at=f"gathering of block {layers}")
+    activations = step.saved(layers) + step.stream
+    yield Memory(0, first, 0, activations, buffers=buffers - gathered, at=f"forward of block {layers}")
     for event in step.loss():
         received = event.at == "loss" and not several
         yield replace(event, gradients=before, buffers=root + (layers + received if stays else 1) * gathered)
@@ -356,16 +334,11 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
         gradients += step.head if step.model.tie_head or not whole else 0
         buffers = root + (left if stays else min(left, 2)) * gathered + (step.block if done else 0)
         at = f"backward of block {left}"
-        yield Memory(
-            gradients=gradients + step.largest, activations=step.saved(left) + step.inside(), buffers=buffers, at=at
-        )
-        yield Memory(
-            gradients=gradients + (0 if whole else step.block), activations=step.saved(left - 1) + step.stream,
-            buffers=buffers, at=at,
-        )  # fmt: skip
-    gradients = root + (shards or on_device * layers * step.block // shard)
-    gradients += step.embedding(whole)
+        yield Memory(0, gradients + step.largest, 0, step.saved(left) + step.inside(), buffers=buffers, at=at)
+        gradients += 0 if whole else step.block
+        yield Memory(0, gradients, 0, step.saved(left - 1) + step.stream, buffers=buffers, at=at)
+    gradients = root + (shards or on_device * layers * step.block // shard) + step.embedding(whole)
     yield Memory(gradients=gradients, activations=step.stream, buffers=root, at="backward of the embedding")
     reduced = on_device * step.weights // shard
     yield Memory(gradients=root + reduced, buffers=2 * root, at="reduction of embedding and head")
-    yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update(), at="update")
+    yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")

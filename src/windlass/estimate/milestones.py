@@ -85,24 +85,16 @@ def milestone_rows(
     kinds: dict[str, list[int]] = {}
     for m in ahead(milestones, now):
         kinds.setdefault(m.what, []).append(m.step)
-    rows = []
-    for what, steps in kinds.items():
-        seconds = [
-            None if seconds_per_step is None else seconds_until(milestones, step, now, seconds_per_step, costs)
-            for step in (steps[0], steps[-1])
-        ]
-        rows.append(MilestoneRow(what, steps[0], steps[-1], len(steps), *seconds))
-    return rows
+
+    def seconds(step: int) -> float | None:
+        return None if seconds_per_step is None else seconds_until(milestones, step, now, seconds_per_step, costs)
+
+    return [MilestoneRow(what, s[0], s[-1], len(s), seconds(s[0]), seconds(s[-1])) for what, s in kinds.items()]
 
 
 def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:
-    """For how many more checkpoints there must be room: those that stay in the end, and one more while it is written.
-
-    Args:
-        recipe: what is saved when, and how long it stays.
-        horizon: the run's length.
-        done: steps done.
-        present: checkpoints that are there already.
+    """For how many more checkpoints than the `present` ones there must be room after `done` steps: those that stay in the
+    end, and one more while it is written.
     """
     settings = recipe.checkpoint
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]

@@ -17,17 +17,10 @@ from windlass.recipe import Horizon
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-TOKENIZER_VOCABULARIES = {"byte": 257, "gpt2": 50257}
-"""Tokenizers whose size is fixed before there is any data; the end-of-text token is counted."""
-
 
 def recipe_vocab(recipe: Recipe) -> int | None:
     """Rows of the embedding as far as the recipe alone says; None where only the prepared data does."""
-    if recipe.model.vocab:
-        return recipe.model.vocab
-    if recipe.data.tokenizer == "bpe":
-        return recipe.data.tokenizer_vocab
-    return TOKENIZER_VOCABULARIES.get(recipe.data.tokenizer.partition(":")[0])
+    return recipe.model.vocab or recipe.data.vocab_ or None
 
 
 def optimal_tokens(parameters: int, tokens_per_parameter: float = 20.0) -> int:
@@ -51,15 +44,9 @@ def resolve_steps(
 ) -> int:
     """The number of optimizer steps of a recipe, rounded up where `train.steps` is in epochs.
 
-    Args:
-        recipe: with `train.steps` a number, `"compute-optimal"`, or `"N epochs"`.
-        vocab: rows of the embedding where the recipe leaves them to the tokenizer.
-        tokens_per_sample: real tokens in a sample on average; None: `model.context`, as in packed data.
-        samples_per_epoch: of the prepared training data, for `"N epochs"`.
-        parameters: N, where the model is not described by the recipe (Hugging Face).
-
-    Raises:
-        UserError: what is needed is not known yet; the message says how to get it.
+    `vocab` is used where the recipe leaves it to the tokenizer, `tokens_per_sample` (real ones, on average) instead of
+    `model.context`, `samples_per_epoch` for `"N epochs"`, `parameters` for a Hugging Face model. Raises UserError where
+    what is needed is not available yet; the message says how to get it.
     """
     steps = recipe.train.steps
     if isinstance(steps, int):

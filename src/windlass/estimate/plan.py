@@ -18,6 +18,7 @@ from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommen
 from windlass.estimate.milestones import TIMED, MilestoneRow, checkpoints_to_come, milestone_rows, milestones
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
+from windlass.hub import missing_package
 from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
@@ -61,21 +62,18 @@ class Subject:
     def size(self) -> Size:
         """The model's size: all of it, or without the vocabulary its blocks."""
         recipe, model, hf = self.recipe, self.recipe.model, self.hf
-        if model.kind == "hf":
-            if hf is None:
-                return Size()
+        if hf is not None:
             return Size(hf.vocab, hf.total, hf.trained, None, {}, hf.flops_per_token(), hf.checkpoint_bytes())
+        if model.kind == "hf":
+            return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
-        sizes = count(model, vocab or 0)
-        names = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
-        grows = () if vocab else ("embedding", "head")  # with the vocabulary
-        parts = {name: getattr(sizes, name) for name in names if name not in grows}
+        sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
+        names = ("positions", "attention", "feed_forward", "norms")
+        parts = {name: getattr(sizes, name) for name in (("embedding", *names, "head") if vocab else names)}
         if not vocab:
             return Size(non_embedding=sizes.non_embedding, parts=parts)
-        return Size(
-            vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops_per_token(model, vocab),
-            checkpoint_bytes(model, vocab, recipe.optim.kind),
-        )  # fmt: skip
+        on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind)
+        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
 
 
 @dataclass(frozen=True)
@@ -140,11 +138,8 @@ def plan(
         world: ranks; 0: one, or those of the run.
         device: a kind of device, as `A100-80GB`; empty: that of the run, of the past runs, or this machine's.
         memory_bytes: the device's memory, where it is not in the table.
-        past: past runs to take the speed from.
+        past: past runs to take the speed from; UserError where none has that of this model and device.
         mfu: share of the device's peak to assume where nothing was measured.
-
-    Raises:
-        UserError: the batch is not divisible by the world size, or no past run has the speed of this model and device.
     """
     if isinstance(source, str | Path):
         is_run = (Path(source) / "recipe.toml").is_file() and not overrides
@@ -192,17 +187,15 @@ def subject_of(
             from windlass.model.hf import read_sizes  # needs torch
 
             subject = replace(subject, hf=read_sizes(recipe))
-        except ImportError as error:
-            reason = f"counting a Hugging Face model needs the package {error.name}: install windlass[hf]"
-            subject = replace(subject, hf_reason=reason)
-        except UserError as error:
-            subject = replace(subject, hf_reason=str(error))
+        except (ImportError, UserError) as error:
+            needs = f"counting a Hugging Face model {missing_package(error)}" if isinstance(error, ImportError) else ""
+            subject = replace(subject, hf_reason=needs or str(error))
     if run is None:
         return with_prepared_data(subject)
     train = run.lines("train")
     last, parameters = train[-1] if train else {}, started.get("parameters")
     vocab = None
-    if parameters and recipe.model.kind == "gpt":  # they are linear in the rows of the embedding
+    if parameters and recipe.model.kind == "gpt":  # linear in the rows of the embedding
         without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
         vocab = (int(parameters) - without) // (with_one - without)
     return replace(

@@ -27,7 +27,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.steps is None or plan.done < plan.steps:
         _section(console, "Time", _time(plan))
     if plan.milestones:
-        times = [[_time_from_now(s) for s in (m.first_seconds, m.last_seconds)] for m in plan.milestones]
+        seconds = [(m.first_seconds, m.last_seconds) for m in plan.milestones]
+        times = [["?" if s is None else duration(s) if s else "now" for s in pair] for pair in seconds]
         table = [
             (m.what, f"{m.first:,}", first, *((f"{m.left:,}", f"{m.last:,}", last) if m.left > 1 else ("", "", "")))
             for m, (first, last) in zip(plan.milestones, times, strict=True)
@@ -112,16 +113,9 @@ def _time(plan: Plan) -> list[Fact]:
     if plan.seconds is not None:
         end = f"{duration(plan.seconds)}, {plan.device_hours:.3g} device-hours ({speed.basis})"
     step = f"{speed.tokens_per_s:,.0f} tokens/s, {1e3 * (plan.seconds_per_step or 0):,.0f} ms a step"
-    facts = [("to the end", end), ("from", speed.detail), ("speed", step)]
-    if plan.not_counted:
-        facts.append(
-            ("not in it", f"{', '.join(f'{what}s' for what in plan.not_counted)}: their time was not measured")
-        )
-    return facts
-
-
-def _time_from_now(seconds: float | None) -> str:
-    return "?" if seconds is None else duration(seconds) if seconds else "now"
+    missing = ", ".join(f"{what}s" for what in plan.not_counted)
+    more = [("not in it", f"{missing}: their time was not measured")] if missing else []
+    return [("to the end", end), ("from", speed.detail), ("speed", step), *more]
 
 
 def _scaled(value: float, unit: str) -> str:
@@ -131,15 +125,9 @@ def _scaled(value: float, unit: str) -> str:
 
 
 def _section(
-    console: Console,
-    title: str,
-    facts: Iterable[Fact],
-    head: Sequence[str] = (),
-    rows: Sequence[Sequence[str]] = (),
-    text_columns: int = 1,
-    strong: Sequence[int] = (),
-    notes: Sequence[str] = (),
-) -> None:
+    console: Console, title: str, facts: Iterable[Fact], head: Sequence[str] = (), rows: Sequence[Sequence[str]] = (),
+    text_columns: int = 1, strong: Sequence[int] = (), notes: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Print a title, facts as pairs, a table whose first columns are text, and notes."""
     from rich import box
     from rich.table import Table

@@ -34,9 +34,7 @@ class Speed:
     world: int
     basis: str  # `measured`; `at best`: scaled to more ranks as if nothing were lost; `assumed` from a peak
     detail: str  # which run, or which peak
-    costs: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of one evaluation, checkpoint, sample, where measured
+    costs: dict[str, float] = field(default_factory=dict)  # seconds of an evaluation, checkpoint, sample, if measured
     device: str = ""  # what it was measured on, as the ledger names it
 
 
@@ -61,7 +59,6 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
 
 
 def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
-    """Seconds of one evaluation, save and sample, from the lines' own times and their `seconds` by phase."""
     evaluations: dict[int, list[Line]] = {}
     for x in ledger:
         if x["kind"] == "eval" and isinstance(x.get("runtime_s"), int | float):
@@ -117,9 +114,8 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
     peak, environment = run.summary.get("peak_mem_mb"), run.environment
     sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
     total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")
-    memory = PredictedAndActual(
-        peak_bytes=None if peak is None else peak * 1e6, device_bytes=None if total is None else total * 1e6
-    )
+    in_bytes = (None if megabytes is None else megabytes * 1e6 for megabytes in (peak, total))
+    memory = PredictedAndActual(None, None, None, "", *in_bytes)
     raw = list(read_lines(run.metrics_path))
     ledger = effective(raw)
     started = next((x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x), None)
@@ -138,9 +134,8 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
     per_step = now["tokens"] / now["step"] / speed.tokens_per_s
     left = seconds_until(milestones(run.recipe, horizon), steps, now["step"], per_step, speed.costs)
     predicted, actual = (_without_pauses(lines) for lines in (raw[: raw.index(now) + 1], raw))
-    return replace(
-        memory, predicted_seconds=predicted + left, actual_seconds=actual, predicted_at_step=int(now["step"])
-    )
+    memory = replace(memory, predicted_seconds=predicted + left, predicted_at_step=int(now["step"]))
+    return replace(memory, actual_seconds=actual)
 
 
 def _without_pauses(raw: Sequence[Line]) -> float:

@@ -18,18 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.errors import UserError
-from windlass.recipe.settings import (
-    CheckpointSettings,
-    DataSettings,
-    EvalSettings,
-    ModelSettings,
-    OptimSettings,
-    ParallelSettings,
-    RunSettings,
-    Section,
-    TelemetrySettings,
-    TrainSettings,
-)
+from windlass.recipe import settings as sections
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
@@ -56,15 +45,15 @@ class Recipe(BaseModel):
 
     preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
     """The preset or file this recipe came from: the first half of the run's name."""
-    run: RunSettings = RunSettings()
-    model: ModelSettings = ModelSettings()
-    data: DataSettings = DataSettings()
-    train: TrainSettings = TrainSettings()
-    optim: OptimSettings = OptimSettings()
-    parallel: ParallelSettings = ParallelSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    eval: EvalSettings = EvalSettings()
-    telemetry: TelemetrySettings = TelemetrySettings()
+    run: sections.RunSettings = sections.RunSettings()
+    model: sections.ModelSettings = sections.ModelSettings()
+    data: sections.DataSettings = sections.DataSettings()
+    train: sections.TrainSettings = sections.TrainSettings()
+    optim: sections.OptimSettings = sections.OptimSettings()
+    parallel: sections.ParallelSettings = sections.ParallelSettings()
+    checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
+    eval: sections.EvalSettings = sections.EvalSettings()
+    telemetry: sections.TelemetrySettings = sections.TelemetrySettings()
 
     def with_overrides(self, *overrides: str, **values: Any) -> Recipe:
         """A checked copy with dotted overrides, as text (`"optim.lr=3e-4"`) or as `{"optim.lr": 3e-4}` in keywords."""
@@ -104,9 +93,8 @@ class Recipe(BaseModel):
 
     def strategy(self, world: int) -> str:
         """The sharding strategy with `auto` resolved for a number of ranks."""
-        if self.parallel.strategy == "auto":
-            return "ddp" if world > 1 else "single"
-        return self.parallel.strategy
+        auto = "ddp" if world > 1 else "single"
+        return auto if self.parallel.strategy == "auto" else self.parallel.strategy
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How a step's samples are divided among `world` ranks; a UserError names the sizes that would work."""
@@ -120,10 +108,7 @@ class Recipe(BaseModel):
 
     @staticmethod
     def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything.
-
-        Raises UserError (RecipeError with every problem of the settings at once).
-        """
+        """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything; UserError."""
         path = _find(recipe)
         tree = _read(path)
         tree.setdefault("preset", path.stem if path.stem != "recipe" else path.parent.name)
@@ -145,10 +130,8 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            fields |= settings(inner, f"{prefix}{name}.")
-        else:
-            fields[prefix + name] = field
+        is_section = isinstance(inner, type) and issubclass(inner, sections.Section)
+        fields |= settings(inner, f"{prefix}{name}.") if is_section else {prefix + name: field}  # type: ignore[arg-type]
     return fields
 
 
@@ -203,9 +186,7 @@ def _find(recipe: str | Path) -> Path:
         raise UserError(f"there is no recipe file {recipe}; `windlass recipe --list` shows the presets")
     near = difflib.get_close_matches(str(recipe), shipped, n=1, cutoff=0.4)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise UserError(
-        f"there is no preset {str(recipe)!r}{hint}; there are {', '.join(shipped)}, or give a path to a .toml"
-    )
+    raise UserError(f"there is no preset {recipe}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -279,9 +260,8 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
         if m.lora.rank:
             yield "model.lora.rank", 'adapters are for model.kind = "hf"'
-        vocab = {"byte": 257, "gpt2": 50257, "bpe": d.tokenizer_vocab}.get(d.tokenizer.split(":")[0], 0)
-        if 0 < m.vocab < vocab:
-            yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {vocab:,}"
+        if 0 < m.vocab < d.vocab_:
+            yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {d.vocab_:,}"
     if d.source.startswith(("http://", "https://")) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
     if d.format == "text" and d.source.split(":")[0] == "squad":

@@ -182,6 +182,11 @@ class DataSettings(Section):
     length_buckets: bool = True
     """With `squad` and `chat`: put items of like length into one micro-batch, inside one global batch only."""
 
+    @property
+    def vocab_(self) -> int:
+        """The tokenizer's vocabulary with its end-of-text token, where it is fixed before there is any data; else 0."""
+        return {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}.get(self.tokenizer.partition(":")[0], 0)
+
 
 class TrainSettings(Section):
     """How long, how much at once, in which arithmetic."""

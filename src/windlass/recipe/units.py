@@ -32,12 +32,8 @@ def _check_duration(value: Any) -> Any:
     return value
 
 
-Duration = Annotated[
-    int | float | str,
-    BeforeValidator(_check_duration),
-    Field(json_schema_extra={"description": 'steps (250), a fraction of the run (0.01), or "1 epoch"; 0 is never'}),
-]
-"""Steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`); 0 is never."""
+_EXTRA = {"description": 'steps (250), a fraction of the run (0.01), or "1 epoch"; 0 is never'}
+Duration = Annotated[int | float | str, BeforeValidator(_check_duration), Field(json_schema_extra=_EXTRA)]
 
 
 def epochs_in(text: str) -> Fraction:
