@@ -26,7 +26,7 @@ from windlass.checkpoint import format as format_
 from windlass.checkpoint.commit import Commit, explain
 from windlass.checkpoint.load import discard
 from windlass.checkpoint.reshard import Slice, State
-from windlass.checkpoint.retention import PERIODIC, Policy, committed, read_lineage, retain
+from windlass.checkpoint.retention import PERIODIC, Policy, Saved, committed, read_lineage, retain
 from windlass.errors import UserError
 from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
 
@@ -128,6 +128,7 @@ class Saver:
         self._began = 0.0
         self._started = self._reported = 0  # saves
         self._buffer = HostBuffer()
+        self._committed: dict[Path, Saved] = {}  # rank 0's writer reads each manifest once
         self._outcomes: deque[Outcome] = deque()
         # A thread for each save, a daemon: a process whose disk hangs can end. At most one at a time.
         self._thread: threading.Thread | None = None
@@ -213,16 +214,20 @@ class Saver:
                 torch.cuda.set_device(self.device)  # a thread starts on device 0, and would make a context there
             if copied is not None:
                 copied.synchronize()
-            serials = [saved.serial for saved in committed(self.directory).values()] if self.rank == 0 else []
+            if self.rank == 0:
+                names, before = format_.names_in(self.directory), self._committed or committed(self.directory)
+                self._committed = {path: saved for path, saved in before.items() if path.name in names}
+            serials = [saved.serial for saved in self._committed.values()]
             with contextlib.suppress(UserError):  # commits whose checkpoints were deleted count by the lineage
                 if lineage := read_lineage(self.directory.parent):
                     serials.append(lineage.serial)
-            commit.run(1 + max(serials, default=0))
+            commit.run(serial := 1 + max(serials, default=0))
         except Exception as problem:
             error = explain(problem)
         else:
             warning = commit.warning or warning
             if self.rank == 0:
+                self._committed[commit.target] = Saved(serial, commit.step, str(commit.meta["reason"]))
                 try:
                     self._clean_up(scores)
                 except Exception as problem:  # the checkpoint is committed all the same
@@ -238,7 +243,7 @@ class Saver:
             # Not those of a later save of this attempt: another rank may have begun it.
             if (match := TEMPORARY.match(name)) and (match[1] != self.attempt or int(match[2]) <= self._started):
                 self.files.remove_tree(self.directory / name)
-        checkpoints = committed(self.directory)
-        why = retain(checkpoints.values(), self.policy, scores)
-        for path in [path for path, saved in checkpoints.items() if not why[saved.serial]]:
+        why = retain(self._committed.values(), self.policy, scores)
+        for path in [path for path, saved in self._committed.items() if not why[saved.serial]]:
             discard(path, self.files)
+            del self._committed[path]
