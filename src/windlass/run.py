@@ -110,7 +110,6 @@ class Run:
 
     @property
     def events(self) -> list[Line]:
-        """The effective `event` lines."""
         return self.lines("event")
 
     @property

@@ -118,10 +118,8 @@ class Commit:
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
-        raise GivenUp(
-            f"no part came from rank {late} within {self.deadline:g} s; is {self.directory} on a file system that all "
-            "ranks share?"
-        )
+        shared = f"is {self.directory} on a file system that all ranks share?"
+        raise GivenUp(f"no part came from rank {late} within {self.deadline:g} s; {shared}")
 
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> None:
         """Rank 0: counters, manifest and digest, then the name."""
@@ -162,21 +160,19 @@ class Commit:
         counters = {"size": len(self.counters), "sha256": hashlib.sha256(self.counters).hexdigest()}
         written, tensors = {format_.STATE: counters}, dict[str, dict[str, Any]]()
         for part in parts:
-            for file, info in part["files"].items():  # one, or none
-                written[file] = info
+            written |= part["files"]  # one, or none
+            for file in part["files"]:
                 for name, entry in part["tensors"].items():
                     tensor = tensors.setdefault(name, {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": []})
                     tensor["chunks"].append([file, *entry["chunk"]])
         for tensor in tensors.values():
             tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their first row
-        return to_json(
-            {
-                "format": "windlass-checkpoint", "version": 2, "step": self.step, "serial": serial,
-                "save_id": self.save_id, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "world": self.world, "meta": self.meta, "aliases": self.aliases,
-                "tensors": {name: tensors[name] for name in sorted(tensors)}, "files": written,
-            }
-        )  # fmt: skip
+        return to_json({
+            "format": "windlass-checkpoint", "version": 2, "step": self.step, "serial": serial,
+            "save_id": self.save_id, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "world": self.world, "meta": self.meta, "aliases": self.aliases,
+            "tensors": dict(sorted(tensors.items())), "files": written,
+        })  # fmt: skip
 
     def _await_commit(self) -> None:
         """Other ranks: until rank 0 has committed or given up. They wait longer than rank 0, so that it decides."""

@@ -69,7 +69,6 @@ class TensorInfo(BaseModel):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return math.prod(self.shape[1:]) * DTYPES[self.dtype][1]
 
 
@@ -99,7 +98,6 @@ class Manifest(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files but the manifest."""
         return sum(f.size for f in self.files.values())
 
     @model_validator(mode="after")
@@ -167,7 +165,6 @@ def digest_line(manifest: bytes) -> bytes:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a directory was committed."""
     return (path / DIGEST).is_file()
 
 
@@ -218,7 +215,6 @@ def verify(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Non
 
 
 def step_dir(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
     return directory / f"step-{step:08d}"
 
 
@@ -237,7 +233,7 @@ def names_in(directory: Path) -> list[str]:
 def read_entry(path: Path) -> Entry:
     """One whole checkpoint, judged by its manifest and the sizes of its files; no byte of the files is read."""
     match = STEP_DIR.match(path.name)
-    step = int(match.group(1)) if match else 0
+    step = int(match[1]) if match else 0
     try:
         manifest = read_manifest(path)
     except Damaged as error:

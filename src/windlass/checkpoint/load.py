@@ -53,7 +53,6 @@ class Checkpoint:
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor."""
         import torch
 
         dtype: torch.dtype = getattr(torch, DTYPES[self.info(name).dtype][0])
@@ -153,10 +152,8 @@ def candidates(
         raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
     path = Path(resume)
     if not path.is_dir():
-        raise UserError(
-            f"checkpoint.resume is {resume!r}: there is no such checkpoint; write latest, best, a step, a checkpoint's "
-            "path, or never"
-        )
+        write = "write latest, best, a step, a checkpoint's path, or never"
+        raise UserError(f"checkpoint.resume is {resume!r}: there is no such checkpoint; {write}")
     return candidates(path) if (path / "recipe.toml").is_file() else [path]
 
 
@@ -202,12 +199,10 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
         if not problem:
             return Choice(path, entry.step, notes, list(paths[:number]))
         notes.append(f"the checkpoint of step {entry.step} is damaged and passed over: {problem}")
-    if notes:
-        raise UserError(
-            "\n  ".join(["no checkpoint can be used:", *notes])
-            + "\nuse --fresh to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
-        )
-    return None
+    if not notes:
+        return None
+    advice = "use --fresh to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
+    raise UserError("\n  ".join(["no checkpoint can be used:", *notes]) + f"\n{advice}")
 
 
 def choose(

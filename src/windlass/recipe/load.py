@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+import windlass.recipe.settings as sections
 from windlass.errors import UserError
-from windlass.recipe import settings as sections
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (

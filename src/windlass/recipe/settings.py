@@ -118,13 +118,11 @@ class ModelSettings(Section):
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
 
     @property
-    def kv_heads_(self) -> int:
-        """Key and value heads, with 0 resolved."""
+    def kv_heads_(self) -> int:  # with 0 resolved
         return self.kv_heads or self.heads
 
     @property
-    def ff_width_(self) -> int:
-        """Hidden size of the feed-forward layer, with 0 resolved."""
+    def ff_width_(self) -> int:  # with 0 resolved
         return self.ff_width or 4 * self.width
 
 
@@ -326,8 +324,7 @@ class CheckpointSettings(Section):
 
     @field_validator("resume", mode="before")
     @classmethod
-    def _step(cls, value: object) -> object:
-        """A step may be written as the number that it is."""
+    def _step(cls, value: object) -> object:  # a step may be written as the number that it is
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
