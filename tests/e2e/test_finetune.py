@@ -148,8 +148,6 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
 def test_the_questions_are_learned_by_heart(lesson):
     settings = {"train__steps": 60, "train__micro_batch": 12, "eval__every": 15, "telemetry__every": 10}
     run = trained(recipe(lesson, "heart", **settings), 1)
-    for line in run.lines("eval", suite="squad"):
-        print(f"step {line['step']}: EM {line['exact_match']:.1f}, F1 {line['f1']:.1f}")
     scores = {line["step"]: line["f1"] for line in run.lines("eval", suite="squad")}
     losses = {line["step"]: line["loss"] for line in run.lines("eval", suite="loss")}
     assert scores[0] < 10 and scores[60] > 90 and losses[60] < 0.1 < losses[0]

@@ -154,11 +154,7 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [
-        ({"imports": "import no_such_package_here"}, "no_such_package_here"),
-        ({"body": "config.no_such_thing + 1"}, "AttributeError"),
-        ({"body": "raise RuntimeError('too old')"}, "RuntimeError: too old"),
-    ],
+    [({"imports": "import no_such_package"}, "no_such_package"), ({"body": "config.no_such_thing"}, "AttributeError")],
 )
 def test_code_that_fails_is_one_sentence_that_names_the_error(base, with_code, changes, named):
     with refused(UserError, named):

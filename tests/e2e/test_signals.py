@@ -203,7 +203,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize(("step", "call"), [(4, 4), (12, 10)])
+@pytest.mark.parametrize(("step", "call"), [(4, 5), (12, 13)])
 def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
     overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
     assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
