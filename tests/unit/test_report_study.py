@@ -8,7 +8,7 @@ from report_fixtures import build_study, edit, loss_at
 from windlass.reports.charts import charts
 from windlass.reports.page import page
 from windlass.reports.plots import draw, heat_figure
-from windlass.reports.study import cell_table, heat_map, read_study, seed_table, sweep_charts, tones, winner_text
+from windlass.reports.study import cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.run import Run
 
 
@@ -37,7 +37,7 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
     alone = table[1e-2, "cosine"]
     assert (alone["median"], alone["seeds"], alone["finished"]) == (pytest.approx(best(1e-2, 1)), 2, 1)
     assert alone["spread"] is None, "one seed has no spread"
-    assert "median of the best evaluation loss over 2 seeds: " in winner_text(study, study.winner)
+    assert "median of the best evaluation loss over 2 seeds: " in winner_text(study)
 
 
 def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
@@ -48,7 +48,7 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
     cosine, wsd = [series for series in lr.series if series.name]
     assert (cosine.name, wsd.name, cosine.y[1]) == ("kind=cosine", "kind=wsd", pytest.approx(median))
     assert [len(series.y) for series in lr.series if series.points == "only"] == [5, 5], "a circle for each seed"
-    assert tones(study)[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
+    assert study.tones[:5] == [1, 1, 1, 1, 0.5], "colour by rate"
     assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
     assert (heat.column_key, heat.columns, heat.cells[0][1]) == ("optim.lr", [1e-4, 1e-3, 1e-2], pytest.approx(median))
     assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
@@ -97,5 +97,5 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
     calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, seen.views, tones(seen)).axes[0]
+    axes = draw(loss, seen.views, seen.tones).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")

@@ -157,7 +157,18 @@ def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -
         tracks = [track for track in seen.ranks if track.has(column)]
         if not tracks:
             continue
-        hours, table = on_grid(tracks, column)
+        # the means in equal spans of time; spans are wider than from sample to sample, so a late sample leaves no gap
+        samples = [(t["hours"][np.isfinite(t[column])], t[column][np.isfinite(t[column])]) for t in tracks]
+        every = np.concatenate([at for at, _ in samples])
+        spans = min(RANK_POINTS, 1 + 2 * max(len(at) for at, _ in samples) // 3)
+        edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
+        table = np.full((len(tracks), spans), math.nan)  # [ranks, spans]; NaN without a sample
+        for row, (at, values) in enumerate(samples):
+            span = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, spans - 1)
+            count = np.bincount(span, minlength=spans)
+            np.divide(np.bincount(span, weights=values, minlength=spans), count, out=table[row], where=count > 0)
+        filled = np.isfinite(table).any(axis=0)
+        hours, table = ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]
         steps, tokens = (interpolate(seen.train, "hours", hours, name) for name in ("step", "tokens"))
         axes: dict[str, Any] = {"run": run, "step": steps, "tokens": tokens, "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
@@ -173,22 +184,6 @@ def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -
             name = f"rank {tracks[i].rank}{suffix}"
             series.append(Series(**axes, name=name, y=table[i], colour=(i + many) % 8, dash=place, minor=True))
     return series
-
-
-def on_grid(ranks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
-    """The mean of a field in equal spans of time: hours [spans], values [ranks, spans], NaN without a sample."""
-    samples = [(t["hours"][np.isfinite(t[column])], t[column][np.isfinite(t[column])]) for t in ranks]
-    every = np.concatenate([hours for hours, _ in samples])
-    # wider than from sample to sample: a late one leaves no gap
-    spans = min(RANK_POINTS, 1 + 2 * max(len(hours) for hours, _ in samples) // 3)
-    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
-    table = np.full((len(ranks), spans), math.nan)
-    for row, (hours, values) in enumerate(samples):
-        place = np.clip(np.searchsorted(edges, hours, side="right") - 1, 0, spans - 1)
-        count = np.bincount(place, minlength=spans)
-        np.divide(np.bincount(place, weights=values, minlength=spans), count, out=table[row], where=count > 0)
-    filled = np.isfinite(table).any(axis=0)
-    return ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
@@ -223,8 +218,7 @@ def smoothed(y: Numbers, weight: float) -> Numbers:
     good = np.isfinite(y)
     values = np.where(good, y, 0.0)
 
-    def decayed(part: Any) -> Numbers:
-        """The sum over the values so far, the one n points back weighted by weight^n."""
+    def decayed(part: Any) -> Numbers:  # the sum over the values so far, the one n points back weighted by weight^n
         return np.array(list(itertools.accumulate(part, lambda total, value: weight * total + value)), dtype=np.float64)
 
     # a sum from the left and one from the right have the value itself twice

@@ -39,11 +39,9 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
     """A row for each run at or under a directory, sorted by one of SORTS; rows without that value come last."""
     field, largest_first = SORTS[sort]
     rows = [_row(path, directory) for path in find_runs(directory)]
-    present = [
-        row for row in rows if getattr(row, field) is not None and getattr(row, field) == getattr(row, field)
-    ]  # NaN
-    ordered = sorted(present, key=lambda row: getattr(row, field), reverse=largest_first)
-    return ordered + [row for row in rows if row not in present]
+    without = [row for row in rows if (value := getattr(row, field)) is None or value != value]  # noqa: PLR0124 (NaN)
+    ordered = sorted((r for r in rows if r not in without), key=lambda r: getattr(r, field), reverse=largest_first)
+    return ordered + without
 
 
 def find_runs(top: Path) -> Iterator[Path]:
@@ -58,9 +56,9 @@ def find_runs(top: Path) -> Iterator[Path]:
 
 def _row(path: Path, top: Path) -> RunRow:
     run = Run(path)
-    lines = run.ledger()
+    lines, state, left = run.ledger(), run.state, None
     train = [line for line in lines if line["kind"] == "train"]
-    state, summary, left = run.state, summarize(lines, "loss"), None
+    summary = summarize(lines, "loss")
     steps = summary["steps"]
     if steps is None:
         with suppress(ValueError):  # a recipe of another version: the ledger is still worth a row

@@ -29,19 +29,9 @@ from windlass.fileio import write_atomic
 from windlass.recipe.load import flatten
 from windlass.reports import tables
 from windlass.reports.charts import Chart, Series, charts, smoothing
-from windlass.reports.study import (
-    StudyView,
-    cell_table,
-    heat_map,
-    read_study,
-    seed_table,
-    short,
-    sweep_charts,
-    tones,
-    winner_text,
-)
-from windlass.reports.tables import goodput, label, measures
-from windlass.reports.text import MISSING, markdown_cell, printable, show
+from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
+from windlass.reports.tables import label, measures
+from windlass.reports.text import MISSING, markdown_cell, printable, short, show
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
@@ -118,7 +108,7 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     if plots:
         from windlass.reports.plots import write_plots  # imports matplotlib, which takes a second
 
-        ramp, heat = (tones(study), heat_map(study)) if study else ((), None)
+        ramp, heat = (study.tones, heat_map(study)) if study else ((), None)
         drawn = write_plots(seen, [*sweeps, *described], out / "plots", skip, ramp, heat)
 
     of_run = [((view.label,) if len(seen) > 1 else (), view) for view in seen]
@@ -153,7 +143,7 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
         text = f"# {markdown_cell(study.name)}\n"
         if best := study.winner:
             command, remark = study.study.winner_command(best.assignment)
-            text += f"\nThe winner: {markdown_cell(winner_text(study, best))}. {remark}\n\n```\n{command}\n```\n"
+            text += f"\nThe winner: {markdown_cell(winner_text(study))}. {remark}\n\n```\n{command}\n```\n"
         text += f"\n## Cells\n\n{cell_table(study).markdown()}"
         seeds = seed_table(study)
         return text + (f"\n## Over the seeds\n\n{seeds.markdown()}" if seeds else "")
@@ -168,15 +158,11 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
     return text
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
 def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None) -> str:
     """The whole page of some runs with their charts, or of a study with its runs that have begun."""
-    files = {
-        file.name: file.read_text("utf-8") for file in resources.files("windlass.reports").iterdir() if file.is_file()
-    }
-    script = f'(() => {{\n"use strict";\n{files["chart.js"]}\n{files["page.js"]}\n}})();\n'
+    names, folder = ("page.html", "page.css", "chart.js", "page.js"), resources.files("windlass.reports")
+    template, css, *js = ((folder / name).read_text("utf-8") for name in names)
+    script = f'(() => {{\n"use strict";\n{js[0]}\n{js[1]}\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sweeps = sweep_charts(study) if study else []
     rows = tables.all_settings(views)
@@ -190,14 +176,14 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         "settings": [changed, [row for row in rows if row not in changed]],
         "environment": _environment(views),
     }
-    data = json.dumps(payload(views, [*charts, *sweeps], tones(study) if study else ()), allow_nan=False)
+    data = json.dumps(payload(views, [*charts, *sweeps], study.tones if study else ()), allow_nan=False)
     for character in "<>&":  # ASCII without a character that HTML gives a meaning: it can stand in a script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     context = {
         **_head(views, study), **parts,
         "views": views, "study": study, "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
-        "style": Markup(files["page.css"]), "script": Markup(script), "script_hash": f"sha256-{digest}",
+        "style": Markup(css), "script": Markup(script), "script_hash": f"sha256-{digest}",
         "data": Markup(data),
         "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps,
         "heat": heat_map(study) if study else None,
@@ -211,7 +197,7 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )  # fmt: skip
-    return environment.from_string(files["page.html"]).render(context)
+    return environment.from_string(template).render(context)
 
 
 def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[float] = ()) -> dict[str, Any]:
@@ -261,8 +247,9 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
             figures.append((f"Best {study.title}", show(best.median, "loss"), best.label))
             command, remark = study.study.winner_command(best.assignment)
             rows = [place for place, result in enumerate(study.results) if result in best.results]
-            head["winner"] = {"text": winner_text(study, best), "command": command, "remark": remark, "rows": rows}
-        figures.append(("Cells", str(len(study.results)), study.states))
+            head["winner"] = {"text": winner_text(study), "command": command, "remark": remark, "rows": rows}
+        states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in study.results).items())
+        figures.append(("Cells", str(len(study.results)), states))
     elif len(views) == 1:
         (view,), (own,) = views, values
         lede = [f"{view.step:,} of {view.start.get('steps', view.step):,} steps"]
@@ -274,11 +261,8 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
     else:
         lede = [f"{count} {state}" for state, count in Counter(view.state for view in views).items()]
         head |= {"kicker": "A comparison of runs", "title": f"{len(views)} runs", "lede": ", ".join(lede)}
-        losses = sorted(
-            (own["best_eval_loss"], view.label)
-            for own, view in zip(values, views, strict=True)
-            if "best_eval_loss" in own
-        )
+        pairs = zip(values, views, strict=True)
+        losses = sorted((own["best_eval_loss"], view.label) for own, view in pairs if "best_eval_loss" in own)
         figures += [("Best validation loss", show(loss, "loss"), name) for loss, name in losses[:1]]
     for name in ("tokens", "runtime_s", "device_hours"):
         if total := sum(float(own.get(name) or 0) for own in values):
@@ -290,7 +274,7 @@ def _times(views: Sequence[RunView]) -> list[dict[str, Any]]:
     """For each run with times its share of training steps, and its parts: name, colour, share, time."""
     times = []
     for view in views:
-        spent = goodput(view)
+        spent = {name: view.wall[name] for name in tables.PARTS if view.wall.get(name, 0) > 0}
         total = sum(spent.values())
         parts = [(*tables.PARTS[name], seconds / total, show(seconds, "duration")) for name, seconds in spent.items()]
         if parts:

@@ -20,8 +20,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from windlass.reports.charts import Chart, smoothed, smoothing
-from windlass.reports.study import Heat, short
-from windlass.reports.text import show
+from windlass.reports.study import Heat
+from windlass.reports.text import short, show
 from windlass.reports.view import RunView
 
 INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"
@@ -133,8 +133,7 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
         finite = [s.y[(s.step >= first_step) & np.isfinite(s.y)] for s in chart.series]
         low = min(float(values.min()) for values in finite if len(values))
         axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
-        note = "what diverged is cut off above"
-        axes.set_title(note, loc="right", fontsize=8.5, fontweight="normal", color=SOFT)
+        axes.set_title("what diverged is cut off above", loc="right", fontsize=8.5, fontweight="normal", color=SOFT)
     if chart.zero:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     if chart.id == "lr":

@@ -6,7 +6,6 @@ that `checkpoint.best` names: the evaluation loss, or a score such as `squad.f1`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,11 @@ import numpy as np
 from windlass.checkpoint.retention import LOSS, better
 from windlass.reports.charts import Chart, Series
 from windlass.reports.tables import Column, Table, label, measures
-from windlass.reports.text import show
+from windlass.reports.text import short, show
 from windlass.reports.view import Numbers, RunView, view
 from windlass.study.grid import SEED
 from windlass.study.grid import label as label_of
 from windlass.study.study import CellResult, Group, Study
-
-OF_CELL = (
-    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "train_tokens_per_s", "device_hours",
-)  # fmt: skip
-"""The measures in the table of cells."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +35,18 @@ class StudyView:
     views: list[RunView]  # of the results that have begun, in the order of the grid
     groups: list[Group]  # the cells without the seed, in the order of the grid
     winner: Group | None
-    states: str  # `5 finished, 1 waiting`
-    swept: dict[str, list[Any]]
-    """The settings with more than one value, but for the seed, and their values: numbers rising, others as given."""
+    swept: dict[str, list[Any]]  # settings with several values, but for the seed: numbers rising, others as given
+
+    @property
+    def tones(self) -> list[float]:
+        """For each run its place on the colour ramp from 0 to 1, by the first numeric swept setting.
+
+        Empty where no numeric setting has more than two values: then each run has a colour of its own.
+        """
+        for key, values in self.swept.items():
+            if len(values) > 2 and numeric(values):
+                return [values.index(r.cell.assignment[key]) / (len(values) - 1) for r in self.results if r.begun]
+        return []
 
 
 def read_study(path: str | Path) -> StudyView:
@@ -65,7 +68,6 @@ def read_study(path: str | Path) -> StudyView:
         views=[view(r.run, label_of(r.cell.assignment)) for r in results if r.begun],
         groups=study.groups(results),
         winner=study.winner(results),
-        states=", ".join(f"{count} {state}" for state, count in Counter(r.state for r in results).items()),
         swept=swept,
     )
 
@@ -75,13 +77,10 @@ def numeric(values: Sequence[Any]) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
-def short(key: str) -> str:
-    """The last part of a dotted key."""
-    return key.rsplit(".", 1)[-1]
-
-
-def winner_text(seen: StudyView, group: Group) -> str:
+def winner_text(seen: StudyView) -> str:
     """What the winner sets, and its score with the number of seeds that it is the median of."""
+    group = seen.winner
+    assert group is not None
     what = ", ".join(f"{key} = {show(value)}" for key, value in group.assignment.items()) or "the recipe as it is"
     of = f"median of the best {seen.title} over {group.seeds}" if group.seeds else f"best {seen.title}"
     return f"{what}, {of}: {show(group.median, 'loss')}"
@@ -89,7 +88,9 @@ def winner_text(seen: StudyView, group: Group) -> str:
 
 def cell_table(seen: StudyView) -> Table:
     """A row a cell, in the order of the grid: what it sets, its state, scores, tokens, speed and device-hours."""
-    columns = [Column(name, *label(name)) for name in OF_CELL]
+    names = ["state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss"]
+    names += ["train_tokens_per_s", "device_hours"]
+    columns = [Column(name, *label(name)) for name in names]
     columns += [] if seen.study.measure == LOSS else [Column("score", f"Best {seen.title}", "score")]
     columns += [Column("reason", "Reason")] if any(r.reason for r in seen.results) else []
     runs, rows = {one.run.path: measures(one) for one in seen.views}, []
@@ -115,17 +116,6 @@ def seed_table(seen: StudyView) -> Table | None:
     return Table([*(Column(key) for key in seen.study.keys if key != SEED), *columns], rows)
 
 
-def tones(seen: StudyView) -> list[float]:
-    """For each run its place on the colour ramp from 0 to 1, by the first numeric swept setting.
-
-    Empty where no numeric setting has more than two values: then each run has a colour of its own.
-    """
-    for key, values in seen.swept.items():
-        if len(values) > 2 and numeric(values):
-            return [values.index(r.cell.assignment[key]) / (len(values) - 1) for r in seen.results if r.begun]
-    return []
-
-
 def sweep_charts(seen: StudyView) -> list[Chart]:
     """For each swept setting the best score against it: a line for each choice of the other settings.
 
@@ -143,10 +133,8 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
             finished = [(at[values.index(g.assignment[key])], g) for g in groups if g.median is not None]
             medians = [(x, group.median) for x, group in finished]
             seeds = [(x, score) for x, group in finished for score in group.scores]
-            for title, points, pairs in (
-                (name, "line", medians),
-                ("", "only", seeds if len(seeds) > len(medians) else []),
-            ):
+            circles = seeds if len(seeds) > len(medians) else []
+            for title, points, pairs in ((name, "line", medians), ("", "only", circles)):
                 if pairs:
                     x, y = np.array(pairs, dtype=np.float64).T
                     series.append(Series(-1, title, step=x, tokens=x, hours=x, y=y, colour=colour, points=points))

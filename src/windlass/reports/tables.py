@@ -71,8 +71,8 @@ PRINCIPAL = (
 )  # fmt: skip
 """The measures that a table of several runs shows on the page; its CSV has all of them."""
 
+# fields of an evaluation that are no score
 NO_SCORES = ("samples_per_s", "tokens_per_s", "runtime_s", "items", "examples", "perplexity", "batches")
-"""Fields of an evaluation that are no score."""
 
 PARTS = {
     "train": ("training steps", 0), "data": ("waiting for data", 5), "eval": ("evaluation", 1), "save": ("saving", 2),
@@ -82,8 +82,7 @@ PARTS = {
 """What wall time is spent on, in the order it is shown: the name for people, and a place in the palette."""
 
 MANY_EVALUATIONS = 12  # have a line each in the results table; more have a table of their own only
-NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
-"""Settings that always tell runs apart, and do not explain how they differ."""
+NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")  # always tell runs apart, and explain nothing
 
 
 def measures(view: RunView) -> dict[str, Value]:
@@ -111,11 +110,6 @@ def best_score(view: RunView) -> tuple[str | None, float | None, int | None]:
     suite, _, name = measure.partition(".")
     score, step = best(view, suite, name)
     return None if score is None else measure, score, step
-
-
-def goodput(view: RunView) -> dict[str, float]:
-    """Seconds of wall time over all starts by what they were spent on, without those that took none."""
-    return {name: view.wall[name] for name in PARTS if view.wall.get(name, 0) > 0}
 
 
 def first(*values: Any) -> float | None:
@@ -146,9 +140,6 @@ def on_ranks(view: RunView, name: str, statistic: str = "avg") -> float | None:
     return first(*(view.summary.get(f"{statistic}_{name}") for name in names), measured)
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
 class Column(NamedTuple):
     """A column: its name in CSV, its heading, and the kind of number (see `text.show`)."""
 
@@ -166,7 +157,6 @@ class Table:
 
     @property
     def headings(self) -> list[str]:
-        """The columns' headings for people."""
         return [column.heading or column.name for column in self.columns]
 
     @property
@@ -176,15 +166,12 @@ class Table:
         return [i for i, column in enumerate(cells) if column and all(type(cell) in (int, float) for cell in column)]
 
     def shown(self) -> list[list[str]]:
-        """The cells as people read them."""
         return [[show(cell, c.kind) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows]
 
     def markdown(self) -> str:
-        """As a Markdown table."""
         return markdown_table(self.headings, self.shown(), self.numeric)
 
     def csv(self) -> str:
-        """As CSV, in full precision."""
         return csv_text([column.name for column in self.columns], self.rows)
 
 
@@ -200,8 +187,7 @@ def results(view: RunView, for_people: bool = False) -> Table:
         if name == "eval_loss":
             rows += [(f"{name} {what}", f"{text}, {what}", float(loss), kind) for what, loss in each]
     if for_people:
-        shown = [(text, show(value, kind)) for _, text, value, kind in rows]
-        return Table([Column("Measure"), Column(view.label)], shown)
+        return Table([Column("Measure"), Column(view.label)], [(row[1], show(*row[2:])) for row in rows])
     return Table([Column("name"), Column("measure"), Column(view.label)], [row[:3] for row in rows])
 
 
@@ -212,10 +198,9 @@ def comparison(views: Sequence[RunView], only: Sequence[str] = ()) -> Table:
     every = dict.fromkeys(name for one in values for name in one)
     names = [*(name for name in MEASURES if name in every), *(name for name in every if name not in MEASURES)]
     names = [name for name in names if not only or name in only or name not in MEASURES]
-    rows = [
-        (view.label, *(s.values[i] for s in differ), *(values[i].get(name) for name in names))
-        for i, view in enumerate(views)
-    ]
+    rows = []
+    for i, one in enumerate(views):
+        rows.append((one.label, *(s.values[i] for s in differ), *(values[i].get(name) for name in names)))
     columns = [*(Column(s.key) for s in differ), *(Column(name, *label(name)) for name in names)]
     return Table([Column("run", "Run"), *columns], rows)
 
@@ -273,9 +258,6 @@ def stacked(parts: Sequence[tuple[tuple[str, ...], Table]], names: Iterable[str]
         own = [column.name for column in table.columns]
         rows += [(*what, *map(dict(zip(own, row, strict=True)).get, columns)) for row in table.rows]
     return Table([*(Column(name) for name in names), *columns.values()], rows)
-
-
-# --- settings --------------------------------------------------------------------------------------------------------
 
 
 class SettingRow(NamedTuple):

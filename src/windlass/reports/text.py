@@ -16,21 +16,15 @@ from windlass.reports.view import RunView
 from windlass.telemetry.console import duration
 
 MISSING = "–"
-
-DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}
-"""Digits after the point by kind of number, for values of ordinary size."""
-
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bits of a braille character by row and column of its 4 × 2 dots."""
+DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}  # digits after the point by kind of number
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a braille character's bits by row and column of dots
 
 
 def show(value: Any, kind: str = "") -> str:
-    """A value for a reader.
+    """A value of a recipe or a ledger for a reader; None is shown as a dash.
 
-    Args:
-        value: anything that a recipe or a ledger holds; None is shown as a dash.
-        kind: `loss`, `score`, `rate`, `count`, `amount` (with a fraction), `mb`, `share` (a fraction, shown as %),
-            `duration` (seconds), `hours`; empty: six significant digits.
+    `kind`: a key of DECIMALS, `count`, `amount` (with a fraction), `share` (a fraction, shown as %), `duration`
+    (seconds); empty: six significant digits.
     """
     if value is None or value == "":
         return MISSING
@@ -45,24 +39,24 @@ def show(value: Any, kind: str = "") -> str:
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if kind in DECIMALS:
-        return fixed(value, DECIMALS[kind])
-    match kind:
-        case "duration":
-            return f"{value:.1f}s" if value < 60 else duration(value)
-        case "share":
-            return f"{100 * value:.1f} %"
-        case "count":
-            return f"{value:,.0f}"
-        case "amount":
-            return f"{value:,.3f}".rstrip("0").rstrip(".")
+        decimals = DECIMALS[kind]
+        if 0 < abs(value) < 10**-decimals * 100 or abs(value) >= 1e12:  # three significant digits instead
+            return f"{value:.3g}"
+        return f"{value:,.{decimals}f}" if value else "0"
+    if kind == "duration":
+        return f"{value:.1f}s" if value < 60 else duration(value)
+    if kind == "share":
+        return f"{100 * value:.1f} %"
+    if kind == "count":
+        return f"{value:,.0f}"
+    if kind == "amount":
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
-def fixed(value: float, decimals: int) -> str:
-    """So many decimals, thousands separated; small numbers keep three significant digits, huge ones go scientific."""
-    if 0 < abs(value) < 10**-decimals * 100 or abs(value) >= 1e12:
-        return f"{value:.3g}"
-    return f"{value:,.{decimals}f}" if value else "0"
+def short(key: str) -> str:
+    """The last part of a dotted key."""
+    return key.rsplit(".", 1)[-1]
 
 
 def printable(text: Any) -> str:
@@ -95,8 +89,7 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         return " ".join(str(cell(v)) for v in value) if isinstance(value, (list, tuple)) else value
 
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerows([head, *(map(cell, row) for row in rows)])
+    csv.writer(out, lineterminator="\n").writerows([head, *(map(cell, row) for row in rows)])
     return out.getvalue()
 
 
@@ -143,9 +136,8 @@ def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
 
     for step, loss in zip(*(x[1], y[1]) if evals is not None else ((), ()), strict=True):
         if math.isfinite(loss):
-            canvas[round((1 - (loss - bottom) / up) * (height - 1))][round((step - left) / across * (columns - 1))] = (
-                "o"
-            )
+            row = round((1 - (loss - bottom) / up) * (height - 1))
+            canvas[row][round((step - left) / across * (columns - 1))] = "o"
     first, last = show(left, "count"), f"{show(left + across, 'count')} steps"
     lines = ["loss in nats per token: ⠒⠒ training" + (", o validation" if evals is not None else ""), ""]
     lines += [f"{tick:>{gutter}} ┤{''.join(row)}".rstrip() for tick, row in zip(ticks, canvas, strict=True)]

@@ -30,12 +30,11 @@ BOOKKEEPING = (
 )  # fmt: skip
 """Fields that place a line in the run and measure nothing."""
 
+# events that begin an attempt, and what a chart calls the restart
 STARTS = {"started": "started again", "resumed": "resumed", "branched": "branched", "rewound": "rewound"}
-"""Events that begin an attempt, and what a chart calls the restart."""
 
 DEVICE_FIELDS = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "peak_alloc_mb", "rss_mb", "power_w")
-MAX_DEVICE_BYTES = 8_000_000
-"""The sample files of all ranks are parsed whole up to this size together; of larger ones every n-th line."""
+MAX_DEVICE_BYTES = 8_000_000  # of all ranks' samples together are parsed whole; of larger files every n-th line
 
 
 def number(value: Any) -> float:
@@ -232,11 +231,8 @@ def _rank(path: Path, limit: int, clock: Clock) -> Track:
             if isinstance(line, dict) and line.get("kind", "sample") == "sample":
                 rows.append((clock.hours(timestamp(line["time"])), line))
     rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
-    columns = {
-        name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64)
-        for name in DEVICE_FIELDS
-        if any(name in line for _, line in rows)
-    }
+    names = [name for name in DEVICE_FIELDS if any(name in line for _, line in rows)]
+    columns = {name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64) for name in names}
     training = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=bool)
     if "util_pct" in columns and training.any():  # utilisation is that of the steps
         columns["util_pct"] = np.where(training, columns["util_pct"], math.nan)
