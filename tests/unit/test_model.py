@@ -128,7 +128,7 @@ def test_a_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], cuts: l
         logits = model(tokens[:, stop - cut : stop], cache=cache)
         assert logits.shape == (3, 1, VOCAB)
         torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], rtol=0, atol=1e-12)
-    assert cache.length == 24
+    assert cache[0].length == 24
     with pytest.raises(AssertionError):  # it is full
         model(tokens[:, :1], cache=cache)
 

@@ -52,10 +52,10 @@ def milestones(recipe: Recipe, horizon: Horizon) -> list[Milestone]:
 
     Where the data is not prepared (`samples_per_epoch` 0) nothing that is counted in epochs is in the list.
     """
-    steps, turns = horizon.steps, phases(recipe.optim.schedule, horizon)
+    steps, (warmup, fall) = horizon.steps, phases(recipe.optim.schedule, horizon)
     at: dict[str, Iterable[int]] = {
-        "warm-up ends": [turns.warmup] if 0 < turns.warmup < steps else [],
-        "decay starts": [turns.fall] if recipe.optim.schedule.kind == "wsd" and 0 < turns.fall < steps else [],
+        "warm-up ends": [warmup] if 0 < warmup < steps else [],
+        "decay starts": [fall] if recipe.optim.schedule.kind == "wsd" and 0 < fall < steps else [],
         "epoch ends": occurrences(horizon, "1 epoch"),
         EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps}) if recipe.eval.every else [],
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),

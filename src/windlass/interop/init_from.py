@@ -93,7 +93,7 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         key = files.find(name, prefix)
         if key is None:
             raise UserError(f"model.init_from: {directory} lacks the weight {name}")
-        tensor: Tensor = files.slice(key)[:]
+        tensor: Tensor = files.files[key].get_tensor(key)
         return tensor.float()
 
     for name in convert.dropped(model.settings, there):

@@ -32,9 +32,7 @@ def build_model(
         return build_hf(recipe, vocab, device, dtype, run)
     rows = recipe.model.vocab or vocab
     if rows < vocab:
-        raise UserError(
-            f"model.vocab = {rows} is too small for the tokenizer's vocabulary: write {vocab} or more, or 0"
-        )
+        raise UserError(f"model.vocab = {rows} is too small for the tokenizer: write {vocab} or more, or 0")
     with torch.device("meta"):
         model = GPT(recipe.model, rows).to(dtype)
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)

@@ -16,8 +16,7 @@ from windlass.errors import UserError
 from windlass.recipe.settings import ModelSettings
 
 Read = Callable[[str], Tensor]  # gives the tensor of a name, whole, on the CPU
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
-"""Our names of activations, and those of GPT-2."""
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}  # our names, and GPT-2's
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
 """The settings that say which modules have a bias, and what is in the names of those modules."""
 MODULES = {
@@ -50,9 +49,7 @@ SETTINGS = {
     },
 }  # fmt: skip
 """Our settings, and the entries of a configuration that say the same."""
-COMMON: dict[str, tuple[Any, ...]] = {
-    "qk_norm": (False,), "logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,),
-}  # fmt: skip
+COMMON: dict[str, Any] = {"qk_norm": (False,), "logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
 ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"position": ("learned",), "norm": ("layernorm",), "activation": tuple(ACTIVATIONS), **COMMON},
     "llama": {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), **COMMON},
@@ -135,10 +132,7 @@ def architecture(m: ModelSettings) -> str:
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
     if differs[kind]:
-        nearest = {"gpt2": "GPT-2", "llama": "Llama"}[kind]
-        raise UserError(
-            f"no architecture of transformers computes this model; {nearest} differs in {', '.join(differs[kind])}"
-        )
+        raise UserError(f"transformers cannot compute this model; {kind} differs in {', '.join(differs[kind])}")
     return kind
 
 
@@ -168,9 +162,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     """
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
-        raise UserError(
-            f"model.init_from: weights of {kind or 'an unknown architecture'} do not fit; GPT-2's and Llama's do"
-        )
+        raise UserError(f"model.init_from: weights of architecture {kind!r} do not fit; GPT-2's and Llama's do")
     settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
     settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
     if kind == "gpt2":
@@ -179,11 +171,8 @@ def settings_of(config: Any) -> dict[str, Any]:
             "activation_function": config.activation_function not in ours,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         }
-        settings |= dict.fromkeys(BIASES, True) | {
-            "kv_heads": config.n_head,
-            "ff_width": config.n_inner or 4 * config.n_embd,
-        }
-        settings["activation"] = ours.get(config.activation_function)
+        settings |= dict.fromkeys(BIASES, True) | {"activation": ours.get(config.activation_function)}
+        settings |= {"kv_heads": config.n_head, "ff_width": config.n_inner or 4 * config.n_embd}
     else:
         rope = getattr(config, "rope_parameters", None) or {}
         head_width = config.head_dim or config.hidden_size // config.num_attention_heads

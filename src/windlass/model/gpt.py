@@ -22,7 +22,7 @@ from windlass.recipe.settings import ModelSettings
 
 
 class LayerCache:
-    """One layer's keys and values; the buffers are allocated in the first pass, in its dtype and on its device."""
+    """One layer's keys and values of `length` tokens; allocated in the first pass, in its dtype and on its device."""
 
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0
@@ -44,18 +44,6 @@ class LayerCache:
         if start and stop - start > 1:
             mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
         return self.keys[:, :, :stop], self.values[:, :, :stop], mask
-
-
-class Cache:
-    """The KV caches of all layers."""
-
-    def __init__(self, layers: int, batch: int, capacity: int):
-        self.layers = [LayerCache(batch, capacity) for _ in range(layers)]
-
-    @property
-    def length(self) -> int:
-        """Tokens in each row so far."""
-        return self.layers[0].length
 
 
 class Norm(nn.Module):
@@ -100,9 +88,8 @@ class Rotation:
 class Attention(nn.Module):
     """Causal self-attention; with fewer key and value heads than heads, neighbouring heads share theirs."""
 
-    def __init__(self, settings: ModelSettings):
+    def __init__(self, m: ModelSettings):
         super().__init__()
-        m = settings
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
         self.qkv = nn.Linear(m.width, (m.heads + 2 * m.kv_heads_) * self.head_width, bias=m.attn_bias)
@@ -137,9 +124,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two matrices with a non-linearity between them, or three with a gate."""
 
-    def __init__(self, settings: ModelSettings):
+    def __init__(self, m: ModelSettings):
         super().__init__()
-        m = settings
         self.activation = m.activation
         if m.activation == "swiglu":
             self.gate = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
@@ -209,7 +195,7 @@ class GPT(nn.Module):
             self.norm = Norm(settings)
         self.head = Head(settings, vocab)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: list[LayerCache] | None = None) -> Tensor:
         """Logits [B, T, V], or the loss.
 
         Args:
@@ -219,7 +205,7 @@ class GPT(nn.Module):
             cache: What came before, from `new_cache`; the tokens of this pass are added to it. With it the result is the
                 last token's logits [B, 1, V].
         """
-        m, start, length = self.settings, cache.length if cache else 0, tokens.shape[1]
+        m, start, length = self.settings, cache[0].length if cache else 0, tokens.shape[1]
         assert start + length <= self.context, f"{start + length} tokens do not fit into a context of {self.context}"
         x = self.embedding(tokens)
         rotation = None
@@ -229,7 +215,7 @@ class GPT(nn.Module):
             rotation = Rotation(m.rope_theta, m.width // m.heads, start, length, like=x)
         x = drop(x, m.dropout, self.training)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotation, cache.layers[i]) if cache else block(x, rotation)
+            x = block(x, rotation, cache[i]) if cache else block(x, rotation)
         if cache:
             x = x[:, -1:]
         if m.final_norm:
@@ -239,18 +225,16 @@ class GPT(nn.Module):
             return head_logits(x, weight, self.head.bias, m.logit_cap)
         return cross_entropy_sum(x, weight, labels, self.head.bias, cap=m.logit_cap)
 
-    def new_cache(self, batch: int, length: int) -> Cache:
-        """Room for the keys and values of `batch` rows of up to `length` tokens, for `forward`."""
+    def new_cache(self, batch: int, length: int) -> list[LayerCache]:
+        """Room for each layer's keys and values of `batch` rows of up to `length` tokens, for `forward`."""
         assert length <= self.context, f"{length} tokens do not fit into a context of {self.context}"
-        return Cache(self.settings.layers, batch, length)
+        return [LayerCache(batch, length) for _ in self.blocks]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
         """The rows of each of the matrices that lie on top of one another in a parameter; empty where it is one matrix."""
         m = self.settings
-        if not name.endswith("attn.qkv.weight"):
-            return ()
         keys = m.width // m.heads * m.kv_heads_
-        return m.width, keys, keys
+        return (m.width, keys, keys) if name.endswith("attn.qkv.weight") else ()
 
     def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """What a parameter is before the first step, in float32 on the CPU: a function of its name and the generator.

@@ -24,8 +24,7 @@ from windlass.recipe.settings import IGNORE_INDEX, LoraSettings, ModelSettings
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the context of such a model (ALiBi, for one), where the recipe does not set it
-CACHE_NAMES = ("past_key_values", "cache_params")
-"""The arguments by which a network takes a cache of `transformers`: attention and most hybrids, Mamba."""
+CACHE_NAMES = ("past_key_values", "cache_params")  # the argument for a cache: of attention and most hybrids, of Mamba
 
 
 class HfModel(nn.Module):
@@ -93,13 +92,9 @@ class HfModel(nn.Module):
         return HfCache(self.model)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: HfCache | None = None) -> Tensor:
-        """Logits [B, T, V], or the summed loss.
+        """Logits [B, T, V], or the summed loss; arguments as of `GPT.forward`.
 
-        Args:
-            tokens: [B, T]. Padding, if any, is at the end, where no unmasked token sees it.
-            labels: The token after each [B, T], IGNORE_INDEX where it is masked. With them the result is a scalar: the sum of
-                the cross-entropy over the others, in fp32 (fp64 for an fp64 model).
-            cache: Of `new_cache`, to continue after the tokens of earlier passes; then logits [B, 1, V] of the last token.
+        Padding, if any, is at the end, where no unmasked token sees it.
         """
         if cache is not None:
             return cache.read(tokens)
@@ -165,19 +160,15 @@ def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torc
     Raises UserError where the model cannot be had, is no causal language model, its context is shorter than
     `model.context`, or its embedding has fewer rows than the tokenizer has tokens.
     """
-    settings = recipe.model
+    settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
-    model = open_hf(directory or hub.directory(settings.name, settings.revision), settings, dtype)
+    model = open_hf(directory or hub.directory(name, settings.revision), settings, dtype)
     if settings.context > model.limit:
-        raise UserError(
-            f"model.context = {settings.context} is longer than the {model.limit} tokens that {settings.name} was made for"
-        )
+        raise UserError(f"model.context = {settings.context} is longer than {name}'s limit of {model.limit} tokens")
     model.context = settings.context
     if model.vocab < vocab:
-        raise UserError(
-            f"{settings.name} has {model.vocab:,} token embeddings, and data.tokenizer {vocab:,} tokens: write "
-            f'data.tokenizer = "hf:{settings.name}"'
-        )
+        rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
+        raise UserError(f'data.tokenizer has {rows}: write data.tokenizer = "hf:{name}"')
     return model if torch.device(device).type == "meta" else model.to_empty_parameters(device)
 
 
@@ -194,16 +185,14 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     """The network that a directory's configuration describes: parameters on the meta device, buffers as they should be."""
     hub.prepare()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
-    with hub.explained(what):
+    try:
         from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass[hf]
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
-    try:
+
         config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
         if getattr(config, "quantization_config", None):
-            raise UserError(
-                f"{what} is quantised, and cannot be trained or read here: name the model that it was made from"
-            )
+            raise UserError(f"{what} is quantised, which cannot be used here: name the model that it was made from")
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
     except UserError:

@@ -57,16 +57,11 @@ class WeightFiles:
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
-    def slice(self, key: str) -> Any:
-        """A tensor that is read when it is indexed."""
-        return self.files[key].get_slice(key)
-
 
 def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool) -> None:
-    """Give parameters and buffers, whole or sharded, by their names in `transformers`, their values from a directory, in place.
+    """Fill parameters and buffers, whole or sharded, by their names in `transformers`, from a directory; or UserError.
 
-    `prefix` is the network's `base_model_prefix`, which some files leave out of the names; `remote_code` says whether code
-    that came with the model may run. Raises UserError where the files lack a tensor, have it in another shape, or are pickled.
+    `prefix` is the network's `base_model_prefix`, which some files leave out of the names.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
@@ -75,11 +70,9 @@ def fill_from_files(tensors: dict[str, Tensor], directory: Path, prefix: str, re
         return
     for name, tensor in tensors.items():
         key, shape = keys[name], list(tensor.shape)
-        stored = files.slice(key)
-        if list(stored.get_shape()) != shape:
-            raise UserError(
-                f"{directory}: {key} has the shape {list(stored.get_shape())}, and the configuration says {shape}"
-            )
+        stored = files.files[key].get_slice(key)  # read when it is indexed
+        if (there := list(stored.get_shape())) != shape:
+            raise UserError(f"{directory}: {key} has the shape {there}, and the configuration says {shape}")
         if not shape:  # a scalar has no slices
             tensor.copy_(files.files[key].get_tensor(key))
             continue
@@ -188,8 +181,5 @@ def weights_directory(model: Any) -> Path:
     directory = hub.directory(origin["name"], origin["commit"] or origin["revision"], weights=True)
     config = directory / "config.json"
     if not config.is_file() or hashlib.sha256(config.read_bytes()).hexdigest() != origin["config_sha256"]:
-        raise UserError(
-            f"{config} is not the configuration that this run began with, and there is no checkpoint yet: restore it, or "
-            "start over with --fresh"
-        )
+        raise UserError(f"{config} has changed since the run began: restore it, or start over with --fresh")
     return directory

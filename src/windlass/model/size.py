@@ -39,33 +39,24 @@ class Parameters:
 
 def count(settings: ModelSettings, vocab: int) -> Parameters:
     """The parameters of a GPT with `vocab` rows in its embedding."""
-    m, attention, feed_forward = settings, *_matrices(settings)
+    m, kv = settings, settings.width // settings.heads * settings.kv_heads_
     ups = 2 if m.activation == "swiglu" else 1
-    if m.attn_bias:
-        attention += 2 * m.width + 2 * (m.width // m.heads * m.kv_heads_)
-    if m.ff_bias:
-        feed_forward += ups * m.ff_width_ + m.width
     norm = m.width * (2 if m.norm == "layernorm" and m.norm_bias else 1)
     return Parameters(
         embedding=vocab * m.width,
         positions=m.context * m.width if m.position == "learned" else 0,
-        attention=m.layers * attention,
-        feed_forward=m.layers * feed_forward,
+        attention=m.layers * (m.width + m.attn_bias) * 2 * (m.width + kv),  # a bias is one more column of inputs
+        feed_forward=m.layers * (ups * (m.width + m.ff_bias) * m.ff_width_ + (m.ff_width_ + m.ff_bias) * m.width),
         norms=(2 * m.layers + m.final_norm) * norm,
         head=(0 if m.tie_head else vocab * m.width) + (vocab if m.head_bias else 0),
         tied=m.tie_head,
     )
 
 
-def _matrices(m: ModelSettings) -> tuple[int, int]:
-    """Entries of the matrices of one block, without biases: of attention, and of the feed-forward layer."""
-    kv = m.width // m.heads * m.kv_heads_
-    return m.width * (2 * m.width + 2 * kv), (3 if m.activation == "swiglu" else 2) * m.width * m.ff_width_
-
-
 def block_matrices(settings: ModelSettings) -> int:
     """Entries of the matrices of one block, without biases: what Muon takes."""
-    return sum(_matrices(settings))
+    bare = count(settings.model_copy(update={"attn_bias": False, "ff_bias": False}), vocab=0)
+    return (bare.attention + bare.feed_forward) // settings.layers
 
 
 def block_parameters(settings: ModelSettings) -> int:
@@ -81,8 +72,7 @@ def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int
     N is what every token is multiplied with, and 12 L d T is attention over all T places (`length`; 0: the model's context),
     the half that causality masks included (arXiv 2204.02311, appendix B). GPT-2 small at context 1,024: 855 MFLOP.
     """
-    attention = 12 * settings.layers * settings.width * (length or settings.context)
-    return 6 * count(settings, vocab).multiplied + attention
+    return 6 * count(settings, vocab).multiplied + 12 * settings.layers * settings.width * (length or settings.context)
 
 
 def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:

@@ -22,13 +22,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic, from Jordan's post: the steepest rise at 0 that maps values from 0 to 1 to about 0.7 to 1.2."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # from Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2]
 NEWTON_SCHULZ_STEPS = 5
-NORM_FLOOR = 1e-7
-
-Matrix = tuple[Tensor, tuple[int, ...]]
-"""A parameter, and the rows of each of the matrices stacked in it."""
+Matrix = tuple[Tensor, tuple[int, ...]]  # a parameter, and the rows of each of the matrices stacked in it
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
@@ -42,7 +38,7 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ())
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T  # so that the gram matrix is taken on the shorter side
-    x = x / x.norm().clamp(min=NORM_FLOOR)  # the Frobenius norm, an upper bound of the largest singular value
+    x = x / x.norm().clamp(min=1e-7)  # the Frobenius norm, an upper bound of the largest singular value
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -18,29 +18,20 @@ The shape `wsd`: arXiv 2404.06395.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
 
 
-class Phases(NamedTuple):
-    """Where a schedule bends, in updates: the rise is [0, warmup), the peak [warmup, fall), the fall [fall, steps)."""
-
-    warmup: int
-    fall: int
-    steps: int
-
-
-def phases(schedule: ScheduleSettings, horizon: Horizon) -> Phases:
-    """The schedule's durations in whole updates of a run; a warm-up and a decay that overlap shorten the decay."""
+def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
+    """The end of the warm-up and the start of the fall, in updates; where warm-up and decay overlap the decay is shorter."""
     steps = horizon.steps
     warmup = fall = min(horizon.steps_in(schedule.warmup), steps)
     if schedule.kind == "constant":
         fall = steps
     elif schedule.kind == "wsd":
         fall = max(warmup, steps - horizon.steps_in(schedule.decay))
-    return Phases(warmup, fall, steps)
+    return warmup, fall
 
 
 def factor(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
@@ -49,12 +40,12 @@ def factor(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
     From the run's end on the value stays at its end (`final`, or 1 where nothing falls).
     """
     assert step >= 0, step
-    at = phases(schedule, horizon)
-    if step < at.warmup - 1:
-        return schedule.start + (1 - schedule.start) * (step + 1) / at.warmup
-    if step < at.fall or at.fall == at.steps:
+    warmup, fall = phases(schedule, horizon)
+    if step < warmup - 1:
+        return schedule.start + (1 - schedule.start) * (step + 1) / warmup
+    if step < fall or fall == horizon.steps:
         return 1.0
-    x = min(1.0, (step - at.fall) / (at.steps - at.fall))
+    x = min(1.0, (step - fall) / (horizon.steps - fall))
     if schedule.kind == "cosine":
         return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * x)) / 2
     return 1 - (1 - schedule.final) * x
