@@ -132,7 +132,8 @@ def architecture(m: ModelSettings) -> str:
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
     if differs[kind]:
-        raise UserError(f"transformers cannot compute this model; {kind} differs in {', '.join(differs[kind])}")
+        nearest = {"gpt2": "GPT-2", "llama": "Llama"}[kind]
+        raise UserError(f"transformers has no such model; {nearest} differs in {', '.join(differs[kind])}")
     return kind
 
 
