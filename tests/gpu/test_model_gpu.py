@@ -8,10 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SHAPES: list[dict[str, Any]] = [
     {"activation": "gelu_tanh"},
@@ -51,16 +48,6 @@ def test_logits_loss_and_gradients_are_those_of_the_cpu(settings: dict[str, Any]
         loss.backward()
     for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
         torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("settings", SHAPES)
-def test_bfloat16_is_near(settings: dict[str, Any]) -> None:
-    cpu, gpu = both(settings, torch.float32)
-    tokens = some_tokens()
-    with torch.autocast("cuda", torch.bfloat16):
-        half = gpu(tokens.cuda(), tokens.cuda())
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half.cpu(), cpu(tokens, tokens), rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("settings", SHAPES)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
-from windlass.telemetry.devices import CudaProbe, DeviceSampler  # noqa: E402
+from windlass.telemetry.devices import DeviceSampler  # noqa: E402
 from windlass.telemetry.timing import StepTimer  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -41,15 +41,6 @@ def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
     ms = timer.read()
     assert 1.5 < ms["backward_ms"] / ms["forward_ms"] < 2.5
     assert ms["step_ms"] == pytest.approx(ms["forward_ms"] + ms["backward_ms"] + ms["optimizer_ms"], rel=0.2)
-
-
-def test_the_probe_finds_this_device():
-    block = torch.zeros(64, 1024, 1024, dtype=torch.uint8, device="cuda")
-    sample = CudaProbe(torch.cuda.current_device()).read()
-    assert block.nbytes / 1e6 <= sample["mem_alloc_mb"] <= sample["mem_reserved_mb"] + 1
-    assert sample["mem_reserved_mb"] <= sample["peak_reserved_mb"]
-    if pytest.importorskip("pynvml"):
-        assert sample["mem_used_mb"] > 67 and 0 <= sample["util_pct"] <= 100
 
 
 def test_the_sampler_sees_a_busy_device(tmp_path):

@@ -8,10 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SMALL = (
     "model.layers=4", "model.heads=4", "model.width=256", "model.context=256", "train.global_batch=32", "train.steps=12",
@@ -35,12 +32,8 @@ def test_memory_is_what_the_plan_says(tmp_path, precision, recompute, dropout):
     from windlass import plan, train
 
     torch.cuda.reset_peak_memory_stats()
-    settings = (
-        f"train.precision={precision}",
-        f"parallel.activation_checkpointing={recompute}",
-        f"model.dropout={dropout}",
-    )
-    run = train(recipe(tmp_path, "run", *settings, "checkpoint.every=1000"))
+    settings = [f"train.precision={precision}", f"parallel.activation_checkpointing={recompute}"]
+    run = train(recipe(tmp_path, "run", *settings, f"model.dropout={dropout}", "checkpoint.every=1000"))
     predicted = next(row.memory for row in plan(run).memory if row.chosen)
     assert predicted.total == pytest.approx(run.summary["peak_mem_mb"] * 1e6, rel=0.1), predicted
 
@@ -82,6 +75,5 @@ def test_a_bad_step_is_called_off_on_the_device_and_seen_at_the_next_log(tmp_pat
         train(recipe(tmp_path, "run", "telemetry.every=4", "checkpoint.every=1000"), on_step=on_step)
     assert "step 6: loss not finite on rank 0" in str(error.value)
     after = list(made[0].model.parameters())[1:]
-    assert all(torch.equal(a, b) for a, b in zip(after, kept["others"], strict=True)), (
-        "no update was made after the bad one"
-    )
+    # no update was made after the bad one
+    assert all(torch.equal(a, b) for a, b in zip(after, kept["others"], strict=True))

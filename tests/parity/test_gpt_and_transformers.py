@@ -15,7 +15,6 @@ from windlass.errors import UserError
 from windlass.interop.init_from import fill_from_hf
 from windlass.model import convert
 from windlass.model.gpt import GPT, initialise
-from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 
 VOCAB, LENGTH = 101, 48
@@ -159,13 +158,3 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused(["blocks.1.ff_norm.weight", "[47]", "[48]"], read, cut, settings)
     del weights[name]
     refused([name], read, write(tmp_path / "lacking", model, weights), settings)
-
-
-def test_which_presets_can_be_exported_and_what_hinders_the_others() -> None:
-    for preset in ("gpt2-124m", "shakespeare-char", "shakespeare-char-cpu"):
-        assert convert.architecture(Recipe.load(preset).model) == "gpt2"
-    for preset, words in (
-        ("c4-30m", ["GPT-2", 'model.activation = "swiglu"', "model.final_norm = false"]),
-        ("shakespeare-char-fast", ["Llama", 'model.activation = "relu2"', "model.qk_norm"]),
-    ):
-        refused(words, convert.architecture, Recipe.load(preset).model)

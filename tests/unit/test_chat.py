@@ -53,9 +53,7 @@ def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_a
     assert BYTES.decode(ids).startswith("System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo")
     assert BYTES.decode(counted) == " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
     ids, _, counted = row(TALK, WITH_EOS, BYTES)
-    assert BYTES.decode(ids).startswith(
-        "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assistant>I"
-    )
+    assert BYTES.decode(ids).startswith("<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista")
     assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
     ids, marks, _ = row(TALK, Template(), BYTES, 70)
     assert len(ids) == 71 and any(marks)

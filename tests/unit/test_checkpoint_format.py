@@ -100,13 +100,6 @@ def test_a_wrong_manifest_is_refused_by_name(checkpoint: Path, name: str) -> Non
         open_checkpoint(checkpoint, deep=False)
 
 
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"[" * 100_000, b"\xff\xfe", b'{"format": '])
-def test_what_is_no_manifest_at_all(checkpoint: Path, data: bytes) -> None:
-    seal(checkpoint, data)
-    with pytest.raises(Damaged):
-        format_.read_manifest(checkpoint)
-
-
 def test_ranks_together_verify_every_file_and_each_about_as_much(checkpoint: Path) -> None:
     """Defect 26: rank 0 alone hashed everything at a resume."""
     files = {}

@@ -223,9 +223,8 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect 24: a cache of manifests, shared by the module, was changed by two threads."""
     read: list[str] = []
-    monkeypatch.setattr(
-        "windlass.checkpoint.format.read_manifest", lambda path: (read.append(path.name), read_manifest(path))[1]
-    )
+    counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731
+    monkeypatch.setattr("windlass.checkpoint.format.read_manifest", counted)
     for attempt in ("a", "b"):
         saver = Saver(tmp_path / "checkpoints", attempt=attempt)
         for step in (1, 2, 3):

@@ -245,21 +245,3 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     nanogpt(tmp_path / "nanogpt.bin", [1, *range(1, 200)])
     with refused("nanogpt.bin is damaged", "SHA-256"):
         open_data(recipe)
-
-
-def test_shards_and_text_do_not_mix(tmp_path):
-    nanogpt(tmp_path / "a.bin", range(200))
-    source, shard = jsonl(tmp_path / "x.jsonl", documents(9)), f"shards:{tmp_path}/a.bin"
-    for corpus, held in ((shard, str(source)), (source, shard), (shard, shard)):
-        with refused("data.eval_source"):
-            open_data(recipe_for(corpus, tmp_path / "data", eval_source=held))
-    with refused("data.tokenizer"):
-        open_data(recipe_for(shard, tmp_path / "data", tokenizer="char"))
-
-
-def test_the_fingerprint_is_of_the_tokens_not_of_the_place(tmp_path):
-    texts = documents(30)
-    recipes = [recipe_for(jsonl(tmp_path / n / f"{n}.jsonl", texts), tmp_path / n / "data") for n in ("a", "b")]
-    one, two = (open_data(recipe).fingerprint for recipe in recipes)
-    other = recipe_for(tmp_path / "a" / "a.jsonl", tmp_path / "c", val_fraction=0.2)
-    assert one == two != open_data(other).fingerprint

@@ -66,12 +66,9 @@ def flat(lists):
 
 
 @given(
-    st.sampled_from([1, 2, 3, 4, 6, 12]),
-    st.sampled_from([1, 0]),
-    st.sampled_from([0, 1, 3]),
-    st.integers(1, 40),
+    st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 0]), st.sampled_from([0, 1, 3]), st.integers(1, 40),
     st.sampled_from(["shuffled", "shards-shuffled", "sequential"]),
-)
+)  # fmt: skip
 def test_the_sequence_is_global(world, micro, prefetch, n, kind):
     """Also where an epoch is shorter than a step, and across the epochs' edges."""
     shards = [n // 3, n - n // 3 - n // 4, n // 4]

@@ -56,17 +56,6 @@ def test_golden_values():
     assert whole(Order("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])).tolist() == [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
 
 
-def test_one_place_and_many_are_the_same_and_past_the_end_is_an_error():
-    order = Order("shuffled", 3, 2, 777)
-    assert [order[i] for i in range(777)] == whole(order).tolist() == list(order)
-    assert isinstance(order[5], int)
-    for outside in (777, -1):
-        with pytest.raises(IndexError):
-            order[outside]
-    with pytest.raises(IndexError):
-        order[np.array([0, 777])]
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 16])
 def test_every_sample_comes_at_every_place_equally_often(n):
     """Chi-squared over 500 seeds, of each (place, sample) pair; the bound is six standard deviations."""

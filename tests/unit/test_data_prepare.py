@@ -13,7 +13,6 @@ from data_fixtures import documents, jsonl, recipe_for, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import windlass
 from windlass.data.prepare import data_dir, find_prepared, open_data, prepare
 from windlass.data.shards import Stream
 from windlass.data.vocabulary import load_tokenizer
@@ -212,22 +211,15 @@ def test_a_validation_source_of_its_own(tmp_path):
     assert split_tokens(directory, index, "train").tolist() == packed(texts, tokenizer)
     assert split_tokens(directory, index, "val").tolist() == packed(held, tokenizer)
     _, few = run(recipe_for(source, tmp_path / "few", eval_source=str(other), max_documents=20, val_fraction=0.25))
-    assert [sum(s.documents for s in shards) for shards in few.streams.values()] == [
-        sum(map(bool, texts[:20])), sum(map(bool, held[:5]))
-    ]  # fmt: skip
+    wanted = [sum(map(bool, texts[:20])), sum(map(bool, held[:5]))]
+    assert [sum(s.documents for s in shards) for shards in few.streams.values()] == wanted
 
 
 def test_too_little_text_and_directories_that_are_not_ours(tmp_path):
-    (tmp_path / "0.txt").write_text("")
-    sources = {
-        tmp_path / "0.txt": "no text",
-        jsonl(tmp_path / "2.jsonl", ["", ""]): "no text",
-        jsonl(tmp_path / "1.jsonl", ["one"]): "data.val_fraction",
-    }
-    for source, words in sources.items():
-        with refused(words):
-            prepare(recipe_for(source, tmp_path / source.stem))
-    for directory in (tmp_path, tmp_path / "0.txt"):  # a directory of something else, and a file
+    for name, texts, word in (("2", ["", ""], "no text"), ("1", ["one"], "data.val_fraction")):
+        with refused(word):
+            prepare(recipe_for(jsonl(tmp_path / f"{name}.jsonl", texts), tmp_path / name))
+    for directory in (tmp_path, tmp_path / "2.jsonl"):  # a directory of something else, and a file
         with refused("data.dir"):
             prepare(recipe_for(tmp_path / "2.jsonl", directory))
 
@@ -253,15 +245,3 @@ def test_a_damaged_index(tmp_path):
         path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
         with refused("index.json", "`windlass prepare`"):
             prepare(recipe)
-
-
-def test_the_verb(tmp_path):
-    source = jsonl(tmp_path / "x.jsonl", documents(60))
-    arguments = ["prepare", "quickstart", f"data.source={source}", f"data.dir={tmp_path / 'data'}"]
-    first, second = windlass(*arguments), windlass(*arguments)
-    assert first.stdout.splitlines()[:-1] == second.stdout.splitlines()[:-1]
-    names = [line.split()[0] for line in first.stdout.splitlines()]
-    assert names == ["directory", "training", "validation", "documents", "tokenizer", "fingerprint", "prepared"]
-    assert second.stdout.splitlines()[-1].endswith("already") and second.stderr == ""
-    bad = windlass("prepare", "quickstart", "data.source=nowhere.txt", f"data.dir={tmp_path / 'no'}", code=2)
-    assert "nowhere.txt" in bad.stderr and "Traceback" not in bad.stderr

@@ -106,15 +106,6 @@ def test_bytes_of_each_token_add_up(kind, tmp_path):
     assert tokenizer.decode(ids) == (text[1:] if spec.get("pieces") == "first" else text)
 
 
-def test_trained_byte_pairs():
-    texts = ["the cat sat on the mat\n", "that other hat is another matter\n"] * 50
-    tokenizer = train_bpe(texts, 280)
-    assert (tokenizer.vocab, tokenizer.eot) == (280, 0) and len(tokenizer.encode("the cat")) < 7
-    text = f"the cat {SAMPLE}x{END_OF_TEXT}y"
-    assert tokenizer.decode(tokenizer.encode(text)) == text and 0 not in tokenizer.encode(text)
-    assert train_bpe(texts, 280).fingerprint == tokenizer.fingerprint != train_bpe(texts, 270).fingerprint
-
-
 @pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "hf"])
 def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path, data_files):
     settings = {"gpt2": f"gpt2:{data_files / 'gpt2'}", "hf": f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}"}
@@ -147,20 +138,3 @@ def test_there_is_no_such_tokenizer(tmp_path):
             load(setting, tmp_path)
         with refused("data.tokenizer", "shards:"):  # shards that others wrote come without one
             load(setting)
-
-
-def test_wrong_files_and_gpt2_from_the_hub(gpt2, tmp_path, data_files, monkeypatch):
-    with refused("encoder.json", str(tmp_path)):
-        named_tokenizer(f"gpt2:{tmp_path}")
-    (tmp_path / "vocab.bpe").write_bytes((data_files / "gpt2" / "vocab.bpe").read_bytes())
-    for ids in ("{", '{"\u00ff\u0fff": 1}'):
-        (tmp_path / "encoder.json").write_text(ids, encoding="utf-8")
-        with refused("vocab.bpe and encoder.json", str(tmp_path)):
-            named_tokenizer(f"gpt2:{tmp_path}")
-    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    for name, word in ((str(tmp_path), "tokenizer.json"), ("/nowhere/at/all", "/nowhere/at/all")):
-        with refused(word):
-            named_tokenizer(f"hf:{name}")
-    monkeypatch.setattr("windlass.hub.tokenizer_directory", lambda place: tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((data_files / "gpt2" / "gpt2-tokenizer.json").read_bytes())
-    assert named_tokenizer("gpt2").fingerprint == gpt2.fingerprint

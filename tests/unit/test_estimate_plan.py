@@ -13,7 +13,7 @@ from helpers import write_corpus
 from windlass.cli import main
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
-from windlass.estimate.devices import GIB, TABLE, find_device
+from windlass.estimate.devices import GIB, find_device
 from windlass.estimate.optimum import optimal_tokens, resolve_steps
 from windlass.estimate.plan import Subject, assemble, plan
 from windlass.estimate.time import Speed
@@ -53,29 +53,15 @@ def test_steps_for_every_way_they_are_written():
         assert remedy in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "tflops"),
-    [
-        ("NVIDIA A100 80GB PCIe", 80, 312), ("NVIDIA A100-PCIE-40GB", 40, 312), ("NVIDIA H200", 141, 989),
-        ("NVIDIA H100 80GB HBM3", 80, 989), ("NVIDIA H100 NVL", 94, 835), ("NVIDIA L4", 24, 121), ("NVIDIA L40S", 48, 362),
-        ("Tesla V100-PCIE-16GB", 16, 112), ("NVIDIA GeForce RTX 3090", 24, 71), ("AMD Instinct MI300X", 192, 1307.4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "gib", "tflops"), [
+    ("NVIDIA A100 80GB PCIe", 80, 312), ("NVIDIA A100-PCIE-40GB", 40, 312), ("NVIDIA H200", 141, 989),
+    ("NVIDIA H100 80GB HBM3", 80, 989), ("NVIDIA H100 NVL", 94, 835), ("NVIDIA L4", 24, 121), ("NVIDIA L40S", 48, 362),
+    ("Tesla V100-PCIE-16GB", 16, 112), ("NVIDIA GeForce RTX 3090", 24, 71), ("AMD Instinct MI300X", 192, 1307.4),
+])  # fmt: skip
 def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
     device = find_device(name)
     assert device.name == name and device.memory_bytes == gib * GIB
     assert peak_flops(device.name, "fp16") == pytest.approx(tflops * 1e12)
-
-
-def test_names_of_devices():
-    devices = [find_device(short) for short, _, _ in TABLE]
-    assert len({device.name for device in devices}) == len(TABLE)
-    assert all(device.memory_bytes and peak_flops(device.name, "fp16") for device in devices)
-    assert find_device("H200", 10).memory_bytes == 10 and find_device("Cerebras").usable_bytes is None
-    for name, variant in (("A100", "A100-40GB"), ("v100", "V100-32GB"), ("RTX", "RTX-4090")):  # several have it
-        with pytest.raises(UserError) as error:
-            find_device(name)
-        assert variant in str(error.value)
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -154,9 +140,8 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
 def test_a_live_run_says_what_is_left(tmp_path):
     result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
     assert (result.done, result.steps, result.device.kind, result.size.vocab) == (40, 100, "cpu", 257)
-    assert (
-        result.seconds == pytest.approx(6.0 + 3 * 2.0) and result.speed.basis == "measured"
-    )  # evaluations at 50, 75, 100
+    assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
+    assert result.speed.basis == "measured"
     first = {m.what: m for m in result.milestones}["evaluation"]
     assert (first.first, first.first_seconds) == (50, pytest.approx(1.0 + 2.0))
 
@@ -173,14 +158,6 @@ def run(monkeypatch, capsys):
     return call
 
 
-@pytest.mark.parametrize("name", ["c4-30m", "gpt2-124m", "gpt-squad", "quickstart"])
-def test_every_line_fits_its_terminal(run, monkeypatch, name):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run(name, "--world", "64", "--device", "A100-40GB", "train.global_batch=4096")
-    assert code == 0 and "…" not in out and max(len(line.rstrip()) for line in out.splitlines()) <= 80
-    assert "Recommended" in out and "assumed" in out
-
-
 def test_an_unknown_device_and_runs_by_their_paths(run, tmp_path):
     text = " ".join(run("c4-30m", "--device", "Cerebras")[1].split())
     assert "unknown: nothing was measured" in text and "--memory GB" in text
@@ -193,14 +170,10 @@ def test_an_unknown_device_and_runs_by_their_paths(run, tmp_path):
     assert "step 40 of 100" in run("live")[1] and "Milestones" not in run("done")[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("c4-30m", "--device", "A100"), "A100-80GB"), (("c4-30m", "--world", "3"), "train.global_batch"),
-        (("quickstart", "parallel.strategy=single", "--world", "2"), "parallel.strategy"),
-        (("quickstart", "--from", "nowhere"), "nowhere"), (("--device", "cpu"), "RECIPE"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_message(run, arguments, words):
-    code, _, error = run(*arguments)
-    assert code == 2 and words in error and "Traceback" not in error
+def test_bad_input_is_one_message(run):
+    for arguments, word in (
+        ("c4-30m --device A100", "A100-80GB"), ("c4-30m --world 3", "train.global_batch"),
+        ("quickstart --from nowhere", "nowhere"), ("--device cpu", "RECIPE"),
+    ):  # fmt: skip
+        code, _, error = run(*arguments.split())
+        assert code == 2 and word in error and "Traceback" not in error

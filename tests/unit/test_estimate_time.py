@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,14 +11,12 @@ from windlass.errors import UserError
 from windlass.estimate.devices import find_device
 from windlass.estimate.milestones import checkpoints_to_come, milestone_rows, milestones, occurrences, seconds_until
 from windlass.estimate.plan import Subject, assumed_speed, past_speed, plan
-from windlass.estimate.time import Speed, measured_speed, predicted_and_actual, speed_on
+from windlass.estimate.time import measured_speed, predicted_and_actual
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, read_lines
 
 
-@pytest.mark.parametrize(
-    "every", [0, 1, 7, 250, 0.1, 0.34, 1.0, "1 epoch", "0.5 epochs", "2.5 epochs", "0.001 epochs", "40 epochs"]
-)
+@pytest.mark.parametrize("every", [0, 1, 7, 250, 0.1, 0.34, 1.0, *(f"{n} epochs" for n in (1, 0.5, 2.5, 0.001, 40))])
 @pytest.mark.parametrize("sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (10, 160, 16), (1, 1, 1)])
 def test_occurrences_are_where_they_are_due(every, sizes):
     horizon = Horizon(*sizes)
@@ -93,14 +90,6 @@ def test_costs_of_evaluations_and_saves():
         assert measured_speed(lines, "x").costs["evaluation"] == pytest.approx(cost)
 
 
-def test_of_several_runs_the_median_on_the_nearest_world_counts():
-    speeds = [Speed(v, 2, "measured", f"run {v}", {"evaluation": e}) for v, e in ((90.0, 1), (300.0, 2), (100.0, 9))]
-    speeds.append(Speed(400.0, 8, "measured", "run 8"))
-    assert (speed_on(speeds, 2).tokens_per_s, speed_on(speeds, 2).costs) == (100, {"evaluation": 2})
-    assert (speed_on(speeds, 1).tokens_per_s, speed_on(speeds, 1).basis) == (50, "at best")
-    assert (speed_on(speeds, 16).tokens_per_s, speed_on(speeds, 16).world) == (800, 16)
-
-
 def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cpu, gpu = write_run(tmp_path / "one"), write_run(tmp_path / "two", device="NVIDIA A100-SXM4-80GB", step_s=0.01)
@@ -135,10 +124,10 @@ def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, fir
     assert outcome.predicted_seconds == pytest.approx(outcome.actual_seconds, rel=0.1)
 
 
-def interrupted(run, killed_at=61, resumed_at=50, world=1):
+def interrupted(run, killed_at=61, resumed_at=50):
     """Killed after step `killed_at`, resumed from `resumed_at` with 3 s of start-up; steps take 100 ms throughout."""
     lines = list(read_lines(run.metrics_path))
-    resumed = {"kind": "event", "event": "resumed", "step": resumed_at, "attempt": 1, "world": world}
+    resumed = {"kind": "event", "event": "resumed", "step": resumed_at, "attempt": 1, "world": 1}
     second = [resumed | {"seconds": {"startup": 3.0}}]
     for x in (x for x in lines if x["step"] > resumed_at):
         evals = 2.0 * (x["step"] // 25 - resumed_at // 25)
@@ -154,16 +143,3 @@ def test_of_an_interrupted_run_pauses_and_repeated_steps_are_left_out(tmp_path):
     assert again.predicted_seconds == pytest.approx(whole.predicted_seconds)
     early = predicted_and_actual(interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2))
     assert early.predicted_at_step == 6 and early.predicted_seconds == pytest.approx(early.actual_seconds, rel=0.02)
-
-
-def test_why_there_is_no_prediction_and_peak_memory_beside_the_devices(tmp_path):
-    moved = predicted_and_actual(interrupted(write_run(tmp_path / "moved"), world=4))
-    assert moved.predicted_seconds is None and "1, then 4" in moved.reason
-    run = write_run(tmp_path / "cut", until=40)
-    assert "not finished" in predicted_and_actual(run).reason and predicted_and_actual(run).peak_bytes is None
-    with run.metrics_path.open("a") as file:
-        file.write(json.dumps({"kind": "summary", "step": 100, "peak_mem_mb": 401.5}) + "\n")
-    ranks = [{"rank": rank, "memory_mb": memory} for rank, memory in enumerate((80_000, 40_000))]
-    (run.path / "environment.json").write_text(json.dumps({"ranks": ranks}))
-    outcome = predicted_and_actual(Run(run.path))
-    assert (outcome.peak_bytes, outcome.device_bytes) == (pytest.approx(401.5e6), pytest.approx(40e9))

@@ -63,12 +63,6 @@ def parity(folder: Path) -> Any:
     return TaskManager(include_path=str(folder), include_defaults=False)  # not its thousands of files
 
 
-@pytest.mark.skipif(INSTALLED, reason="lm-eval is installed")
-def test_without_the_harness_the_message_says_what_to_install() -> None:
-    with pytest.raises(UserError, match="lm-eval"):
-        run_harness("arc_easy", model(), BYTES, ALONE)
-
-
 def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
     ranks = join(recipe(**{f"model__{key}": value for key, value in SHAPE.items()}, parallel__strategy="full_shard"))
     gpt = parallelize(model("meta"), ranks, Recipe.model_validate({"parallel": {"strategy": "full_shard"}}))

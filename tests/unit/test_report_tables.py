@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, edit, loss_at
 
 from windlass.reports.tables import all_settings, comparison, curves, evaluation_names, evaluations, measures, results
-from windlass.reports.text import csv_text, curve, last_sample, markdown_cell, printable, show
+from windlass.reports.text import csv_text, curve, last_sample, markdown_cell, printable
 from windlass.reports.view import Track, view, views
 
 
@@ -103,18 +103,6 @@ def test_settings_that_differ_come_first_then_those_changed(three):
     assert [float(row["train_loss"]) for row in rows] == losses and rows[2]["mem_alloc_mb"] == ""
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "text"),
-    [
-        (4.7323456, "loss", "4.7323"), (1.234e-9, "loss", "1.23e-09"), (1234.56, "rate", "1,234.6"), (0.8254, "share", "82.5 %"),
-        (math.nan, "loss", "NaN"), (-math.inf, "loss", "−∞"), (None, "loss", "–"), (True, "", "yes"), ([0.9, 0.95], "", "0.9, 0.95"),
-        (3e-4, "", "0.0003"), (250, "duration", "4m 10s"), (1764.2, "mb", "1,764"), (0.20309, "amount", "0.203"),
-    ],
-)  # fmt: skip
-def test_show(value, kind, text):
-    assert show(value, kind) == text
-
-
 def test_control_characters_pipes_and_tags_are_made_safe():
     assert printable("a\x1b[31m\x00\n\tb\x85") == "a\ufffd[31m\ufffd\n\tb\ufffd"
     assert markdown_cell("a|b\n<script> `x` *y*") == "a\\|b &lt;script&gt; \\`x\\` \\*y\\*"
@@ -124,22 +112,6 @@ def test_control_characters_pipes_and_tags_are_made_safe():
 def test_csv_reads_back_exactly(rows):
     lines = list(csv.reader(io.StringIO(csv_text(["x", "y"], rows), newline="")))
     assert lines[0] == ["x", "y"] and [(float(x), y) for x, y in lines[1:]] == rows
-
-
-def test_a_straight_line_is_drawn_from_corner_to_corner(one):
-    x = np.linspace(0, 1, 500)
-    lines = curve(replace(one, train=Track({"step": x, "loss": x}), evals={}), width=30, height=6).splitlines()[2:]
-    gutter, columns = lines[0].index("┤") + 1, len(lines[-2].strip()) - 1
-    bits = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]  # of a Braille character: column, row
-    dots = [
-        (2 * column + dx, 4 * row + dy)
-        for row, line in enumerate(lines[:-2])
-        for column, character in enumerate(line[gutter:])
-        for bit, (dx, dy) in enumerate(bits)
-        if character > "\u2800" and (ord(character) - 0x2800) >> bit & 1
-    ]
-    assert {column for column, _ in dots} == set(range(2 * columns)) and max(map(len, lines)) <= 30
-    assert all(row == pytest.approx((1 - column / (2 * columns - 1)) * 23, abs=1.5) for column, row in dots)
 
 
 def test_the_curve_and_the_last_sample_of_a_run(one):

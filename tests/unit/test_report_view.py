@@ -1,10 +1,8 @@
-import math
-
 import numpy as np
 import pytest
-from report_fixtures import BEGIN, build_run, loss_at, stamp
+from report_fixtures import build_run, loss_at
 
-from windlass.reports.view import Clock, timestamp, view
+from windlass.reports.view import view
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +30,3 @@ def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(one, monk
     monkeypatch.setattr("windlass.reports.view.MAX_DEVICE_BYTES", 60_000)
     part = view(one.run).ranks[0]
     assert 0.1 < len(part["hours"]) / len(track["hours"]) < 0.9 and part["hours"].max() > 0.9 * track["hours"].max()
-
-
-def test_a_rewind_is_a_restart_and_its_steps_are_done_again():
-    lines = [
-        {"kind": "event", "event": "started", "step": 0, "time": stamp(0), "attempt": 0},
-        {"kind": "train", "step": 10, "time": stamp(10), "attempt": 0},
-        {"kind": "event", "event": "rewound", "step": 10, "time": stamp(25), "attempt": 1},
-        {"kind": "train", "step": 20, "time": stamp(35), "attempt": 1},
-    ]
-    clock = Clock(lines)
-    assert [(a.start - BEGIN.timestamp(), a.before) for a in clock.attempts] == [(0, 0), (25, 10)]
-    assert clock.hours(timestamp(stamp(35)), 1) == pytest.approx(20 / 3600)
-    assert math.isnan(clock.hours(timestamp(stamp(20))))
