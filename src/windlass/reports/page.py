@@ -140,7 +140,7 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
 
 def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
     if study:
-        text = f"# {markdown_cell(study.name)}\n"
+        text = f"# {markdown_cell(study.study.path.resolve().name)}\n"
         if best := study.winner:
             command, remark = study.study.winner_command(best.assignment)
             text += f"\nThe winner: {markdown_cell(winner_text(study))}. {remark}\n\n```\n{command}\n```\n"
@@ -242,7 +242,7 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
     head: dict[str, Any] = {"state": "", "notes": "", "winner": None, "figures": (figures := [])}
     if study:
         swept = "; ".join(f"{key}: {', '.join(map(show, values))}" for key, values in study.swept.items())
-        head |= {"kicker": "A study", "title": study.name, "lede": swept}
+        head |= {"kicker": "A study", "title": study.study.path.resolve().name, "lede": swept}
         if best := study.winner:
             figures.append((f"Best {study.title}", show(best.median, "loss"), best.label))
             command, remark = study.study.winner_command(best.assignment)

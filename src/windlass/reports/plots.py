@@ -67,11 +67,10 @@ def write_plots(
     return {name: folder / f"{name}.png" for name in figures}
 
 
-def new_figure(title: str, x_label: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Any]:
+def new_figure(title: str, x_label: str, unit: str, height: float = SIZE[1]) -> tuple[Figure, Any]:
     """An empty figure with its axes."""
-    figure = Figure(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
-    axes = figure.add_subplot()
-    axes.set(title=title, xlabel=x_label, ylabel=unit)
+    figure = Figure(figsize=(SIZE[0], height), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09))
+    axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=unit)
     axes.margins(x=0.015)
     return figure, axes
 
@@ -154,8 +153,7 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
 
 def heat_figure(heat: Heat) -> Figure:
     """A study's heat map with the value in each cell; the stronger the colour, the better."""
-    size = (SIZE[0], 1.5 + 0.5 * len(heat.rows))
-    figure, axes = new_figure(heat.title, short(heat.column_key), short(heat.row_key), size)
+    figure, axes = new_figure(heat.title, short(heat.column_key), short(heat.row_key), 1.5 + 0.5 * len(heat.rows))
     axes.imshow(heat.shares, cmap="Blues", aspect="auto", vmin=0, vmax=1.8)
     for row, values in enumerate(heat.cells):
         for column, value in enumerate(values):

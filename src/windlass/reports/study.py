@@ -28,7 +28,6 @@ class StudyView:
     """A study with its cells as they stood when it was read, and the runs of those that have begun."""
 
     study: Study
-    name: str
     title: str  # the measure's name as it stands in a sentence
     unit: str  # of the measure
     results: list[CellResult]
@@ -61,7 +60,6 @@ def read_study(path: str | Path) -> StudyView:
     loss = study.measure == LOSS
     return StudyView(
         study=study,
-        name=study.path.resolve().name,
         title="evaluation loss" if loss else study.measure,
         unit="nats per token" if loss else "",
         results=results,

@@ -196,8 +196,8 @@ def comparison(views: Sequence[RunView], only: Sequence[str] = ()) -> Table:
     differ = [s for s in all_settings(views) if s.differs and s.key not in NAMING]
     values = [measures(view) for view in views]
     every = dict.fromkeys(name for one in values for name in one)
-    names = [*(name for name in MEASURES if name in every), *(name for name in every if name not in MEASURES)]
-    names = [name for name in names if not only or name in only or name not in MEASURES]
+    wanted = [name for name in MEASURES if name in every and (not only or name in only)]
+    names = [*wanted, *(name for name in every if name not in MEASURES)]
     rows = []
     for i, one in enumerate(views):
         rows.append((one.label, *(s.values[i] for s in differ), *(values[i].get(name) for name in names)))
