@@ -261,10 +261,9 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Give every parameter its initial value, in place; parameters must have storage.
+    """Give every parameter its initial value, in place; the model has storage, is plain or sharded, and not wrapped.
 
-    The model is not wrapped (see `unwrap`), plain or sharded. It has `initial_value(name, shape, generator) -> Tensor`, as
-    `GPT` has, or `fill_weights(seed)`, as `HfModel` has. `seed` is `run.seed`.
+    It has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or `fill_weights(seed)`, as `HfModel`.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):

@@ -49,12 +49,10 @@ class HfModel(nn.Module):
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
-        """Give every parameter and saved buffer its value, in place.
+        """Give every parameter and saved buffer its value, in place; UserError where the files do not fit or are pickled.
 
         Weights come from the files in `directory` (None: where the model came from), or with `model.from_scratch` from the
         seed and their names (buffers then keep the value that the architecture gives them); adapters always from the seed.
-
-        Raises UserError where the files lack a tensor, have it in another shape, or are pickled.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -113,8 +111,7 @@ class HfModel(nn.Module):
 class HfCache:
     """The cache of one batch of texts: keys and values of attention, states of a recurrent network, or the tokens so far.
 
-    Some architectures have a cache of their own and ignore the one they are given: where ours is not filled by the first
-    pass, the tokens themselves are read again in each pass.
+    Some architectures ignore the cache that they are given: there all tokens are read again in each pass.
     """
 
     def __init__(self, model: nn.Module):
@@ -133,11 +130,10 @@ class HfCache:
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
             self.cache = None  # recurrent networks continue from their state by one token at a time
-        if self.cache is None:
-            logits: Tensor = self.model(input_ids=self.tokens, use_cache=False, **self.last_only).logits
-            return logits[:, -1:]
-        logits = self.model(input_ids=tokens, **{self.name: self.cache}, use_cache=True, **self.last_only).logits
-        if first and not is_filled(self.cache, tokens.shape[1]):
+        cached = self.cache is not None
+        given = {self.name: self.cache, **self.last_only} if cached else self.last_only
+        logits: Tensor = self.model(input_ids=tokens if cached else self.tokens, use_cache=cached, **given).logits
+        if cached and first and not is_filled(self.cache, tokens.shape[1]):
             self.cache = None
         return logits[:, -1:]
 
@@ -157,8 +153,7 @@ def is_filled(cache: Any, length: int) -> bool:
 def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torch.dtype, run: Path | None) -> HfModel:
     """The model of a recipe, its buffers filled and its parameters without values; arguments as `windlass.model.build`.
 
-    Raises UserError where the model cannot be had, is no causal language model, its context is shorter than
-    `model.context`, or its embedding has fewer rows than the tokenizer has tokens.
+    Raises UserError where there is no such causal language model, or its context or its embedding is too short.
     """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
@@ -234,8 +229,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def has_plain_head(model: Any) -> bool:
     """Whether the logits are the output embedding's product with the last hidden state, and nothing else is done to them.
 
-    Tested by running a shallow copy of the model whose network gives a fixed hidden state and whose head is a small
-    stand-in: scaled, capped or shifted logits differ from the product of the two.
+    Tested on a shallow copy of the model whose network gives a fixed hidden state and whose head is a small stand-in.
     """
     head, base = model.get_output_embeddings(), model.base_model
     name = next((name for name, module in model.named_children() if module is head), None)

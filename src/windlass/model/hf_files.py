@@ -101,10 +101,9 @@ def _fill_through_transformers(tensors: dict[str, Tensor], directory: Path, remo
 
 
 def fill_from_seed(parameters: dict[str, Tensor], template: nn.Module, blocks: Sequence[nn.Module], seed: int) -> None:
-    """The architecture's own initialisation of parameters, whole or sharded; each unit is a pure function of seed and name.
+    """The architecture's own initialisation of parameters, whole or sharded, as a pure function of the seed and their names.
 
-    The units are the blocks and the modules outside them that have parameters. `template` is the network on the meta device;
-    a unit at a time gets storage on the CPU.
+    A block, or a module outside them, at a time gets storage on the CPU in `template`, the network on the meta device.
     """
     left = dict(parameters)
     inside = {id(module) for block in blocks for module in block.modules()}

@@ -76,11 +76,10 @@ def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int
 
 
 def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:
-    """Bytes of a checkpoint: fp32 weights and optimizer state, without the few kB around them.
-
-    AdamW has two moments of each parameter; Muon one of each matrix in the blocks.
-    """
-    tensors = 3 * count(settings, vocab).total
+    """Bytes of a checkpoint, without the few kB of documents: fp32 weights and optimizer state."""
+    tensors = (
+        3 * count(settings, vocab).total
+    )  # AdamW has two moments of each parameter; Muon one of the blocks' matrices
     return BYTES_FP32 * (tensors - (settings.layers * block_matrices(settings) if optimizer == "muon" else 0))
 
 
@@ -93,10 +92,7 @@ class HfSizes:
     vocab: int  # rows of its embedding
 
     def flops_per_token(self) -> int:
-        """FLOPs of a token's forward and backward pass by the rule 6 N, attention not counted.
-
-        Of a frozen weight it is 4 N: it needs no gradient of its own. A mixture of experts counts all of them.
-        """
+        """FLOPs of a token's forward and backward pass, attention not counted: 6 N, and 4 N of the frozen weights."""
         return 4 * self.total + 2 * self.trained
 
     def checkpoint_bytes(self) -> int:

@@ -16,17 +16,13 @@ Group = dict[str, Any]  # `name`, `params`, `base_lr`, `lr`, `weight_decay`, and
 def build_optimizer(
     model: nn.Module, settings: OptimSettings, device_type: str, group: torch.distributed.ProcessGroup | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, for a model that is already parallelized.
+    """The optimizer of a recipe, for a model that is already parallelized; `set_lr` sets its learning rate.
 
     Args:
-        model: Not wrapped (see `unwrap`). Its parameters may be plain tensors or DTensors (FSDP2), in fp32 or fp64; only
-            those that require a gradient are taken. For `muon` it has a method `blocks()`.
+        model: Not wrapped (see `unwrap`), its parameters plain tensors or DTensors (FSDP2); for `muon` it has `blocks()`.
         settings: The recipe's `optim`.
         device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
         group: With `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
-
-    Returns:
-        An optimizer whose groups carry `base_lr`; `set_lr` gives them the learning rate of an update.
     """
     devices = {p.device.type for p in model.parameters() if p.requires_grad}
     assert devices, "a model without trained parameters"

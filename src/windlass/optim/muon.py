@@ -28,9 +28,7 @@ Matrix = tuple[Tensor, tuple[int, ...]]  # a parameter, and the rows of each of 
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype, parts: Sequence[int] = ()) -> Tensor:
-    """About U V^T of a matrix U S V^T, by Newton-Schulz steps in `dtype`; with `parts`, the rows of each of the matrices
-    stacked in one, of each by itself.
-    """
+    """About U V^T of U S V^T, by Newton-Schulz steps in `dtype`; of each by itself where matrices of `parts` rows are stacked."""
     if len(parts) > 1:
         return torch.cat([orthogonalise(part, dtype) for part in matrix.split(list(parts))])
     a, b, c = COEFFICIENTS

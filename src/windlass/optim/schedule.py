@@ -10,9 +10,7 @@ Updates are numbered from 0 and a run of N steps makes the updates 0 to N - 1. W
 times `lr`, where the fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps before
 the end for `wsd`. `start` and `final` are the values the line would have one update before the first and one after the
 last: a warm-up from 0 spends no update on a learning rate of 0, and neither does a decay to 0 (its last update uses
-1 / decay of the peak). This is the convention of the GPT-2 reproductions that state their schedule as "715 steps of
-warm-up, then cosine" (build-nanogpt: `(i + 1) / w`, `(i - w) / (N - w)`); nanoGPT itself divides by w + 1.
-The shape `wsd`: arXiv 2404.06395.
+1 / decay of the peak). build-nanogpt does the same; nanoGPT itself divides by w + 1. The shape `wsd`: arXiv 2404.06395.
 """
 
 from __future__ import annotations
