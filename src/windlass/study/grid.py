@@ -68,10 +68,9 @@ def label(assignment: Assignment) -> str:
 
 
 def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
-    """All cells of the grid, the last axis changing fastest; each one's recipe is validated.
+    """All cells of the grid, the last axis changing fastest, their recipes validated.
 
-    Raises:
-        UserError: two axes set one key, two cells are equal, or some recipes are invalid (all of them are named).
+    Raises UserError where two axes set one key, two cells are equal, or recipes are invalid (all of them are named).
     """
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
@@ -112,9 +111,7 @@ def parse_axis(text: str) -> Axis:
         except ValueError:
             low, high, count = 0.0, 0.0, 0
         if count < 2 or (kind == "log" and min(low, high) <= 0):
-            raise UserError(
-                f"{text}: a range is LOW:HIGH:log:N or LOW:HIGH:lin:N, with at least 2 values, on a log axis above 0"
-            )
+            raise UserError(f"{text}: a range is LOW:HIGH:log:N (above 0) or LOW:HIGH:lin:N, with at least 2 values")
         values = (np.geomspace if kind == "log" else np.linspace)(low, high, count).tolist()
         whole = not re.search(r"[.eE]", first + last)
         return Axis(keys, tuple((round(v) if whole else float(f"{v:.6g}"),) for v in values))

@@ -1,12 +1,8 @@
-"""A study on disk: one directory of runs, of one recipe and a grid. No torch.
+"""A study on disk: `studies/<name>`, a directory of runs (`runs/<cell>`) of one recipe and a grid. No torch.
 
-    studies/<name>/
-      recipe.toml      the recipe that all cells share
-      study.json       the axes as they were typed, and each cell's run directory
-      statuses.json    what a sweep decided about cells: diverged, pruned, failed, interrupted, each with its reason
-      runs/<cell>/     a run directory each
-
-Everything else (states, losses, the winner) is computed from the runs' ledgers when it is asked for.
+`recipe.toml` has what all cells share, `study.json` the axes as they were typed and each cell's run directory, and
+`statuses.json` what a sweep decided about cells: diverged, pruned, failed, interrupted, each with its reason. All else
+(states, losses, the winner) is computed from the runs' ledgers when it is asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from filelock import FileLock
 
@@ -33,7 +29,6 @@ from windlass.run import Line, Run, effective, read_lines
 from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
 
-DIVERGED_NATS = 1.0  # a training loss this far above the run's first one has diverged
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
 Axes = Sequence[str] | Mapping[str, Sequence[Any]]  # `["optim.lr=1e-2,1e-3"]` as typed, or `{"optim.lr": [1e-2, 1e-3]}`
@@ -41,15 +36,7 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]]  # `["optim.lr=1e-2,1e-3"]` a
 
 def diverged(first: float, last: float) -> bool:
     """Whether a training loss diverged: the last one is not finite, or more than 1 nat above the first."""
-    return not math.isfinite(last) or last > first + DIVERGED_NATS
-
-
-class Evaluation(NamedTuple):
-    """One evaluation after step 0 of the measure that `checkpoint.best` names."""
-
-    step: int
-    value: float
-    time: str  # UTC, ISO 8601: sorts as text
+    return not math.isfinite(last) or last > first + 1.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class CellResult:
     eval_loss: float | None = None
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure`, step 0 included
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[tuple[str, int, float], ...] = ()  # time (sorts as text), step > 0, and value of `measure`
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
     device_hours: float | None = None
@@ -130,11 +117,10 @@ class Study:
 
     @staticmethod
     def create(recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True) -> Study:
-        """The study of a recipe and a grid: opened where the directory holds the same one, else created.
+        """The study of a recipe (without its `run.dir` and `run.name`) and a grid: opened where it exists, else created.
 
-        `run.dir` and `run.name` of the recipe are ignored. `path` None: `studies/<preset>-<hash of recipe and axes>`.
-        `write` False: nothing is written to disk. Raises UserError where the directory holds another study, or a cell's
-        recipe is invalid.
+        `path` None: `studies/<preset>-<hash of recipe and axes>`. `write` False: nothing is written to disk. Raises
+        UserError where the directory holds another study, or a cell's recipe is invalid.
         """
         if isinstance(axes, Mapping):
             axes = [f"{key}={','.join(typed(value) for value in values)}" for key, values in axes.items()]
@@ -145,15 +131,13 @@ class Study:
         study = Study(path, base, list(axes), expand(base, parsed))
         if Study.is_study(path):
             existing = Study.open(path)
-            old, differ = existing.recipe.flat(), ""
+            old = existing.recipe.flat()
+            differ = [f"{k}={typed(v)} (there {typed(old[k])})" for k, v in base.flat().items() if v != old[k]]
             if [parse_axis(text) for text in existing.axes] != parsed:
-                differ = f"its axes are {' '.join(existing.axes)}"
-            elif base.flat() != old:
-                differ = ", ".join(
-                    f"{k}={typed(v)} (there {typed(old[k])})" for k, v in base.flat().items() if v != old[k]
-                )
+                differ = [f"its axes are {' '.join(existing.axes)}"]
             if differ:
-                raise UserError(f"{path} holds another study: {differ}. Leave out what differs, or give another --dir")
+                what = ", ".join(differ)
+                raise UserError(f"{path} holds another study: {what}. Leave out what differs, or give another --dir")
             return existing
         if write:
             path.mkdir(parents=True, exist_ok=True)
@@ -172,9 +156,9 @@ class Study:
         axes = stored.get("axes", [])
         cells = expand(recipe, [parse_axis(text) for text in axes])
         if [cell.key for cell in cells] != [cell.get("key") for cell in stored.get("cells", [])]:
+            why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
             raise UserError(
-                f"{path}: its cells have other recipes than at its start: recipe.toml was edited, study.json is damaged, or "
-                "this version of Windlass has other settings. Restore what it was, or give another --dir"
+                f"{path}: its cells have other recipes than at its start: {why}. Restore it, or use another --dir"
             )
         return Study(path, recipe, axes, cells)
 
@@ -287,7 +271,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     # JSON has non-finite numbers as text
     losses = [float(x["loss"]) for x in evals if x.get("suite", "loss") == "loss" and "loss" in x]
     suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
-    measured = [x for x in evals if x.get("suite", "loss") == suite and x.get(name or suite) is not None]
+    own = [x for x in evals if x.get("suite", "loss") == suite and x.get(name or suite) is not None and x["step"] > 0]
     scores, speed = scores_by_step(lines, measure), throughput(lines)
     best_step, last = best(scores, measure), train[-1] if train else {}
     return {
@@ -299,9 +283,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min(filter(math.isfinite, losses), default=None),
         "score": None if best_step is None else scores[best_step],
-        "evaluations": tuple(
-            Evaluation(x["step"], float(x[name or suite]), str(x.get("time", ""))) for x in measured if x["step"] > 0
-        ),
+        "evaluations": tuple((str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own),
         "tokens": int(last.get("tokens", 0)),
         "tokens_per_s": speed.tokens_per_s if speed else None,
         "device_hours": next((x.get("device_hours") for x in reversed(lines) if x["kind"] == "summary"), None),

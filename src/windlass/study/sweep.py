@@ -1,8 +1,8 @@
-"""Working through a study's cells: several side by side, each a `windlass train` process of its own, or as an array job
-of SLURM or PBS, one task a cell, each calling `windlass sweep --only N`. No torch.
+"""Working through a study's cells: side by side, each a `windlass train` process, or as an array job of SLURM or PBS
+whose tasks call `windlass sweep --only N`. No torch.
 
-The directory is the only state, so that a sweep may be killed anywhere: given again, it leaves finished cells alone,
-resumes interrupted ones from their last checkpoint, and leaves failed and diverged ones as they are, with their reason.
+The directory is the only state: a sweep that was killed anywhere and is given again leaves finished cells alone, resumes
+interrupted ones from their last checkpoint, and leaves failed and diverged ones as they are, with their reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from windlass.errors import BAD_INPUT, DONE, STOPPED, RunFailed, Stopped, UserEr
 from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
-from windlass.study.study import Axes, CellResult, Evaluation, Study
+from windlass.study.study import Axes, CellResult, Study
 
 DONE_STATES = ("finished", "pruned", "diverged")
 # What a sweep works on. A `running` cell of another process is left to it and looked at again: if that process is killed,
@@ -34,6 +34,7 @@ DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted", "running")
 RETRIES = 2  # of a cell that a signal ended (out of memory, a kill) or that another process was training
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
+SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 
 
 def sweep(
@@ -43,17 +44,12 @@ def sweep(
 ) -> Study:  # fmt: skip
     """Train every cell of a grid that is not done yet, and return the study.
 
-    Args:
-        recipe: what all cells share.
-        axes: the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values.
-        path: the study's directory; None: `studies/<preset>-<hash>`.
-        world: ranks of a cell that does not set `parallel.world` itself.
-        workers: cells side by side, each with an equal share of the cores and with devices of its own.
-        stop_diverged: stop a cell whose loss diverged (see `study.diverged`).
-        halving: asynchronous successive halving by the measure that `checkpoint.best` names.
-        retry_failed: train failed and diverged cells again.
-        only: the number of the one cell to work on.
-        show, notify: called with the study twice a second, and with messages for the user.
+    `recipe` is what all cells share, `axes` the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to
+    values, `path` the study's directory (None: `studies/<preset>-<hash>`). A cell has `world` ranks where it does not set
+    `parallel.world`; `workers` cells run side by side, each with an equal share of the cores and devices of its own.
+    `stop_diverged` stops a cell whose loss diverged (`study.diverged`), `halving` is asynchronous successive halving by
+    `checkpoint.best`, `retry_failed` trains failed and diverged cells again, `only` is the number of the one cell to work
+    on. `show` is called with the study twice a second, `notify` with messages for the user.
 
     Raises UserError where the directory holds another study or a cell's recipe is invalid, Stopped after a signal.
     """
@@ -90,18 +86,16 @@ class Sweep:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.devices: list[str] = []  # the CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            self.devices = [name.strip() for name in visible.split(",") if name.strip()]
-        else:
+        if visible is None:
             with suppress(Exception):  # no driver, no library: a machine without NVIDIA devices
                 import pynvml
 
                 pynvml.nvmlInit()
-                self.devices = [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        if all(cell.recipe.parallel.device == "cpu" for cell in self.cells):
-            self.devices = []
+                visible = ",".join(map(str, range(pynvml.nvmlDeviceGetCount())))
+        on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
+        # the CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them
+        self.devices = [] if on_cpu else [name.strip() for name in (visible or "").split(",") if name.strip()]
         self.largest_world = max(cell.world or self.world for cell in self.cells)
         asked = self.workers = min(self.workers, len(self.cells))
         if self.devices:
@@ -174,8 +168,7 @@ class Sweep:
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
             threads = thread_share(self.workers * self.largest_world)
-            command = [*self.command(self.study, cell), "--world", str(world)]
-            directory = self.study.run_of(cell).path
+            command, directory = [*self.command(self.study, cell), "--world", str(world)], self.study.run_of(cell).path
             self.running.append(CellProcess(cell, command, directory, threads, free if len(free) == world else []))
 
     def _watch(self, process: CellProcess) -> None:
@@ -217,14 +210,10 @@ class CellProcess(subprocess.Popen[bytes]):
         self.cell, self.devices = cell, devices
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "WINDLASS_QUIET_END": "1"}
-        environment |= {"WINDLASS_PARENT": str(os.getpid())}
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "WINDLASS_QUIET_END": "1"}
+        env |= {"WINDLASS_PARENT": str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         with self.log_path.open("ab") as log:
-            super().__init__(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+            super().__init__(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def kill(self) -> None:
         if self.poll() is None:
@@ -245,8 +234,7 @@ class Halving:
     """Asynchronous successive halving over a study's ledgers (arXiv 1810.05934), by Optuna's pruner.
 
     At each rung (the 1st, 2nd, 4th, ... evaluation) a cell continues only if it is in the better half of those that came
-    to the rung before it; the first to come continues. Evaluations of earlier sweeps are read from the ledgers and
-    reported in the order in which they happened, so that a sweep that was killed decides as before.
+    there before it. Evaluations of earlier sweeps are reported in the order in which they happened, to decide alike.
     """
 
     def __init__(self, study: Study):
@@ -261,34 +249,29 @@ class Halving:
         self._trials = {cell.key: trials.ask() for cell in study.cells}
         self._reported = dict.fromkeys(self._trials, 0)
         self._reasons: dict[str, str] = {}
-        past = [(each.time, result, each) for result in study.results() for each in result.evaluations]
-        for _, result, each in sorted(past, key=lambda x: x[0]):
-            self._report(result, each)
+        past = [(result, each) for result in study.results() for each in result.evaluations]
+        for result, (_, step, value) in sorted(past, key=lambda x: x[1][0]):
+            self._report(result, step, value)
 
     def prune(self, result: CellResult) -> str:
         """Report a cell's new evaluations; why it is pruned, or empty while it continues."""
-        for each in result.evaluations[self._reported[result.cell.key] :]:
-            self._report(result, each)
+        for _, step, value in result.evaluations[self._reported[result.cell.key] :]:
+            self._report(result, step, value)
         return self._reasons.get(result.cell.key, "")
 
-    def _report(self, result: CellResult, each: Evaluation) -> None:
+    def _report(self, result: CellResult, step: int, value: float) -> None:
         key = result.cell.key
         rung = self._reported[key] = self._reported[key] + 1
-        self._trials[key].report(each.value, rung)
+        self._trials[key].report(value, rung)
         if self._trials[key].should_prune() and key not in self._reasons:
-            value = f"{result.measure} {each.value:.4f} at step {each.step}"
-            self._reasons[key] = f"not in the better half after evaluation {rung} ({value})"
+            why = f"not in the better half after evaluation {rung}"
+            self._reasons[key] = f"{why} ({result.measure} {value:.4f} at step {step})"
 
 
 def thread_share(ranks: int) -> int:
     """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
-
-
-# --- as an array job ---------------------------------------------------------------------------------------------------
-
-SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 
 
 def submit_sweep(
@@ -298,9 +281,8 @@ def submit_sweep(
 ) -> str:  # fmt: skip
     """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` write nothing.
 
-    The arguments are those of `sweep`, and `arguments` for the scheduler itself. Returns the script; empty where no cell
-    is open. Raises UserError where the scheduler is unknown or not on this machine, or cells are to be halved, RunFailed
-    where the scheduler did not take the job.
+    The arguments are those of `sweep`, and `arguments` for the scheduler itself. Returns the script; empty where no cell is
+    open. Raises UserError for a scheduler that is unknown or not on this machine or halving, RunFailed for a refused job.
     """
     if scheduler not in SUBMIT:
         raise UserError(f"--submit {scheduler}: there are slurm and pbs")

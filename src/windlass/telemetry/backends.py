@@ -95,8 +95,7 @@ class MLflow:
         from mlflow.entities import Param
 
         path, project = run.path.resolve(), settings["telemetry.project"]
-        home = Path(os.path.relpath(path.parent))
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         existing = client.get_experiment_by_name(project)
@@ -124,10 +123,8 @@ class MLflow:
             metrics += [Metric(key, value, round(point.time * 1e3), point.step) for key, value in point.scalars.items()]
             for key, text in point.texts.items():
                 self._client.log_text(self._id, text, f"{key}/step-{point.step:08d}.txt")
-            while len(metrics) > MAX_METRICS:
-                self._client.log_batch(self._id, metrics=metrics[:MAX_METRICS])
-                del metrics[:MAX_METRICS]
-        self._client.log_batch(self._id, metrics=metrics)
+        for first in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MAX_METRICS])
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:

@@ -126,9 +126,7 @@ class Console:
             return
         with self._while_terminal_is_there():
             if self._terminal is not None:
-                from rich.text import Text
-
-                self._terminal.print(Text(text, style=style))
+                self._terminal.print(text, style=style, markup=False, emoji=False)
             elif self._stream is not None:
                 print(text, file=self._stream, flush=True)
 

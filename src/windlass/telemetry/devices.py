@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import statistics
 import threading
 import time
@@ -19,7 +20,8 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
 
 MB = 1e6
-LAST_SAMPLES = 20_000  # of each rank, that the summary is computed from: ten days on 64 GPUs have 8 GB of them
+LAST_SAMPLES = 20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
+PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')  # parsing all 8 GB would take minutes
 NAMES = {
     "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
@@ -109,17 +111,15 @@ class DeviceSampler:
     def _run(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(
-                self.path, "ab", buffering=0
-            ) as file:  # each line is one write: a kill tears the last one at most
+            with open(self.path, "ab", buffering=0) as file:  # a line is one write: a kill tears the last one at most
 
                 def write(fields: dict[str, Any]) -> None:
-                    line = {"time": now(), "rank": self.rank, "attempt": self.attempt} | fields
-                    file.write(encode(line).encode() + b"\n")
+                    line = encode({"time": now(), "rank": self.rank, "attempt": self.attempt} | fields)
+                    file.write(line.encode() + b"\n")
 
                 file.write(b"\n" if file.tell() else b"")  # ends a torn line; readers leave an empty one out
-                _, _, index = self.device.partition(":")
-                probe = self._probe or (CudaProbe(int(index or 0)) if "cuda" in self.device else HostProbe())
+                kind, _, index = self.device.partition(":")
+                probe = self._probe or (CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe())
                 write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
                 before, stopped = self._phases(), False
                 while not stopped:
@@ -138,27 +138,30 @@ def summarise_devices(run: Run) -> dict[str, float]:
     """Utilisation and memory over all ranks, for the `summary` line.
 
     Means (`avg_gpu_util_pct`, `avg_mem_alloc_mb` …; `avg_cpu_util_pct`, `avg_rss_mb`) are over the samples of the phase
-    `train`; `peak_mem_mb`, the allocator's or the resident memory's peak on the fullest rank, is over all phases.
-    Starts with another number of ranks than the last are left out, and of long runs all but the last samples.
+    `train`, of long runs the last ones; `peak_mem_mb`, the allocator's or the resident memory's peak on the fullest
+    rank, is over all samples. Starts with another number of ranks than the last are left out.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):
         world = line.get("world", world)
         worlds[line.get("attempt", 0)] = world
-    samples = []
+    samples, peaks = [], dict[bytes, float]()
     for path in sorted(run.devices_dir.glob("rank-*.jsonl")):
-        for text in path.read_bytes().splitlines()[-LAST_SAMPLES:]:
+        content = path.read_bytes()
+        for attempt, field, mb in (match.groups() for match in PEAK.finditer(content)):
+            if worlds.get(int(attempt), world) == world:
+                peaks[field] = max(peaks.get(field, 0.0), float(mb))
+        for text in content.splitlines()[-LAST_SAMPLES:]:
             with contextlib.suppress(ValueError):  # torn by a kill
                 sample = json.loads(text)
                 # the head of a start has no phase
                 if "phase" in sample and worlds.get(sample["attempt"], world) == world:
                     samples.append(sample)
-    kind, peak = ("cuda", "peak_alloc_mb") if any("mem_alloc_mb" in x for x in samples) else ("cpu", "rss_mb")
+    kind, peak = ("cuda", b"peak_alloc_mb") if b"peak_alloc_mb" in peaks else ("cpu", b"rss_mb")
     stats: dict[str, float] = {}
-    for field, name in NAMES[kind].items():
-        if values := [float(x[field]) for x in samples if x["phase"] == "train" and field in x]:
+    for key, name in NAMES[kind].items():
+        if values := [float(x[key]) for x in samples if x["phase"] == "train" and key in x]:
             stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
-            if field == "util_pct":
+            if key == "util_pct":
                 stats[f"std_{name}"] = round(statistics.pstdev(values), 3)
-    peaks = [float(x[peak]) for x in samples if peak in x]
-    return stats | ({"peak_mem_mb": max(peaks)} if peaks else {})
+    return stats | ({"peak_mem_mb": peaks[peak]} if peak in peaks else {})

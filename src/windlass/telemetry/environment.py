@@ -25,7 +25,6 @@ PACKAGES = (
     "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
     "peft", "tensorboard", "mlflow", "wandb", "psutil", "nvidia-ml-py",
 )  # fmt: skip
-
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME",

@@ -34,8 +34,7 @@ class StepTimer:
 
     def __init__(self, device: Any = "cpu", goodput: Goodput | None = None, new_event: Callable[[], Any] | None = None):
         if new_event is None and str(device).startswith("cuda"):
-            cuda = sys.modules["torch"].cuda  # loaded by the training process; not imported here
-            new_event = lambda: cuda.Event(enable_timing=True)  # noqa: E731
+            new_event = lambda: sys.modules["torch"].cuda.Event(enable_timing=True)  # noqa: E731 - loaded by the training
         self._new_event, self._goodput = new_event, goodput
         self._marks: list[tuple[str, Any, Any]] = []  # phase, its first mark, its last mark
         self._steps = 0
@@ -116,9 +115,6 @@ class Goodput:
         return {name: round(ns / 1e9, 3) for name, ns in spent.items() if ns}
 
 
-# --- computed from the ledger ----------------------------------------------------------------------------------------
-
-
 class Throughput(NamedTuple):
     """Work divided by the time of the steps that did it: no evaluation, no save, no start in it."""
 
@@ -147,7 +143,6 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     total = sum(seconds for _, seconds, _ in windows)
     if not total:
         return None
-
     steps = sum(1e3 / line["step_ms"] * seconds for line, seconds, _ in windows) / total
     samples, tokens, share = (
         sum(line.get(field, 0.0) * seconds for line, seconds, _ in windows) / total
@@ -216,8 +211,7 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None, devices: int) -> float | None:
     """Model FLOPs utilisation, a fraction (arXiv 2204.02311): model FLOPs a second over the devices' peak.
 
-    `flops_per_token` counts forward and backward by the 6N convention plus attention, and no recomputation. None without
-    a peak.
+    `flops_per_token`: forward and backward by the 6N convention plus attention, no recomputation. None without a peak.
     """
     return tokens_per_s * flops_per_token / (peak_flops * devices) if peak_flops else None
 

@@ -54,7 +54,7 @@ class Trackers:
         self._warned: set[str] = set()
         for name in names:
             if find_spec(name) is None:
-                self._warn(name, f"not installed (pip install 'windlass[{name}]')")
+                self._note(name, f"not installed (pip install 'windlass[{name}]')")
                 continue
             command = [sys.executable, "-m", "windlass.telemetry.trackers", str(run), name, str(flush_seconds)]
             try:
@@ -67,20 +67,16 @@ class Trackers:
                     )  # fmt: skip
                 os.set_blocking(self.processes[name].stdout.fileno(), False)
             except OSError as error:
-                self._warn(name, f"its exporter could not be started ({error})")
+                self._note(name, f"its exporter could not be started ({error})")
 
     def poll(self) -> list[Note]:
         """What there is to show since the last call."""
         for name, process in self.processes.items():
             code = process.poll()  # asked before reading: what an ended process reported is in the pipe
             for line in (process.stdout.read() or b"").splitlines():  # lines are short, so the pipe never splits one
-                text, warning = json.loads(line)
-                if warning:
-                    self._warn(name, text)
-                else:
-                    self._notes.append(Note(f"{name}: {text}"))
+                self._note(name, *json.loads(line))
             if code:
-                self._warn(name, f"its exporter ended early (exit code {code})")
+                self._note(name, f"its exporter ended early (exit code {code})")
         notes, self._notes = self._notes, []
         return notes
 
@@ -95,7 +91,7 @@ class Trackers:
         notes = self.poll()
         for name, process in self.processes.items():
             if process.poll() is None:
-                self._warn(name, f"not done {timeout:.0f} s after the end")
+                self._note(name, f"not done {timeout:.0f} s after the end")
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
             process.wait()
@@ -110,9 +106,11 @@ class Trackers:
             process.returncode = process.returncode or 0  # nobody waits for it: no ResourceWarning
         self.processes = {}
 
-    def _warn(self, name: str, text: str) -> None:
-        """A warning with its remedy, the first of each tracker only."""
-        if name not in self._warned:
+    def _note(self, name: str, text: str, warning: bool = True) -> None:
+        """A warning comes with its remedy, the first of each tracker only."""
+        if not warning:
+            self._notes.append(Note(f"{name}: {text}"))
+        elif name not in self._warned:
             self._warned.add(name)
             remedy = f"nothing is lost: `windlass track {self.run} --to {name}` replays the ledger"
             self._notes.append(Note(f"{name}: {text}; {remedy}", warning=True))
@@ -161,18 +159,13 @@ def point(line: Line) -> Point:
     else:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten({**line, "seconds": None})
         scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in numbers(fields).items()}
-    return Point(line["step"], seconds(line), sequence, scalars, texts)
+    return Point(line["step"], datetime.fromisoformat(line["time"]).timestamp(), sequence, scalars, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The numeric fields of a line; the words that stand for non-finite numbers become floats again."""
     numeric = {k: v for k, v in line.items() if isinstance(v, int | float) or v in ("NaN", "Infinity", "-Infinity")}
     return {key: float(v) for key, v in numeric.items() if key not in NO_METRIC and not isinstance(v, bool)}
-
-
-def seconds(line: Line) -> float:
-    """A line's time, since 1970."""
-    return datetime.fromisoformat(line["time"]).timestamp()
 
 
 class Follower:
@@ -196,27 +189,28 @@ class Follower:
                     self._raw.append(json.loads(text))
         if not self._raw:
             return
-        newest = self._raw[-1]
+        first, newest = self._raw[0], self._raw[-1]
+        began, latest = (datetime.fromisoformat(line["time"]).timestamp() for line in (first, newest))
         if self.backend and newest["attempt"] > self._attempt:
             # the run went back to a checkpoint: the backend starts over from what is still valid
-            self.backend.close("running", seconds(newest))
+            self.backend.close("running", latest)
             self.backend = None
         lines = self._raw[self._sent :]
         if self.backend is None:
-            lines, recipe, first = effective(self._raw), self.run.recipe, self._raw[0]
+            lines, recipe = effective(self._raw), self.run.recipe
             world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
             settings = {key: scrub(value) if isinstance(value, str) else value for key, value in recipe.flat().items()}
             settings |= {"world": world, "strategy": recipe.strategy(world), "config_hash": recipe.config_hash}
             # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
             id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
-            self.backend = self.connect(self.run, id, settings, seconds(first))
+            self.backend = self.connect(self.run, id, settings, began)
         self._sent, self._attempt = len(self._raw), newest["attempt"]
         marks = self.backend.marks
         if lines := [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]:
             marks |= {stream(line): line["step"] for line in lines}
             self.backend.write(map(point, lines))
         if last:
-            self.backend.close(self.run.state, seconds(newest))
+            self.backend.close(self.run.state, latest)
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
