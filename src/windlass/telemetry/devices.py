@@ -21,7 +21,7 @@ from windlass.telemetry.ledger import encode, now
 
 MB = 1e6
 LAST_SAMPLES = 20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
-PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')  # parsing all 8 GB would take minutes
+PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')  # in any sample, without parsing them all
 NAMES = {
     "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
@@ -148,7 +148,7 @@ def summarise_devices(run: Run) -> dict[str, float]:
     samples, peaks = [], dict[bytes, float]()
     for path in sorted(run.devices_dir.glob("rank-*.jsonl")):
         content = path.read_bytes()
-        for attempt, field, mb in (match.groups() for match in PEAK.finditer(content)):
+        for attempt, field, mb in set(PEAK.findall(content)):
             if worlds.get(int(attempt), world) == world:
                 peaks[field] = max(peaks.get(field, 0.0), float(mb))
         for text in content.splitlines()[-LAST_SAMPLES:]:
