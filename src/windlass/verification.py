@@ -235,10 +235,9 @@ def sequence_whole(bench: Bench) -> Outcome:
         # the loader reads ahead: only the samples of the steps that were done count
         read += [micro[0] for turn in list(zip(*ranks, strict=False))[: steps * BATCH // world] for micro in turn]
     recipe = bench.settings("moving")
-    samples = len(open_data(recipe).train)
-    epochs = range(1 + STEPS * BATCH // samples)
-    orders = [Order(recipe.data.order, recipe.run.seed, epoch, samples) for epoch in epochs]
-    expected = [int(orders[number // samples][number % samples]) for number in range(STEPS * BATCH)]
+    samples, seed = len(open_data(recipe).train), recipe.run.seed
+    places = (divmod(number, samples) for number in range(STEPS * BATCH))
+    expected = [int(Order(recipe.data.order, seed, epoch, samples)[i]) for epoch, i in places]
     repeats = sum(len(read[i : i + samples]) - len(set(read[i : i + samples])) for i in range(0, len(read), samples))
     text = f"{len(read)} samples over worlds {' -> '.join(map(str, worlds))}: {repeats} repeated"
     return not repeats and read == expected, f"{text}, order as defined: {read == expected}"
@@ -291,8 +290,7 @@ def export_equal(bench: Bench) -> Outcome:
     tokens = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
         far = float((ours(tokens) - exported(tokens).logits).abs().max())
-    shape = type(exported).__name__ if given else "GPT-2 shape"
-    return far < 1e-5, f"{shape}, largest difference of a logit {far:.1e}"
+    return far < 1e-5, f"{type(exported).__name__ if given else 'GPT-2 shape'}, largest difference of a logit {far:.1e}"
 
 
 PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {

@@ -54,8 +54,7 @@ def launch(
     """Run `command` as so many ranks on this machine, and return the exit code for all of them.
 
     Args:
-        command: what each rank runs; it reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-            WINDLASS_LAUNCHED and WINDLASS_ATTEMPT.
+        command: what each rank runs; it reads torchrun's variables, WINDLASS_LAUNCHED and WINDLASS_ATTEMPT.
         worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after a rank was lost.
         max_restarts: how often a failed run is started again (bad input is not, nor a stop by a signal).
         log: where messages go, a line or several at a time; stderr by default.
@@ -230,9 +229,8 @@ class Group:
                 self.log(first.tail())
             return code
         self.lost = bool(hung) or (first not in alive and code < 0)
-        if hung or first in alive:
-            how = "was suspended" if hung else "failed"
-        else:
+        how = "was suspended" if hung else "failed"
+        if not hung and first not in alive:
             how = f"failed with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
             how += " (often the kernel, for want of memory)" if code == -signal.SIGKILL else ""
         status, failure = (processes.read(self.watch_dir, what, rank) for what in ("status", "failure"))
@@ -256,10 +254,7 @@ class Group:
         self._settle(KILL_SECONDS)
 
     def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
-        """The rank that failed first: by time, those that only lost contact with another rank last.
-
-        Also one that had reported a failure, and was slow to end when the others had ended because of it.
-        """
+        """The rank that failed first, by time; also one that reported a failure and was slow to end. Lost contacts last."""
         reports = {worker.rank: processes.read(self.watch_dir, "failure", worker.rank) for worker in self.workers}
         secondary = {rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()}
         failed = [w for w in self.workers if w not in ended_by_us and w.code not in (errors.DONE, errors.STOPPED)]

@@ -34,7 +34,6 @@ class Pending:
         """The reduced numbers, the same on every rank; ints where ints were given."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
         return self._numbers.tolist()
 
 
@@ -51,10 +50,9 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 class Agreement:
-    """Flags that all ranks act on together, at the same step.
+    """Flags that all ranks act on together: what one has seen at step *s*, all act on after step *s + 1*; no step waits.
 
-    At the end of each step a rank takes the `result` of the last `post` and posts its own flags again. What one rank has seen
-    at step *s*, all act on after step *s + 1*; no step waits for it.
+    At the end of each step a rank takes the `result` of the last `post` and posts its own flags again.
     """
 
     def __init__(self, ranks: Ranks):
@@ -87,10 +85,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar tensor, in place; sharded, replicated or offloaded.
-
-    The host waits for the factor only where gradients are offloaded: they are on the host.
-    """
+    """Multiply all gradients by a scalar tensor, in place; the host waits for it only where gradients are offloaded."""
     for (device, dtype), grads in _by_kind(p.grad for p in dict.fromkeys(parameters) if p.grad is not None).items():
         torch._foreach_mul_(grads, factor.detach().to(device, dtype))
 

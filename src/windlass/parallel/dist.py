@@ -1,8 +1,7 @@
 """The ranks as one group: the store, process groups and meshes, small exchanges, time limits, and an end without a hang.
 
 A start has two halves. `init_store` connects the ranks by a key-value store and waits until all have come; from then on a
-failure of one rank, written there, ends the waits of the others, and each rank can open its data before anything else is
-set up. `init_process_group` then chooses the device and makes the groups.
+failure of one rank, written there, ends the waits of the others. `init_process_group` chooses the device and makes the groups.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Ranks:
         mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
         store: the key-value store of this attempt; None with the strategy `single`.
         control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
-        mark: `mark(step, phase)` notes where this rank is (on CUDA: where its host is), for messages about it.
+        status, mark: where this rank is, for messages; `mark(step, phase)` notes it (on CUDA: where its host is).
     """
 
     def __init__(self, env: DistEnv, device: torch.device, strategy: str):
@@ -60,17 +59,10 @@ class Ranks:
         self.mesh: DeviceMesh | None = None
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
-        self._status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
-        self.mark = self._status.mark
+        self.status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
+        self.mark = self.status.mark
         self._heartbeat: Heartbeat | None = None
-        self._failed = False
-        self._timeout = 0.0
-        self._exchanges = Counter[str]()
-
-    @property
-    def phase(self) -> str:
-        """The phase of the last `mark`."""
-        return self._status.phase
+        self._failed, self._timeout, self._exchanges = False, 0.0, Counter[str]()
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
@@ -78,8 +70,7 @@ class Ranks:
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))
-        groups = [dist.group.WORLD, self.control, *(self.mesh.get_all_groups() if self.mesh else [])]
-        for group in filter(None, groups):
+        for group in filter(None, [dist.group.WORLD, self.control, *(self.mesh.get_all_groups() if self.mesh else [])]):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
@@ -133,11 +124,11 @@ class Ranks:
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
-        failure = self._status.failure(text, lost_contact(error))
+        failure = self.status.failure(text, lost_contact(error))
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
             atexit.register(exit_now, BAD_INPUT if isinstance(error, UserError) else FAILED)
-        self._status.write(failure)
+        self.status.write(failure)
         if self._heartbeat is None:
             return failure
         first = self._heartbeat.report(failure)
@@ -158,22 +149,18 @@ class Ranks:
             if first.rank != self.rank:
                 why = f"the first failure was that of {first}"
             if lost:
-                raise RunFailed(str(self._status.failure(f"it lost the others: {why}"))) from error
+                raise RunFailed(str(self.status.failure(f"it lost the others: {why}"))) from error
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
     """Connect to the other ranks: `init_store`, then `init_process_group`.
 
     A process of its own with the strategy `single` gets no process group at all. `store`: one that the ranks share already,
-    instead of one at the address of `env`.
-
-    Raises:
-        UserError: strategy, device and world do not go together.
-        RunFailed: another rank failed, or did not come within `parallel.startup_timeout_seconds`.
+    instead of one at the address of `env`. UserError where strategy, device and world do not go together; RunFailed where
+    another rank failed, or did not come within `parallel.startup_timeout_seconds`.
     """
-    ranks = init_store(env, recipe, store)
     with contextlib.ExitStack() as stack:
-        stack.push(ranks)
+        ranks = stack.enter_context(init_store(env, recipe, store))
         init_process_group(ranks, recipe)
         stack.pop_all()
     return ranks
@@ -194,18 +181,17 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     seconds = recipe.parallel.startup_timeout_seconds
     # Rank 0 holds the store, on the socket that our launcher opened for it; under torchrun the agent may hold it already.
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    listening = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
-    wait = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
+    fd = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
+    options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "master_listen_fd": fd and int(fd)}
     try:
         if store is None and env.world == 1:
             store = dist.HashStore()
         elif store is None:
-            fd = int(listening) if listening else None
-            store = dist.TCPStore(env.addr, env.port, env.world, is_master, master_listen_fd=fd, **wait)
+            store = dist.TCPStore(env.addr, env.port, env.world, is_master, **options)
         ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)  # a restart under torchrun sees the old keys
         ranks.set_timeout(seconds)
         if env.world > 1:
-            ranks._heartbeat = Heartbeat(ranks._status, env, ranks.store, recipe.parallel.heartbeat_seconds)
+            ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds)
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
     except (dist.DistError, RuntimeError) as error:
@@ -262,11 +248,7 @@ def exit_now(code: int) -> None:
 
 
 def shard_size(wanted: int, env: DistEnv) -> int:
-    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest divisor up to a half.
-
-    Raises:
-        UserError: the wanted size does not divide the world.
-    """
+    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest divisor up to a half."""
     if wanted and env.world % wanted:
         raise UserError(f"parallel.shard_size = {wanted} does not divide the {env.world} ranks: write a size that does")
     if not wanted and env.nodes > 1 and env.world % env.local_world == 0:
@@ -275,21 +257,15 @@ def shard_size(wanted: int, env: DistEnv) -> int:
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:
-    """This rank's device: its own GPU where there are GPUs (or `cuda` is asked for), else the CPU.
-
-    Raises:
-        UserError: CUDA is asked for and is not there, or a host has more ranks than devices.
-    """
+    """This rank's device: its own GPU where there are GPUs, else the CPU; UserError where one is wanted and missing."""
     visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if not visible and wanted == "cuda":
         raise UserError('parallel.device = "cuda", but torch finds no CUDA device here; use "auto" or "cpu"')
     if not visible:
         return torch.device("cpu")
     if env.local_world > visible > 1:  # a single visible device may be this rank's own; if not, NCCL says so
-        raise UserError(
-            f"{env.local_world} ranks on this host and {visible} CUDA devices: start as many ranks as devices, "
-            'or set parallel.device = "cpu"'
-        )
+        here = f"{env.local_world} ranks on this host and {visible} CUDA devices"
+        raise UserError(f'{here}: start as many ranks as devices, or set parallel.device = "cpu"')
     device = torch.device("cuda", env.local_rank if visible > 1 else 0)
     torch.cuda.set_device(device)
     return device

@@ -40,6 +40,10 @@ VARIABLES = {
     },
 }  # fmt: skip
 """By launcher: the variables that hold each number, the first one that is set counts; what none holds is derived."""
+SIGNS = {
+    "windlass": {"WINDLASS_LAUNCHED"}, "environment": {"RANK", "WORLD_SIZE"},
+    "openmpi": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, "mpi": {"PMI_RANK", "PMI_SIZE", "PALS_RANKID"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,29 +70,18 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     """This process's numbers, from the variables (and, under PBS and MPI, from the host file that they name).
 
     Variables of the innermost launcher win: our own, torchrun (or RANK and WORLD_SIZE by hand), Open MPI, MPICH and its kin
-    (PMI, PALS), then srun. A process in a batch or interactive SLURM shell that srun did not start is no rank, and a
-    launcher's single task is a plain process.
-
-    Raises:
-        UserError: variables are missing, are no numbers, or contradict each other.
+    (PMI, PALS), then srun. A launcher's single task is a plain process. UserError where variables are missing or wrong.
     """
     # Whether srun started this process, as one of several tasks. The shell of a batch job also has SLURM_PROCID = 0 and the
     # job's SLURM_NTASKS, but no step; an interactive shell is a step of its own, with a number near 2**32, and of one task.
     step, tasks = environ.get("SLURM_STEP_ID", ""), _number(environ, "SLURM_STEP_NUM_TASKS SLURM_NTASKS", 1)
     in_slurm = "SLURM_PROCID" in environ and step.isdigit() and int(step) < INTERACTIVE_STEP and tasks > 1
+    launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), "slurm" if in_slurm else "none")
+    if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
+        launcher = "torchrun"
     if in_slurm and environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and "RANK" not in environ:
         launcher = "slurm"  # PMI is srun's own, and names no hosts
-    elif "WINDLASS_LAUNCHED" in environ:
-        launcher = "windlass"
-    elif "RANK" in environ or "WORLD_SIZE" in environ:
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
-    elif "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-        launcher = "openmpi"
-    elif any(name in environ for name in ("PMI_RANK", "PMI_SIZE", "PALS_RANKID")):
-        launcher = "mpi"
-    elif in_slurm:
-        launcher = "slurm"
-    else:
+    if launcher == "none":
         return DistEnv()
     env = _build(environ, launcher)
     if not (env.rank < env.world and env.local_rank < env.local_world <= env.world):
@@ -113,12 +106,10 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
         tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
         local_world = tasks[node] if node < len(tasks) and sum(tasks) == world else local_world
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
-    port = None  # has to be given
-    if names is not TORCH or world == 1:  # one that all ranks of the job derive alike
-        job = next((environ[name] for name in names.get("job", "").split() if environ.get(name)), "")
-        step = environ.get("SLURM_STEP_ID", "") if launcher == "slurm" else ""
-        port = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS
-    port = _number(environ, "MASTER_PORT", port)
+    job = next((environ[name] for name in names.get("job", "").split() if environ.get(name)), "")
+    step = environ.get("SLURM_STEP_ID", "") if launcher == "slurm" else ""
+    derived = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS  # the same on all ranks of the job
+    port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, number("attempt", 0))
 
 
@@ -132,10 +123,7 @@ def _first_host(environ: Mapping[str, str], nodes: int) -> str:
     first = re.match(r"\s*(?:[^,\s\[]|\[[^\]]*\])+", hosts)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0].strip()) if first else ""
     if not host or "[" in host:
-        raise UserError(
-            f"{nodes} hosts, and neither SLURM_JOB_NODELIST nor PBS_NODEFILE says which is the first; "
-            "set MASTER_ADDR to rank 0's host"
-        )
+        raise UserError(f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host")
     return host
 
 
@@ -144,13 +132,9 @@ def _number(environ: Mapping[str, str], names: str, default: int | None = None) 
     for name in names.split():
         if text := environ.get(name, "").strip():
             if not text.isdigit():
-                raise UserError(
-                    f"{name}={text!r} in the environment is no number; unset it or start the ranks with a launcher"
-                )
+                raise UserError(f"{name}={text!r} in the environment is no number: unset it, or start with a launcher")
             return int(text)
     if default is None:
-        raise UserError(
-            f"the environment describes only half a rank: {' or '.join(names.split())} is missing; "
-            "start all ranks with one launcher, or unset its other variables"
-        )
+        missing = f"in the environment {' or '.join(names.split())} is missing"
+        raise UserError(f"{missing}: start all ranks with one launcher, or unset its other variables")
     return default

@@ -4,8 +4,7 @@ A thread writes this rank's step and phase under the rank's own key of the store
 the others that of rank 0, and all look for the first failure that any rank reported. A rank whose count stands still for
 MISSED intervals (it was suspended, or its host is gone) is lost, and the run ends: within 30 s at the default interval.
 
-The store lives in rank 0. When that is suspended a call to the store never returns, in spite of its time limit; so each call
-runs in a helper thread, which is left to itself when it takes too long.
+When rank 0, which holds the store, is suspended, a call to it never returns, in spite of its time limit: see `within`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class Heartbeat:
         self.failure: Failure | None = None  # the first one that this rank has heard of
         self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # of each watched rank: the last new beat, and when
-        self._count = 0
-        self._over = threading.Event()
+        self._count, self._over = 0, threading.Event()
         self._beat()
 
     def start(self) -> None:
@@ -92,8 +90,8 @@ class Heartbeat:
                 self.failure = self.failure or _failure(beat, f"its store did not answer for {before - now:.0f} s")
             if self.failure and not self._over.wait(EXIT_SECONDS):
                 # The main thread did not end by itself: it waits in a collective.
-                sys.stderr.write(f"windlass: {self.status.failure(f'it ends, because the run lost {self.failure}')}\n")
-                sys.stderr.flush()
+                why = self.status.failure(f"it ends, because the run lost {self.failure}")
+                print(f"windlass: {why}", file=sys.stderr, flush=True)
                 self.status.write(self.failure)
                 os._exit(1)
 
@@ -127,7 +125,7 @@ def _failure(beat: dict[str, Any], why: str) -> Failure:
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """What `call` returns; None where it fails or takes longer, and then its thread is left to itself."""
+    """What `call` returns, from a thread of its own; None where it fails or takes longer: the thread is left to itself."""
     results: list[Result] = []
 
     def run() -> None:

@@ -4,10 +4,9 @@ After the backward pass of a step each parameter's gradient is the *sum over ran
 is its sum over unmasked labels divided by the *global* number of them: so it is the gradient of the mean over all tokens.
 DDP and FSDP2 average by themselves; here both are told to add.
 
-Master weights and reductions are float32 (float64 with `fp64`). bf16 and fp16 are autocast in every strategy, so that all
-choose the same precision for each operation. FSDP2 in addition gathers the parameters of the blocks in low precision, which
-changes nothing for a matrix; the gains and biases of the blocks' norms, which autocast leaves alone, are rounded too (by a
-relative 2^-9): the one difference between the strategies. Embedding, final norm and head are gathered in float32.
+Master weights and reductions are float32 (float64 with `fp64`); bf16 and fp16 are autocast in every strategy. FSDP2 also
+gathers the parameters of the blocks in low precision. That changes nothing for a matrix, but rounds the gains and biases of
+the blocks' norms (by a relative 2^-9): the one difference between the strategies.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     """Make `model` ready to train on `ranks` as `recipe.parallel` and `recipe.train` say.
 
     The model's parameters are on the meta device (they come out on the ranks' device, *uninitialised*: fill them in place
-    afterwards) or hold values (rank 0's reach every rank). `model.blocks()` lists
-    the units of sharding, checkpointing and compiling.
-
-    Returns the model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
+    afterwards) or hold values (rank 0's reach every rank). `model.blocks()` lists the units of sharding, checkpointing and
+    compiling. Returns the model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
     """
     settings, blocks = recipe.parallel, list(model.blocks())  # type: ignore[operator]
     checkpoint_activations(blocks, settings.activation_checkpointing)
@@ -101,6 +98,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
     in_root = MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if settings.offload else OffloadPolicy()
     gather_again = ranks.strategy != "shard_grad_op"
+    shard = functools.partial(fully_shard, mesh=ranks.mesh, offload_policy=offload)
 
     # A norm raises its gathered gain and bias to float32, as autocast does on CUDA but not on a CPU.
     def in_float32(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,10 +111,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
             vectors = [p.dim() <= 1 for p in module.parameters()]
             if "norm" in type(module).__name__.lower() and vectors and all(vectors):
                 module.forward = functools.partial(in_float32, module, module.forward)
-        fully_shard(
-            block, mesh=ranks.mesh, reshard_after_forward=gather_again, mp_policy=in_blocks, offload_policy=offload
-        )
-    fully_shard(model, mesh=ranks.mesh, reshard_after_forward=False, mp_policy=in_root, offload_policy=offload)
+        shard(block, reshard_after_forward=gather_again, mp_policy=in_blocks)
+    shard(model, reshard_after_forward=False, mp_policy=in_root)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -103,7 +103,7 @@ class Trainer:
                 if isinstance(error, RunFailed):  # decided by this rank itself: what is being written is good
                     self.saves.wait(FAILING_SAVE_SECONDS)
                 if not isinstance(error, Stopped | UserError):
-                    self.recorder.event("failed", reason=first_line(error), phase=self.ranks.phase)
+                    self.recorder.event("failed", reason=first_line(error), phase=self.ranks.status.phase)
             raise
 
     def begin(self) -> None:
