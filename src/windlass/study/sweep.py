@@ -314,7 +314,7 @@ def array_script(
     study: Study, scheduler: str, cells: Sequence[int], world: int, directory: Path, python: str,
     flags: Sequence[str] = (), arguments: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """The batch script for the cells with these numbers; a pure function of its arguments.
+    """The batch script for the cells with these numbers.
 
     A rank gets a core and, unless the recipe has `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
     (`--time=04:00:00`) and replace ours of the same name (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time

@@ -137,9 +137,6 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     return notes
 
 
-# --- the exporter ----------------------------------------------------------------------------------------------------
-
-
 def stream(line: Line) -> str:
     """The sequence of steps that a line belongs to, with one line a step: its kind, with the suite or the index."""
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
