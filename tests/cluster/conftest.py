@@ -1,7 +1,5 @@
 """The cluster, a tiny corpus, and what two local ranks make of it: the reference for every other launcher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank of a training whose rank 1 kills itself after step 8 of the first start: `python killed_once.py [KEY=VALUE...]`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Commands that train, started as a user starts them, and what two local ranks make of the same recipe."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

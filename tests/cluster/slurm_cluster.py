@@ -1,7 +1,5 @@
 """A real SLURM cluster of two nodes on this machine: munged, slurmctld and two slurmd, all below one temporary directory."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

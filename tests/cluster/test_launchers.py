@@ -1,7 +1,5 @@
 """Started by MPICH's mpiexec or by torchrun, two ranks do what `--world 2` does."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Under a real SLURM of two nodes: srun, a batch job that is told to stop and resumes, a sweep as an array job."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 import sys
@@ -18,8 +16,8 @@ from windlass.study.study import Study
 pytestmark = pytest.mark.dist
 
 SHOW = "from dataclasses import asdict; from windlass.parallel.env import detect_env; print(asdict(detect_env()))"
+# long enough to be stopped on the way, with no checkpoint of its own before the end
 LONG = DDP | {"train.steps": 400, "telemetry.every": 20, "checkpoint.every": 5000, "eval.every": 5000}
-"""Long enough to be stopped on the way, with no checkpoint on its own before the end."""
 
 
 def batch_script(path: Path, *lines: str, head: tuple[str, ...] = ()) -> Path:
@@ -41,9 +39,8 @@ def test_who_is_a_rank(cluster: Cluster, tmp_path):
     job = cluster.submit(batch_script(tmp_path / "job.sh", *lines))
     assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.logs()
     first, *lines = (tmp_path / f"job-{job}.out").read_text().splitlines()
-    shell, *ranks, alone = (
-        ast.literal_eval(line) for line in lines if line.startswith("{")
-    )  # srun may say that it waits
+    # srun may say that it waits
+    shell, *ranks, alone = (ast.literal_eval(line) for line in lines if line.startswith("{"))
     assert first == "0 of 2", "the batch shell has the variables of a rank"
     assert (shell["world"], shell["launcher"]) == (alone["world"], alone["launcher"]) == (1, "none")
     keys = ("rank", "world", "local_rank", "local_world", "node", "nodes", "launcher", "addr")
@@ -85,9 +82,7 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
 
 @pytest.mark.full
 def test_a_sweep_as_an_array_job(cluster: Cluster, settings, tmp_path):
-    flags = [
-        word for setting in [*settings(None), "parallel.device=cpu"] for word in ("--set", setting)
-    ]  # no GPUs here
+    flags = [word for setting in [*settings(None), "parallel.device=cpu"] for word in ("--set", setting)]
     sweep = [sys.executable, "-m", "windlass", "sweep", "quickstart", "run.seed=1,2", "--dir", str(tmp_path / "study")]
     done = cluster.call(*sweep, *flags, "--submit", "slurm", cwd=tmp_path)
     assert done.returncode == 0, done.stdout

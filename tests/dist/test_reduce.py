@@ -1,7 +1,5 @@
 """Sums, agreement and exchanges between ranks; the device, its settings, and the size of a sharding group."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -63,18 +61,6 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
     assert norm.item() == pytest.approx(exact.item(), rel=2e-7)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "shape"), [("single", None), ("ddp", None), ("full_shard", (1,)), ("hybrid_shard", (1, 1))]
-)
-def test_a_world_of_one(strategy: str, shape: tuple[int, ...] | None):
-    def one(join: Join) -> tuple[Any, ...]:
-        with join(recipe(parallel__strategy=strategy)) as ranks:
-            assert (ranks.rank, ranks.world, ranks.main, ranks.strategy) == (0, 1, True, strategy)
-            assert ranks.all_gather_object("x", 1) == [1]
-            ranks.set_timeout(1.0)
-            return torch.distributed.is_initialized(), ranks.mesh.shape if ranks.mesh else None
-
-    assert run_ranks(one, 1) == [(strategy != "single", shape)]
 
 
 def test_what_does_not_go_together_is_refused():
@@ -82,22 +68,17 @@ def test_what_does_not_go_together_is_refused():
         init_ranks(DistEnv(world=2, local_world=2), recipe(parallel__strategy="single"))
     with pytest.raises(UserError, match="parallel.shard_size = 3"):
         shard_size(3, DistEnv(world=4, local_world=4))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none_is_refused():
-    with pytest.raises(UserError, match="parallel.device"):
-        init_ranks(DistEnv(), recipe(parallel__device="cuda"))
-    assert choose_device("auto", DistEnv()) == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="parallel.device"):
+            init_ranks(DistEnv(), recipe(parallel__device="cuda"))
+        assert choose_device("auto", DistEnv()) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("wanted", "env", "size"),
     [
         *((0, DistEnv(world=w, local_world=w), size) for w, size in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3))),
-        (0, TWO_HOSTS, 4),
-        (8, TWO_HOSTS, 8),
-        (2, TWO_HOSTS, 2),
+        *((wanted, TWO_HOSTS, size) for wanted, size in ((0, 4), (8, 8), (2, 2))),
     ],
 )
 def test_size_of_a_sharding_group(wanted: int, env: DistEnv, size: int):

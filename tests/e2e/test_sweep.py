@@ -1,7 +1,5 @@
 """Sweeps of real trainings: killed and given again, one cell failing, diverging and pruned cells, strategies as an axis."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -81,17 +79,6 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_no_other(sweep, 
     good, bad = Study.open(tmp_path / "study").results()
     assert (good.state, bad.state) == ("finished", "failed")
     assert "bad input" in bad.reason and "bad input" in done.stdout
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_cells_are_stopped_when_they_diverge_and_when_they_are_pruned(sweep, tmp_path):
-    pytest.importorskip("optuna")
-    more = {"train__steps": 400, "eval__every": 4, "checkpoint__every": 0, "train__grad_clip": 0}
-    windlass(*sweep(["optim.lr=3e-3,1e3,1e-7"], "--stop-diverged", "--halving", **more))
-    first, *others = Study.open(tmp_path / "study").results()
-    assert first.state == "finished"
-    assert all(r.state in ("diverged", "pruned") and r.reason and r.step < 400 for r in others)
 
 
 @pytest.mark.full

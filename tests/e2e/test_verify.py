@@ -1,7 +1,5 @@
 """`windlass verify` proves what holds, and fails where it does not."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -65,12 +63,19 @@ def test_worlds_are_equal_with_dropout_on(tmp_path):
     assert [line["loss"] for line in one.lines("train")] != pytest.approx([x["loss"] for x in two.lines("train")])
 
 
-def test_a_resume_that_is_not_exact_fails_the_proof(tmp_path):
-    bench = Wrong(tmp_path, worlds=(1,))
-    bench.wrong = "from-7"
-    passed, measured = resume_exact(bench)
+@pytest.mark.parametrize(
+    ("proof", "wrong", "worlds"),
+    [
+        (resume_exact, "from-7", (1,)),
+        pytest.param(strategies_agree, "s-full_shard", (1, 2), marks=[pytest.mark.full, pytest.mark.dist]),
+    ],
+)
+def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
+    bench = Wrong(tmp_path, worlds=worlds)
+    bench.wrong = wrong
+    passed, measured = proof(bench)
     assert passed is False
-    assert "differ after: 7" in measured
+    assert wrong != "from-7" or "differ after: 7" in measured
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
@@ -109,23 +114,14 @@ def test_a_sample_that_is_read_twice_fails_the_proof(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.dist
-def test_a_strategy_that_is_wrong_fails_the_proof(tmp_path):
-    bench = Wrong(tmp_path, worlds=(1, 2))
-    bench.wrong = "s-full_shard"
-    assert strategies_agree(bench)[0] is False
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("pdrop", "passed"), [(0.0, True), (0.1, None)])
-def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path, pdrop, passed):
+def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     shape = GPT2Config(
-        vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2,
-        attn_pdrop=pdrop, embd_pdrop=pdrop, resid_pdrop=pdrop, bos_token_id=256, eos_token_id=256,
+        vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        bos_token_id=256, eos_token_id=256,
     )  # fmt: skip
     GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
@@ -136,10 +132,7 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path, pdrop, passed):
     (tmp_path / "own.toml").write_text(recipe.toml())
     (tmp_path / "bench").mkdir()
     bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
-    assert world_changes_nothing(bench)[0] is passed
-    if passed:
-        assert resume_exact(bench)[0]
-        assert export_equal(bench)[0]
+    assert all(proof(bench)[0] for proof in (world_changes_nothing, resume_exact, export_equal))
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """What `windlass sweep` shows: the table, its last frame, the end."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -56,11 +54,6 @@ def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
     assert steps[1] > steps[0]
     unknown = Recipe.load("c4-30m", ["model.vocab=0", "data.tokenizer=char"])
     assert Study.create(unknown, ["run.seed=1,2"], tmp_path / "unknown").results()[0].steps is None
-
-
-def test_seeds_that_have_not_finished_are_counted(study):
-    finish(study, 0, 2.5)
-    assert [(g.seeds, g.median) for g in study.groups()] == [("1 of 2 seeds", 2.5), ("0 of 2 seeds", None)]
 
 
 def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, capsys):

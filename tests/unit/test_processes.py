@@ -1,35 +1,24 @@
 """What every process of a launch does: reuse its memory, end with its parent, and leave its status readable."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from helpers import gone, wait_for
-from windlass.processes import RankStatus, read
 
 STEPS = """
 import resource, sys
 import numpy as np
 from windlass.processes import keep_freed_memory
-
-if sys.argv[1] == "reused":
-    assert keep_freed_memory()
-
-def step():
+assert sys.argv[1] == "returned" or keep_freed_memory()
+for step in range(13):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [np.ones(2**18) for _ in range(40)]  # 40 blocks of 2 MB, as activations come
     while tensors:
         tensors.pop()  # and go, the last first
-
-for _ in range(3):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    step()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 """
 PARENT = """
@@ -58,12 +47,3 @@ def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> 
         assert not gone(child)
         parent.kill()
     wait_for(lambda: gone(child))
-
-
-def test_a_status_is_read_whole_whatever_was_there_before(tmp_path: Path) -> None:
-    assert read(tmp_path, "status", 0) == {}
-    status = RankStatus(0, str(tmp_path))
-    status.mark(123456, "a long phase " * 20)
-    status.mark(7, "backward")
-    assert read(tmp_path, "status", 0) == status.fields()
-    assert (status.step, status.phase) == (7, "backward")

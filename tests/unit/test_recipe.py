@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 import tomllib
 from fractions import Fraction
 
@@ -24,12 +20,6 @@ def test_every_preset_loads_and_survives_its_own_toml(name):
     recipe = Recipe.load(name)
     assert recipe.preset == name
     assert Recipe.model_validate(tomllib.loads(recipe.toml())) == recipe
-
-
-def test_every_preset_says_what_it_is_in_its_first_sentence():
-    sentences = dict(line.split(maxsplit=1) for line in windlass("recipe", "--list").stdout.splitlines())
-    assert sorted(sentences) == sorted(presets())
-    assert all(30 < len(sentence) < 130 and sentence.endswith(".") for sentence in sentences.values()), sentences
 
 
 def test_every_setting_is_documented():
@@ -56,24 +46,11 @@ def test_all_problems_are_reported_together_with_the_nearest_key():
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("optim.learning_rate=1", ("optim.learning_rate", "kind, lr, betas")),
-        ("zzz=1", ("zzz", "run, model, data")),
-        ("train.steps=abc", ("train.steps", "4576", "1 epoch", "compute-optimal")),
-        ('eval.suites=["loss", "trivia"]', ("eval.suites", "hellaswag", "trivia")),
-        ("optim.betas=[0.9, 1.0]", ("optim.betas", "less than 1")),
-    ],
-)
-def test_a_problem_names_what_there_is(override, words):
-    with pytest.raises(RecipeError) as caught:
-        Recipe.load("quickstart", [override])
-    assert all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
+        (["zzz=1"], "zzz", "run, model, data"),
+        (["train.steps=abc"], "train.steps", "compute-optimal"),
+        (['eval.suites=["loss", "trivia"]'], "eval.suites", "hellaswag"),
         (["model.width=100", "model.heads=3"], "model.heads", "nearest that does is"),
         (["model.heads=4", "model.kv_heads=3"], "model.kv_heads", "do not divide"),
         (["train.global_batch=10", "train.micro_batch=4"], "train.micro_batch", "nearest that does is 5"),
@@ -174,36 +151,7 @@ def test_durations_in_steps_fractions_and_never():
     assert epochs_in("2.5 epochs") == Fraction(5, 2)
 
 
-def test_the_schema_is_json_schema_with_the_documentation():
-    schema = Recipe.model_json_schema()
-    assert json.loads(json.dumps(schema)) == schema
-    assert "Peak learning rate" in json.dumps(schema)
-
-
-def test_help_and_recipe_import_no_torch():
-    code = (
-        "import sys\nfrom windlass.cli import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'plotly', 'mlflow', 'wandb'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    for arguments in (["--help"], ["recipe", "quickstart"], ["recipe", "--list"]):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("arguments", ["recipe nope", "recipe quickstart optim.lr=-1", "recipe", "nope", "recipe --nope",
-                                       "recipe quickstart x", "recipe --explain optim.lrr"])  # fmt: skip
-def test_bad_input_is_one_message_and_exit_2(arguments):
-    done = windlass(*arguments.split(), code=2)
-    assert done.stderr.strip() and "Traceback" not in done.stderr
-
-
 def test_the_version_and_what_a_setting_means():
     assert windlass("--version").stdout.split()[0] == "windlass"
     assert windlass("recipe", "--explain", "optim.lr").stdout.startswith("optim.lr = 0.001\nPeak learning rate")
-
-
-def test_the_best_is_by_a_measure_that_is_measured():
-    assert Recipe.load("quickstart", [SUITES, "checkpoint.best=squad.f1"]).checkpoint.best == "squad.f1"
-    assert Recipe.load("quickstart", ['eval.suites=["squad"]']).checkpoint.best == "loss"  # then none is the best
+    assert "Peak learning rate" in json.dumps(json.loads(windlass("recipe", "--schema").stdout))

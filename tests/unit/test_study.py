@@ -1,7 +1,5 @@
 """A study's directory: what is written down is what counts."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -44,18 +42,12 @@ def test_given_again_with_another_setting_it_is_refused_with_the_key(study, sett
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "words"),
-    [
-        ("recipe.toml", "layers = 4", "layers = 3", ["recipe.toml", "--dir"]),
-        ("study.json", '"key"', '"other"', ["study.json"]),
-    ],
+    ("name", "before", "after"), [("recipe.toml", "layers = 4", "layers = 3"), ("study.json", '"key"', '"other"')]
 )
-def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after, words):
-    text = (study.path / name).read_text()
-    (study.path / name).write_text(text.replace(before, after))
-    with pytest.raises(UserError) as error:
+def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after):
+    (study.path / name).write_text((study.path / name).read_text().replace(before, after))
+    with pytest.raises(UserError, match=name):
         Study.open(study.path)
-    assert all(word in str(error.value) for word in words)
 
 
 def fail(path, number):

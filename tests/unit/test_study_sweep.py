@@ -1,17 +1,13 @@
 """A sweep's queue with a stand-in for the training: a process that writes a ledger, takes signals and ends as planned."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from helpers import write_ledger
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.recipe import Recipe
 from windlass.study.study import Study
@@ -63,7 +59,6 @@ TRAINING = textwrap.dedent(
             print("windlass: no luck")
             sys.exit(1)
         time.sleep(plan["pause"])
-    time.sleep(plan.get("saving", 0))
     write("event", step, event="finished")
     """
 )
@@ -154,12 +149,6 @@ def test_a_diverged_cell_is_stopped_only_when_asked(play):
     assert study.run_of(study.cells[0]).state == "preempted"
 
 
-def test_a_cell_through_all_its_steps_is_left_to_save(play):
-    code, study, _ = play([{"losses": [4.0, 9.0], "steps": 2, "saving": 0.5}], stop_diverged=True)
-    assert (code, states(study)) == (DONE, ["finished"])
-    assert study.statuses() == {}
-
-
 def test_halving_leaves_the_worse_half_behind(play):
     """One after the other: the first is alone at each rung, the better one passes it, the worst does not get far."""
     pytest.importorskip("optuna")
@@ -184,17 +173,6 @@ def test_halving_after_a_kill_decides_as_before(play):
     assert study.run_of(last).metrics_path.read_bytes() == before
 
 
-def test_past_evaluations_count_in_the_order_in_which_they_came(tmp_path):
-    """The worse cell came first, and was alone: in the order of the grid it would be left behind."""
-    pytest.importorskip("optuna")
-    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
-    for cell, loss, second in zip(study.cells, (1.0, 3.0), (30, 10), strict=True):
-        line = {"kind": "eval", "step": 1, "suite": "loss", "loss": loss, "time": f"2026-03-01T09:00:{second}.000Z"}
-        write_ledger(study.run_of(cell), line)
-    halving = Halving(study)
-    assert [halving.prune(result) for result in study.results()] == ["", ""]
-
-
 def test_workers_and_ranks_share_the_cores(play):
     """Every rank of every cell has the same threads, so that their speeds can be compared."""
     code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4, workers=2)
@@ -215,26 +193,3 @@ def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, w
     assert states(study) == ["finished"] * 4
     assert {about(study, n)["devices"] for n in range(4)} == given
     assert len(messages) == (workers > 2) and all("2 cells side by side, not 4" in line for line in messages)
-
-
-HOLD = "import sys, pathlib\nfrom windlass.training.start import acquire_run_lock\nf = acquire_run_lock(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()"
-
-
-def test_a_cell_that_another_process_trains_is_resumed_when_that_one_is_killed(play, tmp_path):
-    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
-    run = study.run_of(study.cells[0])
-    write_ledger(run, {"kind": "event", "event": "started"})
-    command = [sys.executable, "-c", HOLD, str(run.path)]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout.readline() == b"held\n"
-    looks = []
-
-    def kill_later(there):
-        looks.append(states(there))
-        if looks[-1] == ["running", "finished"] and other.poll() is None:
-            other.kill()
-            other.communicate()
-
-    code, study, _ = play([{}, {}], show=kill_later)
-    assert (code, states(study)) == (DONE, ["finished"] * 2)
-    assert ["running", "finished"] in looks

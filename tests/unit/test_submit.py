@@ -1,7 +1,5 @@
 """The batch scripts of a study, and what is not submitted."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -6,7 +6,7 @@ import select
 
 import pytest
 
-from windlass.telemetry.console import Console, duration, short
+from windlass.telemetry.console import Console
 
 STEP = "step 100/200 | loss 2.5123 | lr 3.00e-04 | norm 0.91 | 15.2k tok/s | mfu 41.2% | mem 1.23 GB | eta 10s"
 
@@ -107,10 +107,3 @@ def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_befor
         console.step({"step": step, "loss": 1.0, "step_ms": 100.0})
     left = [line.rpartition("eta ")[2] for line in out.getvalue().splitlines()[1:]]
     assert left == ["1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s"]  # 950 steps of 0.1 s, and 4 s in each 40
-
-
-def test_numbers_and_times_for_people():
-    numbers = {0: "0", 999: "999", 1000: "1.00k", 15_234: "15.2k", 999_700: "1.00M", 3_412_000: "3.41M", 1e10: "10.0B"}
-    assert {number: short(number) for number in numbers} == numbers
-    times = {41.6: "42s", 185: "3m 05s", 3599: "59m 59s", 7800: "2h 10m", 356400: "4d 03h"}
-    assert {seconds: duration(seconds) for seconds in times} == times

@@ -90,9 +90,6 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
     assert devices.CudaProbe(0).read() == allocator
 
 
-# -- the summary ----------------------------------------------------------------------------------------------------
-
-
 def a_run(path, *attempts):
     """Attempts of (world, {rank: [(phase, fields)]})."""
     (path / "devices").mkdir(parents=True)
@@ -118,16 +115,10 @@ def test_means_over_training_and_peaks_over_all_ranks(tmp_path):
         "avg_mem_alloc_mb": pytest.approx((100 + 110 + 200) / 3, abs=1e-3),
         "avg_mem_reserved_mb": pytest.approx(2 * (100 + 110 + 200) / 3, abs=1e-3), "peak_mem_mb": 950,
     }  # fmt: skip
-
-
-def test_a_cpu_has_resident_memory_and_its_own_names(tmp_path):
     samples = [("train", {"util_pct": 90.0, "rss_mb": 300.0}), ("eval", {"util_pct": 0.0, "rss_mb": 500.0})]
     means = {"avg_cpu_util_pct": 90, "std_cpu_util_pct": 0, "avg_rss_mb": 300, "peak_mem_mb": 500}
-    assert summarise_devices(a_run(tmp_path / "run", (1, {0: samples}))) == means
-
-
-def test_starts_with_another_world_do_not_count(tmp_path):
+    assert summarise_devices(a_run(tmp_path / "cpu", (1, {0: samples}))) == means
+    # starts with another world do not count
     wide = {rank: [gpu("train", 10, 10, 10)] for rank in range(4)}
-    means = summarise_devices(a_run(tmp_path / "run", (4, wide), (1, {0: [gpu("train", 90, 90, 90)]})))
+    means = summarise_devices(a_run(tmp_path / "wide", (4, wide), (1, {0: [gpu("train", 90, 90, 90)]})))
     assert means["avg_gpu_util_pct"] == 90 == means["peak_mem_mb"]
-    assert summarise_devices(a_run(tmp_path / "empty", (1, {}))) == {}

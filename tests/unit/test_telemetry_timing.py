@@ -13,9 +13,6 @@ class FakeDevice:
 
     queued_ms, done_ms, waits = 0.0, 0.0, 0
 
-    def timer(self):
-        return StepTimer("cuda", new_event=lambda: FakeEvent(self))
-
     def step(self, timer, forward, backward, micro=1):
         for phase, ms in [("forward", forward), ("backward", backward)] * micro + [("optimizer", 1)]:
             with timer.phase(phase):
@@ -40,7 +37,7 @@ class FakeEvent:
 
 def test_phases_of_the_devices_own_time_a_step_each():
     device = FakeDevice()
-    timer = device.timer()
+    timer = StepTimer("cuda", new_event=lambda: FakeEvent(device))
     for _ in range(4):
         device.step(timer, 3, 5, micro=2)
         device.queued_ms += 2  # between the phases
@@ -48,16 +45,12 @@ def test_phases_of_the_devices_own_time_a_step_each():
     device.step(timer, 30, 50)
     assert timer.read() == {"step_ms": 81, "forward_ms": 30, "backward_ms": 50, "optimizer_ms": 1}
     assert timer.read() == {}
-
-
-def test_nothing_waits_for_the_device_between_two_logs_and_an_evaluation_is_outside_of_the_steps():
-    device = FakeDevice()
-    timer = device.timer()
+    device.waits = 0
     for _ in range(300):
         device.step(timer, 1, 1)
-    with timer.phase("outside"):
+    with timer.phase("outside"):  # an evaluation
         device.queued_ms += 1000
-    assert device.waits == 0
+    assert device.waits == 0, "nothing waits for the device between two logs"
     assert timer.read()["step_ms"] == 3 and device.waits == 1
 
 
@@ -95,9 +88,6 @@ def test_the_parts_of_the_goodput_sum_to_the_whole():
     assert Goodput().seconds()["startup"] == pytest.approx(age, abs=0.5), "since the process was started"
 
 
-# -- from the ledger ----------------------------------------------------------------------------------------------------
-
-
 def line(attempt, step, event=None, world=None, **seconds):
     fields = {"kind": "event" if event else "train", "step": step, "attempt": attempt, "seconds": seconds}
     return fields | ({"event": event} if event else {}) | ({"world": world} if world else {})
@@ -113,16 +103,13 @@ KILLED = [
 ]
 
 
-def test_a_resumed_run_by_hand():
+def test_a_resumed_and_a_rewound_run_by_hand():
     """Device hours count each start with its own ranks."""
     parts = {"startup": 7.0, "train": 15.5, "save": 1.0, "lost": 5.0}
     wall = wall_time(KILLED)
     assert {name: seconds for name, seconds in wall.items() if seconds} == parts | {"total": 28.5}
     assert device_hours(KILLED) == pytest.approx((15.5 * 2 + 13.0 * 4) / 3600)
-
-
-def test_a_rewind_continues_in_the_same_process():
-    lines = [
+    lines = [  # a rewind continues in the same process
         line(0, 0, "started", world=2, startup=4.0),
         line(0, 10, "checkpoint", startup=4.0, train=5.0, save=1.0),
         line(0, 20, startup=4.0, train=10.0, save=1.0),
