@@ -38,14 +38,10 @@ def windlass(
     return done
 
 
-def start(
-    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start `windlass ARGUMENTS` in the background; stdout and stderr come through one pipe."""
-    return subprocess.Popen(
-        command(*arguments), cwd=cwd, env={**os.environ, **(env or {})}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def start(*words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start `windlass WORDS` in the background; stdout and stderr come through one pipe."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command(*words), cwd=cwd, env={**os.environ, **(env or {})}, **pipes)
 
 
 def command(*arguments: str | Path) -> list[str]:

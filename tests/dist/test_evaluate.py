@@ -89,17 +89,17 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
         "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items")},
         "squad": squad[1],
         "lone": lone or None,
-        # Fewer items than ranks, and an odd number of them.
-        "few": [
-            (
-                log_likelihoods(model, [Continuation([1], [2, i]) for i in range(n)], ranks)[0].tokens,  # type: ignore[index]
-                likelihood.evaluate_hellaswag(model, ITEMS[:n], likelihood.continuations(ITEMS[:n], TOKENIZER), ranks)["acc"],  # type: ignore[index]
-                evaluate_squad(model, TOKENIZER, QUESTIONS[:n], ranks, max_tokens=8)[1],
-            )  # type: ignore[index]
-            for n in (1, 3)
-        ],
+        "few": [few(model, ranks, count) for count in (1, 3)],
         "written": generate_until(model, TOKENIZER, ranks, REQUESTS),
     }
+
+
+def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
+    """Fewer items than ranks, and an odd number of them."""
+    scored, items = log_likelihoods(model, [Continuation([1], [2, i]) for i in range(count)], ranks), ITEMS[:count]
+    chosen = likelihood.evaluate_hellaswag(model, items, likelihood.continuations(items, TOKENIZER), ranks)
+    assert scored is not None and chosen is not None
+    return scored[0].tokens, chosen["acc"], evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)[1]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("world", [2, 4])

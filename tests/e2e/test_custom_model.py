@@ -10,7 +10,6 @@ import torch
 from small_runs import refused
 
 from windlass import Recipe, train
-from windlass.cli import main
 from windlass.errors import Stopped, UserError
 from windlass.run import Run
 
@@ -44,13 +43,15 @@ def test_a_model_and_samples_of_ones_own(tmp_path, page):
     assert all("mfu" not in line for line in lines), "its FLOPs are not known"
 
 
-def test_an_embedding_with_fewer_rows_than_tokens(tmp_path, page):
+def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
     model = page["MyModel"]()
     table = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
     assert not hasattr(model, "vocab")
     table.weight, table.num_embeddings = torch.nn.Parameter(table.weight[:3].detach().clone()), 3
     with refused(UserError, "3 token embeddings", "vocab"):
         train(recipe(tmp_path / "run"), model, page["data"])
+    with refused(UserError, "is for a recipe's own model"):
+        train(recipe(tmp_path / "run", 'train.steps="compute-optimal"'), model, page["data"])
 
 
 def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
@@ -69,17 +70,3 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
 def test_samples_of_ones_own_for_the_recipes_model(tmp_path, page):
     run = train(recipe(tmp_path / "run", "model.vocab=0", "model.layers=1", "model.width=16"), data=page["data"])
     assert run.state == "finished"
-
-
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, page):
-    with refused(UserError, "is for a recipe's own model"):
-        train(recipe(tmp_path / "run", 'train.steps="compute-optimal"'), page["MyModel"](), page["data"])
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_world_inside_another_launchers_is_refused(tmp_path, monkeypatch, capsys):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as end:
-        main(["train", "quickstart", f"run.dir='{tmp_path / 'run'}'", "--world", "2"])
-    assert end.value.code == 2 and "leave --world out" in capsys.readouterr().err

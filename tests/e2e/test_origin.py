@@ -18,7 +18,7 @@ from windlass.errors import Stopped, UserError
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.evaluation.suites import evaluate
-from windlass.interop.export import card, export
+from windlass.interop.export import export
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -45,6 +45,11 @@ def recipe(base: Path, name: str, **model: Any) -> Recipe:
 
 def sources(base: Path, *overrides: str) -> Source:
     return find_source(str(base), list(overrides))
+
+
+def change(base: Path, **fields: Any) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | fields))
 
 
 def losses(run: Path) -> list[float]:
@@ -89,7 +94,6 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(lora, base):
 
 
 CODE = """
-{imports}
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -100,43 +104,23 @@ class OddConfig(LlamaConfig):
 class OddForCausalLM(LlamaForCausalLM):
     config_class = OddConfig
 
-    def __init__(self, config):
-        super().__init__(config)
-        {body}
-
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
         output.logits = output.logits * 2
         return output
 """
-
-
 REMOTE = "model.trust_remote_code=true"
 
 
-@pytest.fixture
-def with_code(base, monkeypatch):
-    """Makes `base` a model known to nobody but the code beside it: Llama with doubled logits."""
+def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported(base, monkeypatch):
     import transformers.dynamic_module_utils as dynamic
-
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(base.parent / "modules"))
-
-    def make(imports: str = "", body: str = "pass") -> Path:
-        config = json.loads((base / "config.json").read_text())
-        auto = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
-        config |= {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": auto}
-        (base / "config.json").write_text(json.dumps(config))
-        (base / "odd.py").write_text(CODE.format(imports=imports, body=body))
-        return base
-
-    return make
-
-
-def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported(base, with_code):
     from transformers import AutoModelForCausalLM
 
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(base.parent / "modules"))
     plain = AutoModelForCausalLM.from_pretrained(base).eval()
-    with_code()
+    auto = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    change(base, model_type="odd", architectures=["OddForCausalLM"], auto_map=auto)
+    (base / "odd.py").write_text(CODE)
     with refused(UserError, REMOTE):
         sources(base)
     model, tokens = open_model(sources(base, REMOTE), alone("cpu")), torch.tensor([[1, 2, 3]])
@@ -152,40 +136,16 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
         assert (exported(tokens).logits - ours).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"imports": "import no_such_package"}, "no_such_package"), ({"body": "config.no_such_thing"}, "AttributeError")],
-)
-def test_code_that_fails_is_one_sentence_that_names_the_error(base, with_code, changes, named):
-    with refused(UserError, named):
-        sources(with_code(**changes), REMOTE)
-
-
 def test_quantised_weights_are_refused_by_name(base):
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (base / "config.json").write_text(json.dumps(config))
+    change(base, quantization_config={"quant_method": "gptq", "bits": 4})
     with refused(UserError, "quantised"):
         sources(base)
-
-
-def test_items_are_read_again_where_their_tokenizer_is_gone(base, monkeypatch):
-    from windlass.data.prepare import open_data
-
-    monkeypatch.chdir(base.parent)
-    talk = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]}
-    Path("talks.jsonl").write_text((json.dumps(talk) + "\n") * 8)
-    settings = recipe(base, "run").with_overrides("data.format=chat", "data.source=talks.jsonl", "data.dir=")
-    first = open_data(settings)
-    shutil.rmtree(base)
-    again = open_data(settings)
-    assert again.fingerprint == first.fingerprint and again.tokenizer.fingerprint == first.tokenizer.fingerprint
 
 
 def test_a_directory_of_older_tokenizer_files_is_read(tmp_path):
     from transformers import AutoTokenizer
 
-    from windlass.data.vocabulary import named_tokenizer, tokenizer_files
+    from windlass.data.vocabulary import named_tokenizer
 
     hf_fixtures.save("gpt2", tmp_path)
     inner = json.loads((hf_fixtures.save_tokenizer([TEXT], tmp_path) / "tokenizer.json").read_text())["model"]
@@ -198,20 +158,6 @@ def test_a_directory_of_older_tokenizer_files_is_read(tmp_path):
     ours = named_tokenizer(f"hf:{tmp_path}")
     expected = AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"]
     assert ours.encode(TEXT).tolist() == whole.encode(TEXT).tolist() == expected and ours.eot == whole.eot == 0
-    assert {Path(p).name for p in tokenizer_files(f"hf:{tmp_path}")} == {"vocab.json", "merges.txt"}
-    (tmp_path / "vocab.json").write_text("broken")
-    with refused(UserError, "tokenizer.json"):
-        named_tokenizer(f"hf:{tmp_path}")
-
-
-def test_the_card_names_a_base_of_the_hub_and_its_commit(base):
-    settings, commit = recipe(base, "run").with_overrides("model.name=some/model"), "0123456789abcdef" * 2 + "01234567"
-    (settings.run_dir / "origin").mkdir(parents=True)
-    origin = {"name": "some/model", "revision": "", "commit": commit}
-    (settings.run_dir / "origin" / "origin.json").write_text(json.dumps(origin))
-    text = card(Source("run", settings, None, None, None, 7, Run(settings.run_dir)))
-    assert text.startswith("---\nlibrary_name: transformers\nbase_model: some/model\ntags:")
-    assert f"[some/model](https://huggingface.co/some/model), commit `{commit}`" in text
 
 
 def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(base):
@@ -227,8 +173,7 @@ def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(bas
     for model in (first, again):
         initialise(model, 1)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    change(base, rms_norm_eps=0.5)
     with refused(UserError, "configuration"):
         initialise(again, 1)
     other = settings.with_overrides("model.revision=v2")

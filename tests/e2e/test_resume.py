@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 
@@ -33,10 +32,8 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(corpus, tmp_path, strategy, 
     assert Run(broken).state in ("failed", "running")
     assert start(world, settings(corpus, broken, strategy, micro)) == 0
     resumed = [e for e in Run(broken).events if e["event"] == "resumed"]
-    assert [e["attempt"] for e in resumed] == [1]
-    assert 3 <= resumed[0]["step"] <= 6
-    assert curve(broken) == curve(whole)
-    assert len(curve(whole)) == 12
+    assert [e["attempt"] for e in resumed] == [1] and 3 <= resumed[0]["step"] <= 6
+    assert curve(broken) == curve(whole) and len(curve(whole)) == 12
     assert evaluations(broken) == evaluations(whole)
     assert Run(broken).state == Run(whole).state == "finished"
 
@@ -54,9 +51,8 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one_and_by_four(corpus, tmp_pat
     moved, whole = curve(run), curve(reference)
     assert [(s, tokens, samples) for s, *_, tokens, samples, _ in moved] == [(s, t, n) for s, *_, t, n, _ in whole]
     for mine, theirs in zip(moved, whole, strict=True):
-        assert mine[1] == pytest.approx(theirs[1], rel=2e-6)
+        assert mine[1] == pytest.approx(theirs[1], rel=2e-6) and mine[3] == theirs[3]
         assert mine[2] == pytest.approx(theirs[2], rel=2e-5)
-        assert mine[3] == theirs[3]
 
 
 @pytest.mark.parametrize(("dropout", "notes"), [(0.2, 1), (0.0, 0)])
@@ -68,23 +64,15 @@ def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(corpus, tmp
     assert len(lines) == notes and all("train.micro_batch" in line and "8" in line and "4" in line for line in lines)
 
 
-def test_stop_and_resume_in_one_process(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run")
-    assert stopped(recipe, 5).state == "preempted"
-    run = train(recipe)
-    assert run.state == "finished" and [line["step"] for line in run.lines("train")] == list(range(1, 13))
-    before = run.metrics_path.read_bytes()
-    assert train(recipe).state == "finished"
-    assert run.metrics_path.read_bytes() == before, "a finished run is left alone"
-
-
 def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
     train(recipe)
     for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "--extend-to")):
         with refused(UserError, words, "--fresh"):
             train(recipe.with_overrides(change))
-    assert train(recipe.with_overrides("telemetry.every=2")).state == "finished"
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    run = train(recipe.with_overrides("telemetry.every=2"))
+    assert run.state == "finished" and run.metrics_path.read_bytes() == before, "a finished run is left alone"
     train(recipe.with_overrides("optim.lr=0.5"), fresh=True)
     assert (tmp_path / "run.old-1" / "metrics.jsonl").is_file()
 
@@ -119,8 +107,6 @@ def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):
 def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"train.steps": 6}))
     path = origin.checkpoints_dir / "step-00000003"
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["meta"]["optimizer"] == "adamw" and manifest["meta"]["micro_batch"] == 8
     resume = {"checkpoint.resume": f"'{path}'"}
     with refused(UserError, "checkpoint.resume", "optim.lr: 0.003 -> 0.5", "--branch-from"):
         train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, refused, settings, stopped, trainers, untouched
+from small_runs import corpus, curve, evaluations, recipe_of, refused, settings, start, stopped, trainers, untouched
 
 from helpers import best_step
 from windlass import train
@@ -22,11 +22,9 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Saver
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
-from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import trainer
-from windlass.training.stop import StopSignals
 
 __all__ = ["corpus", "trainers"]
 
@@ -76,9 +74,8 @@ def files(run: Run) -> dict[Path, bytes]:
     ("phase", "world", "alone"),
     [
         ("start", 1, None), ("start", 2, None), ("read@3", 2, None), ("start", 2, 1), ("read@3", 2, 0),
-        ("evaluation", 1, None), pytest.param("evaluation", 2, None, marks=full),
-        pytest.param("read@3", 1, None, marks=full), pytest.param("choose", 1, None, marks=full),
-        pytest.param("choose", 2, None, marks=full),
+        ("evaluation", 1, None), pytest.param("evaluation", 2, None, marks=full), pytest.param("read@3", 1, None, marks=full),
+        pytest.param("choose", 1, None, marks=full), pytest.param("choose", 2, None, marks=full),
     ],
 )  # fmt: skip
 def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(corpus, tmp_path, phase, world, alone):
@@ -167,16 +164,6 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
     assert train(recipe).state == "finished"
 
 
-def test_a_signal_in_training_is_a_flag_and_the_old_handlers_come_back():
-    before = signal.getsignal(signal.SIGUSR2)
-    with StopSignals() as stop:
-        stop.training = True
-        assert not stop.requested and stop.seconds_since() == 0.0
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert stop.requested and stop.name == "SIGUSR2"
-    assert signal.getsignal(signal.SIGUSR2) == before
-
-
 @pytest.mark.parametrize("at", [4, 12])
 @pytest.mark.parametrize("what", ["evaluation", "sample"])
 def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, what):
@@ -208,23 +195,17 @@ def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, c
     overrides = [*settings(corpus, tmp_path / "run", "ddp"), f"data.dir='{tmp_path / 'data'}'", "data.val_fraction=0.4"]
     assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
     for name in ("run", "whole"):
-        assert (
-            launch(
-                [sys.executable, "-m", "windlass", "train", "quickstart", *overrides, f"run.dir='{tmp_path / name}'"], 2
-            )
-            == 0
-        )
+        assert start(2, [*overrides, f"run.dir='{tmp_path / name}'"]) == 0
     as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
 
 
 def as_if_untouched(run: Run, whole: Run) -> None:
     assert run.state == "finished"
     assert curve(run) == curve(whole) and evaluations(run.path) == evaluations(whole.path)
-    texts = [[(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole)]
-    assert texts[0] == texts[1]
+    (texts, expected) = ([(x["step"], x["text"]) for x in one.lines("sample")] for one in (run, whole))
+    assert texts == expected and best_step(run) == best_step(whole)
     for key in ("final_loss", "final_eval_loss", "best_eval_loss", "best_step"):
         assert run.summary.get(key) == whole.summary.get(key), key
-    assert best_step(run) == best_step(whole)
     assert open_checkpoint(run.checkpoints_dir / "step-00000012").meta["reason"] == "final"
 
 
@@ -250,23 +231,3 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
     run = Run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]
     assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
-
-
-def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
-    """The save of the last step fails, which is reported before the run ends: it is tried once more."""
-    original, waited = commit.shutil.disk_usage, []
-    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: original(path) if waited else SimpleNamespace(free=0))
-    evaluate = trainer.Trainer.evaluate
-
-    def evaluate_and_wait(self: trainer.Trainer) -> bool:
-        whole = evaluate(self)
-        if self.state.step == 3:
-            waited.append(self.saves.wait())
-        return whole
-
-    monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
-    run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
-    assert waited == [False]
-    saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]
-    assert saves == [("save_failed", 3), ("checkpoint", 3)]
-    assert run.state == "finished" and open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3

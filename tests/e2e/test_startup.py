@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import corpus, recipe_of, refused, settings, stopped
+from small_runs import corpus, recipe_of, refused
 from torch import nn
 
 from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed
-from windlass.launch.local import launch
 from windlass.parallel import collectives
 from windlass.run import Run
 from windlass.training import setup
@@ -47,14 +45,13 @@ def untied(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("broken", ["master weights", "ties", "norm"])
 def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monkeypatch, broken):
     parallelize, norm = setup.parallelize, collectives.global_grad_norm
-    if broken == "master weights":
-        monkeypatch.setattr(setup, "parallelize", lambda model, *a: parallelize(model, *a).bfloat16())
-    elif broken == "ties":
-        monkeypatch.setattr(setup, "parallelize", lambda model, *a: untied(parallelize(model, *a)))
-    else:
-        monkeypatch.setattr(collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001)
-    word = {"master weights": "torch.float32", "ties": "embedding.weight and head.weight", "norm": "gradient norm"}
-    with refused(RunFailed, word[broken], "train.startup_checks"):
+    owner, name, wrong, word = {
+        "master weights": (setup, "parallelize", lambda *a: parallelize(*a).bfloat16(), "torch.float32"),
+        "ties": (setup, "parallelize", lambda *a: untied(parallelize(*a)), "embedding.weight and head.weight"),
+        "norm": (collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001, "gradient norm"),
+    }[broken]
+    monkeypatch.setattr(owner, name, wrong)
+    with refused(RunFailed, word, "train.startup_checks"):
         train(recipe_of(corpus, tmp_path / "run"), Tied())
     run = Run(tmp_path / "run")
     assert run.state == "failed" and not run.lines("train") and not list(run.checkpoints_dir.glob("step-*"))
@@ -72,16 +69,3 @@ def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not
     assert output.count("the run needs") == 1 and f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in output
     assert output.index("the run needs") < output.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
-
-
-@pytest.mark.dist
-def test_a_users_mistake_that_only_the_ranks_see_is_exit_2_on_two_ranks(corpus, tmp_path, capfd):
-    """All its checkpoints are damaged, which rank 0 tells inside the group: no traceback, and not the exit code of a failure."""
-    overrides = settings(corpus, tmp_path / "run", "ddp")
-    run = stopped(recipe_of(corpus, tmp_path / "run", **{"parallel.strategy": "ddp"}), 3)
-    file = run.checkpoints_dir / "step-00000003" / "rank-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert launch([sys.executable, "-m", "windlass", "train", "quickstart", *overrides], 2) == 2
-    output = capfd.readouterr().err
-    assert "step 3" in output and "--fresh" in output
-    assert "Traceback" not in output

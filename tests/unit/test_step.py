@@ -50,22 +50,14 @@ def make(deferred: bool = False, dropout: float = 0.0, **settings):
     return model, bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu"), "single"), deferred)
 
 
-def test_loss_and_gradient_are_those_of_the_mean_over_tokens():
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_loss_and_gradient_are_those_of_the_mean_over_tokens(parts):
     _, trainer = make()
     t, y, w = torch.arange(1.0, 9), torch.arange(2.0, 10), 0.5
-    result = trainer.step(batch(), 1.0)
+    result = trainer.step(batch(1, parts), 1.0)
     assert result.tokens == 8
     assert float(result.loss) == pytest.approx(float(((w * t - y) ** 2).mean()))
     assert float(result.grad_norm) == pytest.approx(abs(float((2 * (w * t - y) * t).mean())))
-
-
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_accumulation_changes_nothing(parts):
-    whole, cut = make(), make()
-    for number in range(1, 6):
-        a, b = whole[1].step(batch(number), 1.0), cut[1].step(batch(number, parts), 1.0)
-        assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-6)
-    assert whole[0].weight == pytest.approx(cut[0].weight, rel=1e-6)
 
 
 def test_clipping_takes_the_global_norm():
@@ -126,15 +118,6 @@ def test_skips_in_a_row_are_counted_by_step_and_not_by_look(deferred, pattern, e
         assert trainer.state.skips_in_a_row == len(pattern) - len(pattern.rstrip("b"))
 
 
-def test_bad_steps_in_a_row_count_on_over_a_resume():
-    model, trainer = make(deferred=True, on_nonfinite="skip", max_skips=3)
-    trainer.state.skips_in_a_row = 2
-    trainer.bad_steps.reset()
-    model.factor = math.nan
-    with pytest.raises(RunFailed):
-        trainer.bad_steps.decide(trainer.step(batch(), 1.0).grad_norm, None, look=True)
-
-
 def test_the_device_decides_about_an_update_only_where_the_optimizer_is_on_it():
     """With offload the optimizer is on the CPU, to which torch would copy the flag without waiting for it."""
     optimizer = build_optimizer(nn.Linear(2, 2), Recipe.model_validate({}).optim, "cpu")
@@ -183,21 +166,10 @@ def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     assert len({step_seed(s, t, k) for s in range(3) for t in range(3) for k in range(3)}) == 27
 
 
-def test_state_survives_json_and_no_counter_is_lost_unnoticed():
-    state = TrainState(7, 56, 896, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
-    saved = state.to_json()
-    assert TrainState.from_json(saved) == state
-    for name in saved:
-        with pytest.raises(KeyError):
-            TrainState.from_json({k: v for k, v in saved.items() if k != name})
-
-
 def test_a_spike_needs_a_history():
     flat = [2.0 + 0.01 * (-1) ** i for i in range(30)]
-    assert is_spike(flat, 3.0, 6)
-    assert not is_spike(flat, 2.02, 6)
-    assert not is_spike(flat[:10], 3.0, 6)
-    assert not is_spike([2.0] * 30, 3.0, 6), "no spread, no measure"
+    assert is_spike(flat, 3.0, 6) and not is_spike(flat, 2.02, 6)
+    assert not is_spike(flat[:10], 3.0, 6) and not is_spike([2.0] * 30, 3.0, 6), "no spread, no measure"
 
 
 @pytest.mark.parametrize(
