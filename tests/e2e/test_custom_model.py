@@ -51,7 +51,7 @@ def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
     with refused(UserError, "3 token embeddings", "vocab"):
         train(recipe(tmp_path / "run"), model, page["data"])
     with refused(UserError, "is for a recipe's own model"):
-        train(recipe(tmp_path / "run", 'train.steps="compute-optimal"'), model, page["data"])
+        train(recipe(tmp_path / "other", 'train.steps="compute-optimal"'), model, page["data"])
 
 
 def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
