@@ -231,3 +231,23 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
     run = Run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]
     assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
+
+
+def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
+    """The save of the last step fails, which is reported before the run ends: it is tried once more."""
+    original, waited = commit.shutil.disk_usage, []
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: original(path) if waited else SimpleNamespace(free=0))
+    evaluate = trainer.Trainer.evaluate
+
+    def evaluate_and_wait(self: trainer.Trainer) -> bool:
+        whole = evaluate(self)
+        if self.state.step == 3:
+            waited.append(self.saves.wait())
+        return whole
+
+    monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
+    run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
+    assert waited == [False]
+    saves = [(e["event"], e["step"]) for e in run.events if e["event"] in ("save_failed", "checkpoint")]
+    assert saves == [("save_failed", 3), ("checkpoint", 3)]
+    assert run.state == "finished" and open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3

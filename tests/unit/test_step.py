@@ -152,6 +152,24 @@ def test_fp16_scales_up_and_down_and_survives_a_resume(deferred):
     assert (float(again.scale), float(again.good_steps)) == (2048, 0)
 
 
+def test_bad_steps_in_a_row_count_on_over_a_resume():
+    model, trainer = make(deferred=True, on_nonfinite="skip", max_skips=3)
+    trainer.state.skips_in_a_row = 2
+    trainer.bad_steps.reset()
+    model.factor = math.nan
+    with pytest.raises(RunFailed):
+        trainer.bad_steps.decide(trainer.step(batch(), 1.0).grad_norm, None, look=True)
+
+
+def test_state_survives_json_and_no_counter_is_lost_unnoticed():
+    state = TrainState(7, 56, 896, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
+    saved = state.to_json()
+    assert TrainState.from_json(saved) == state
+    for name in saved:
+        with pytest.raises(KeyError):
+            TrainState.from_json({k: v for k, v in saved.items() if k != name})
+
+
 def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     def losses(order):
         trainer = make(dropout=0.5)[1]
