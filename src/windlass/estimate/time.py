@@ -99,23 +99,21 @@ def speed_on(speeds: Sequence[Speed], world: int) -> Speed:
 
 @dataclass(frozen=True)
 class PredictedAndActual:
-    """Two lines of a report: the time a run took beside its prediction, and its peak memory beside the device's."""
+    """For a report: the time a run took beside its prediction, and the memory of its device."""
 
     predicted_seconds: float | None = None  # from the run's start to its end, from its ledger after 5 % of the steps
     actual_seconds: float | None = None  # without steps that were made twice and without starts after the first
     predicted_at_step: int | None = None
     reason: str = ""  # why there is no prediction
-    peak_bytes: float | None = None  # of the fullest rank: the allocator's peak on CUDA, resident memory on a CPU
-    device_bytes: float | None = None  # None where it is not known
+    device_bytes: float | None = None  # memory of the smallest device; None where it is not known
 
 
 def predicted_and_actual(run: Run) -> PredictedAndActual:
-    """The time to finish as predicted after 5 % of the steps beside the actual one, and the peak memory."""
-    peak, environment = run.summary.get("peak_mem_mb"), run.environment
+    """The time to finish as predicted after 5 % of the steps beside the actual one, and the device's memory."""
+    environment = run.environment
     sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
     total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")
-    in_bytes = (None if megabytes is None else megabytes * 1e6 for megabytes in (peak, total))
-    memory = PredictedAndActual(None, None, None, "", *in_bytes)
+    memory = PredictedAndActual(device_bytes=None if total is None else total * 1e6)
     raw = list(read_lines(run.metrics_path))
     ledger = effective(raw)
     started = next((x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x), None)
