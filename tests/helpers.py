@@ -8,11 +8,15 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from windlass import Recipe
+from windlass.errors import UserError
 from windlass.run import Run
 
 TINY = {
@@ -123,3 +127,12 @@ def process_state(pid: int) -> str:
 def gone(pid: int) -> bool:
     """Whether a process has ended."""
     return process_state(pid) in ("", "Z")
+
+
+@contextmanager
+def refused(*words: str, error: type[Exception] = UserError) -> Iterator[None]:
+    """The block raises the error, whose message has all these words: what, where, what to do."""
+    with pytest.raises(error) as caught:
+        yield
+    lacking = [word for word in words if word not in str(caught.value)]
+    assert not lacking, (lacking, str(caught.value))

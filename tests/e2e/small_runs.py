@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +81,6 @@ def failed(recipe: Recipe, **options: Any) -> Run:
     with pytest.raises(RunFailed):
         train(recipe, on_step=fail, **options)
     return Run(recipe.run_dir)
-
-
-@contextlib.contextmanager
-def refused(error: type[Exception], *words: str) -> Iterator[None]:
-    """Expect an error with all of these words in its message."""
-    with pytest.raises(error) as caught:
-        yield
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def curve(run: Path | Run) -> list[tuple]:

@@ -6,8 +6,9 @@ import shutil
 import sys
 
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, refused, settings, start, stopped, untouched
+from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, untouched
 
+from helpers import refused
 from windlass import train
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed, UserError
@@ -68,7 +69,7 @@ def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
     train(recipe)
     for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "--extend-to")):
-        with refused(UserError, words, "--fresh"):
+        with refused(words, "--fresh"):
             train(recipe.with_overrides(change))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     run = train(recipe.with_overrides("telemetry.every=2"))
@@ -100,7 +101,7 @@ def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):
         assert [e["step"] for e in again.events if e["event"] == "resumed"] == [step], wanted
         assert curve(again) == curve(whole), wanted
     for wanted, words in (("never", ["never"]), ("5", ["no checkpoint of step 5", "3, 6, 8"])):
-        with refused(UserError, *words):
+        with refused(*words):
             train(recipe.with_overrides(f"checkpoint.resume='{wanted}'"))
 
 
@@ -108,12 +109,12 @@ def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"train.steps": 6}))
     path = origin.checkpoints_dir / "step-00000003"
     resume = {"checkpoint.resume": f"'{path}'"}
-    with refused(UserError, "checkpoint.resume", "optim.lr: 0.003 -> 0.5", "--branch-from"):
+    with refused("checkpoint.resume", "optim.lr: 0.003 -> 0.5", "--branch-from"):
         train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))
     assert not (tmp_path / "other").exists()
     longer = train(recipe_of(corpus, tmp_path / "longer", **resume))  # 12 steps: the length may differ
     assert [line["step"] for line in longer.lines("train")] == list(range(4, 13))
     elsewhere = {"checkpoint.resume": f"'{path.rename(tmp_path / 'alone')}'"}  # its run's recipe is nowhere near
-    with refused(UserError, "config hash"):
+    with refused("config hash"):
         train(recipe_of(corpus, tmp_path / "other", **{"run.seed": 7, **elsewhere}))
     assert train(recipe_of(corpus, tmp_path / "again", **elsewhere)).state == "finished"

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, refused, settings, start, stopped, trainers, untouched
+from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, trainers, untouched
 
-from helpers import best_step
+from helpers import best_step, refused
 from windlass import train
 from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
@@ -137,7 +137,7 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monke
         return None
 
     monkeypatch.setattr(Loader, "poll", late)
-    with refused(RunFailed, "rank 0", "step 5", "1 steps", "checkpoint.grace_seconds"):
+    with refused("rank 0", "step 5", "1 steps", "checkpoint.grace_seconds", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **{"checkpoint.grace_seconds": 0.01}))
 
 
@@ -157,7 +157,7 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
             os.kill(os.getpid(), signal.SIGTERM)
 
     words = () if saved else ("70 s", "60 s", "2 steps are lost", "checkpoint.every")
-    with refused(Stopped if saved else RunFailed, *words):
+    with refused(*words, error=Stopped if saved else RunFailed):
         train(recipe, on_step=on_step)
     assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == ([3, 5] if saved else [3])
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
@@ -179,7 +179,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*things, **more)
 
-    with monkeypatch.context() as patch, refused(Stopped, f"after step {at}"):
+    with monkeypatch.context() as patch, refused(f"after step {at}", error=Stopped):
         patch.setattr(place, name, cut)
         train(recipe, on_step=lambda step, _: steps.append(step))
     run = Run(recipe.run_dir)
@@ -214,7 +214,7 @@ def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monk
     free = [1000]
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     recipe, run = recipe_of(corpus, tmp_path / "run", **{"train.steps": 7}), Run(tmp_path / "run")
-    with refused(RunFailed, "last checkpoint"):
+    with refused("last checkpoint", error=RunFailed):
         train(recipe)
     assert {3, 6, 7} <= {e["step"] for e in run.events if e["event"] == "save_failed"}
     assert len(run.lines("train")) == 7 and run.state == "failed"
@@ -226,7 +226,7 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
     """`checkpoint.max_failed_saves`: it would continue for days with nothing to resume from."""
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     more = {"checkpoint.every": 2, "checkpoint.max_failed_saves": 3, "checkpoint.background": "false", "eval.every": 0}
-    with refused(RunFailed, "3 saves in a row", "checkpoint.max_failed_saves"):
+    with refused("3 saves in a row", "checkpoint.max_failed_saves", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 30, **more}))
     run = Run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]

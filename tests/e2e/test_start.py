@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import WSD, corpus, curve, failed, recipe_of, refused, settings, stopped, untouched
+from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
-from helpers import best_step, kept
+from helpers import best_step, kept, refused
 from windlass import train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Lineage, write_lineage
@@ -91,7 +91,7 @@ def test_a_decayed_run_is_refused_each_time_it_is_asked(corpus, tmp_path):
     train(recipe)
     before = (tmp_path / "run" / "recipe.toml").read_bytes()
     for _ in range(2):
-        with refused(UserError, "checkpoint.keep_every"):
+        with refused("checkpoint.keep_every"):
             train(recipe, extend_to=16)
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == before
     assert train(recipe).state == "finished"
@@ -142,7 +142,7 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
         (other.with_overrides("model.width=32"), f"{flat.path}@6", "model.width: 16 -> 32"),
         (other.with_overrides("train.steps=5"), f"{flat.path}@6", "train.steps"),
     ):
-        with refused(UserError, word):
+        with refused(word):
             train(recipe, branch_from=origin)
 
 
@@ -158,7 +158,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(co
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(setup, "prepare_model", None)  # before the run's first event
         train(recipe, branch_from=f"{origin.path}@6")
-    with refused(UserError, "step-00000006", "run.dir"):
+    with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")
     run = train(recipe)
     assert starts(run) == [("resumed", 6)] and same(run, whole, 9)
@@ -243,9 +243,9 @@ def test_a_run_that_lives_is_not_set_aside(corpus, tmp_path, monkeypatch):
         run.heartbeat_path.unlink()  # its lock alone tells
         assert run.alive and run.state == "running"
         monkeypatch.setattr(setup, "set_aside", lambda path: set_aside(path, seconds=0.2))
-        with refused(UserError, str(living.pid)):
+        with refused(str(living.pid)):
             acquire_run_lock(run.path, seconds=0.2)
-        with refused(UserError, str(living.pid)):
+        with refused(str(living.pid)):
             train(Recipe.load("quickstart", overrides), fresh=True)
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
     finally:
@@ -264,7 +264,7 @@ def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, mon
         if f"{what} {path.name}" == operation:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    with monkeypatch.context() as patch, refused(UserError, "No space left on device", "run.dir"):
+    with monkeypatch.context() as patch, refused("No space left on device", "run.dir"):
         patch.setattr(Files, "about_to", full)
         train(recipe)
     assert Run(tmp_path / "run").lock_path.exists()
@@ -273,7 +273,7 @@ def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, mon
 
 def test_a_new_run_does_not_start_among_other_files(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with refused(UserError, "--fresh"):
+    with refused("--fresh"):
         resolve_start(Recipe.load("quickstart", [f"run.dir='{tmp_path}'"]))
 
 
@@ -287,6 +287,6 @@ def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh, res
     if fresh:
         inside.mkdir(parents=True)
         (run / "recipe.toml").write_text(recipe.toml())
-    with refused(UserError, "checkpoint.resume", resume):
+    with refused("checkpoint.resume", resume):
         resolve_start(recipe, fresh=fresh)
     assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else []), "nothing was set aside"

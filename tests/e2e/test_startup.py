@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import corpus, recipe_of, refused
+from small_runs import corpus, recipe_of
 from torch import nn
 
+from helpers import refused
 from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
 from windlass.errors import RunFailed
@@ -51,7 +52,7 @@ def test_a_run_that_is_wrong_from_the_start_makes_no_step(corpus, tmp_path, monk
         "norm": (collectives, "global_grad_norm", lambda *a: norm(*a) * 1.001, "gradient norm"),
     }[broken]
     monkeypatch.setattr(owner, name, wrong)
-    with refused(RunFailed, word, "train.startup_checks"):
+    with refused(word, "train.startup_checks", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run"), Tied())
     run = Run(tmp_path / "run")
     assert run.state == "failed" and not run.lines("train") and not list(run.checkpoints_dir.glob("step-*"))

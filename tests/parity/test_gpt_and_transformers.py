@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from windlass.errors import UserError
+from helpers import refused
 from windlass.interop.init_from import fill_from_hf
 from windlass.model import convert
 from windlass.model.gpt import GPT, initialise
@@ -82,12 +82,6 @@ def some_tokens() -> Tensor:
     return torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def refused(words: list[str], function: Any, *arguments: Any) -> None:
-    with pytest.raises(UserError) as caught:
-        function(*arguments)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients(name: str) -> None:
     model = ours(MODELS[name])
@@ -144,17 +138,23 @@ def test_a_shorter_context_and_a_padded_vocabulary(tmp_path: Path) -> None:
 def test_another_model_is_refused(change: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     model = ours(GPT2["GPT-2 itself"])
     folder = write(tmp_path, model, weights_of(model), **change)
-    refused(["model.init_from", *words], read, folder, model.settings)
+    with refused("model.init_from", *words):
+        read(folder, model.settings)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = ours(GPT2["GPT-2 itself"])
     weights, name, settings = weights_of(model), "transformer.h.1.ln_2.weight", model.settings
     whole = write(tmp_path / "whole", model, weights)
-    refused(["model.vocab = 101", "it is 90"], read, whole, settings, 90)
-    refused(["model.context = 64", "it is 65"], read, whole, settings.model_copy(update={"context": 65}))
-    refused(["blocks.0.attn.qkv.bias"], read, whole, settings.model_copy(update={"attn_bias": False}))
+    with refused("model.vocab = 101", "it is 90"):
+        read(whole, settings, 90)
+    with refused("model.context = 64", "it is 65"):
+        read(whole, settings.model_copy(update={"context": 65}))
+    with refused("blocks.0.attn.qkv.bias"):
+        read(whole, settings.model_copy(update={"attn_bias": False}))
     cut = write(tmp_path / "cut", model, {**weights, name: torch.ones(47)})
-    refused(["blocks.1.ff_norm.weight", "[47]", "[48]"], read, cut, settings)
+    with refused("blocks.1.ff_norm.weight", "[47]", "[48]"):
+        read(cut, settings)
     del weights[name]
-    refused([name], read, write(tmp_path / "lacking", model, weights), settings)
+    with refused(name):
+        read(write(tmp_path / "lacking", model, weights), settings)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from windlass.errors import UserError
 from windlass.recipe import Recipe
 
 
@@ -32,12 +27,3 @@ def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:
     model = {"layers": 1, "heads": 1, "width": 8, "context": context, **data.pop("model", {})}
     values = {"source": str(source), "dir": str(directory), "shard_tokens": 1024, **data}
     return Recipe.model_validate({"model": model, "data": values})
-
-
-@contextmanager
-def refused(*words: str) -> Iterator[None]:
-    """The block raises a UserError whose message has all these words: what, where, what to do."""
-    with pytest.raises(UserError) as caught:
-        yield
-    for word in words:
-        assert word in str(caught.value), (word, str(caught.value))

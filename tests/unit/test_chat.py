@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_fixtures import refused
 
 import tokenizer_fixtures
+from helpers import refused
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.prepare import open_data

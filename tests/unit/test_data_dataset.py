@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from data_fixtures import documents, jsonl, recipe_for, refused
+from data_fixtures import documents, jsonl, recipe_for
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import refused
 from windlass.data import shards
 from windlass.data.prepare import open_data
 from windlass.data.samples import DocumentSamples, PackedSamples

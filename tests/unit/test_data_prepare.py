@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_fixtures import documents, jsonl, recipe_for, refused
+from data_fixtures import documents, jsonl, recipe_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import refused
 from windlass.data.prepare import data_dir, find_prepared, open_data, prepare
 from windlass.data.shards import Stream
 from windlass.data.vocabulary import load_tokenizer

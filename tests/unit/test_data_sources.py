@@ -11,8 +11,8 @@ import threading
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_fixtures import refused
 
+from helpers import refused
 from windlass.data.sources import download, open_corpus
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from data_fixtures import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer_fixtures
+from helpers import refused
 from windlass.data import tokenizer as tokenizer_module
 from windlass.data.chat import Template
 from windlass.data.tokenizer import END_OF_TEXT, cut_at_lines

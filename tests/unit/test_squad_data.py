@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_fixtures import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import refused
 from windlass.data import squad
 from windlass.data.prepare import open_data, prepare
 from windlass.data.samples import Rows, choose
