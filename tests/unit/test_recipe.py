@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import windlass
+from helpers import refused, windlass
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
 from windlass.recipe.load import parse_override, settings
@@ -155,3 +155,40 @@ def test_the_version_and_what_a_setting_means():
     assert windlass("--version").stdout.split()[0] == "windlass"
     assert windlass("recipe", "--explain", "optim.lr").stdout.startswith("optim.lr = 0.001\nPeak learning rate")
     assert "Peak learning rate" in json.dumps(json.loads(windlass("recipe", "--schema").stdout))
+
+
+HF = ["model.kind=hf", "model.name=some/model"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        ([], 3e-3),
+        (HF, 5e-5),
+        ([*HF, "model.lora.rank=4"], 2e-4),
+        ([*HF, "model.from_scratch=true"], 1e-3),
+        ([*HF, "optim.lr=3e-4"], 3e-4),
+    ],
+)
+def test_the_learning_rate_follows_the_model_where_none_is_set(overrides, lr):
+    recipe = Recipe.load("quickstart", overrides)
+    assert recipe.optim.lr == recipe.flat()["optim.lr"] == tomllib.loads(recipe.toml())["optim"]["lr"] == lr
+    assert Recipe().optim.lr == 1e-3 and Recipe.load("quickstart", HF).train.precision == "auto"
+
+
+def test_settings_of_the_other_kind_of_model_are_left_out_or_refused(tmp_path):
+    recipe = Recipe.load("quickstart", HF)  # the preset's own network is not the user's words
+    assert [key for key in recipe.flat() if key.startswith("model.")] == [
+        "model.kind", "model.name", "model.revision", "model.trust_remote_code", "model.from_scratch", "model.context",
+        "model.init_from", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.targets",
+    ]  # fmt: skip
+    assert "model.name" not in Recipe.load("quickstart").flat()
+    (tmp_path / "mine.toml").write_text('[model]\nkind = "hf"\nname = "x"\nlayers = 6\nactivation = "gelu"\n')
+    with refused("model.layers, model.activation", "config.json", "leave them out"):
+        Recipe.load(tmp_path / "mine.toml")
+    with refused("model.heads", "config.json", "model.name a directory"):
+        Recipe.load("quickstart", [*HF, "model.heads=2", "model.from_scratch=true"])
+    with refused("model.name, model.lora", 'model.kind = "hf"'):
+        Recipe.load("quickstart", ["model.name=x", "model.lora.rank=2"])
+    (tmp_path / "again.toml").write_text(recipe.toml())
+    assert Recipe.load(tmp_path / "again.toml", ["model.context=64"]).model.context == 64

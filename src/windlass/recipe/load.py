@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError
@@ -55,16 +55,27 @@ class Recipe(BaseModel):
     eval: sections.EvalSettings = sections.EvalSettings()
     telemetry: sections.TelemetrySettings = sections.TelemetrySettings()
 
+    @model_validator(mode="after")
+    def _resolve_lr(self) -> Recipe:
+        if "lr" not in self.optim.model_fields_set:  # nor is it afterwards: it follows from `model`
+            optim = self.optim.model_copy(update={"lr": default_lr(self.model)})
+            optim.model_fields_set.discard("lr")
+            self.__dict__["optim"] = optim
+        return self
+
     def with_overrides(self, *overrides: str, **values: Any) -> Recipe:
         """A checked copy with dotted overrides, as text (`"optim.lr=3e-4"`) or as `{"optim.lr": 3e-4}` in keywords."""
-        tree = self.model_dump(mode="json")
-        for key, value in [*map(parse_override, overrides), *values.items()]:
-            _put(tree, key, value)
+        tree = self.model_dump(mode="json", exclude_unset=True)
+        merge(tree, dict(map(parse_override, overrides)) | values)
         return validate(tree, self.preset)
 
+    def tree(self) -> dict[str, Any]:
+        """Every setting that has an effect, as nested plain values."""
+        return self.model_dump(mode="json", exclude={"model": set(self.model.unused)})
+
     def flat(self) -> dict[str, Any]:
-        """Every setting under its dotted key."""
-        return flatten(self.model_dump(mode="json"))
+        """The same, each under its dotted key."""
+        return flatten(self.tree())
 
     def semantic_settings(self) -> dict[str, Any]:
         """The settings that determine the numbers of a run: all but the NON_SEMANTIC ones."""
@@ -104,7 +115,7 @@ class Recipe(BaseModel):
         """The resolved recipe as TOML; loading it gives an equal recipe."""
         import tomli_w
 
-        return tomli_w.dumps(self.model_dump(mode="json"))
+        return tomli_w.dumps(self.tree())
 
     @staticmethod
     def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -112,9 +123,15 @@ class Recipe(BaseModel):
         path = _find(recipe)
         tree = _read(path)
         tree.setdefault("preset", path.stem if path.stem != "recipe" else path.parent.name)
-        for key, value in map(parse_override, overrides):
-            _put(tree, key, value)
+        merge(tree, dict(map(parse_override, overrides)))
         return validate(tree, str(recipe))
+
+
+def default_lr(model: sections.ModelSettings) -> float:
+    """The peak learning rate where a recipe sets none."""
+    if model.kind == "gpt" or model.from_scratch:
+        return 1e-3
+    return 2e-4 if model.lora.rank else 5e-5
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -176,6 +193,19 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[last] = value
 
 
+def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put dotted settings into nested ones; another `model.kind` first takes out what was set for the old one's network."""
+    model = tree.get("model")
+    kind = changes.get("model.kind")
+    if isinstance(model, dict) and kind and kind != model.get("kind", "gpt"):
+        for key in set(model) - {"context"}:
+            del model[key]
+        if isinstance(optim := tree.get("optim"), dict):
+            optim.pop("lr", None)
+    for key, value in changes.items():
+        _put(tree, key, value)
+
+
 def _find(recipe: str | Path) -> Path:
     """The file behind a preset's name, a path or a run directory; raises UserError with the nearest name."""
     shipped = presets()
@@ -201,8 +231,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return tree
     beside = path.parent / str(base)
     merged = _read(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve()))
-    for key, value in flatten(tree).items():
-        _put(merged, key, value)
+    merge(merged, flatten(tree))
     return merged
 
 
@@ -241,16 +270,20 @@ def _nearest(key: str, fields: Mapping[str, Any]) -> str:
     return f"there are {', '.join(dict.fromkeys(k.partition('.')[0] for k in inside))}"
 
 
-def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Combinations that cannot work."""
-    m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
+def _impossible_model(m: sections.ModelSettings, vocab: int) -> Iterator[tuple[str, str]]:
+    """The same inside `[model]`; `vocab`: the tokenizer's, or 0."""
     if m.kind == "hf" and not m.name:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
         yield "model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out"
+    if given := [key for key in m.unused if key in m.model_fields_set]:
+        keys = ", ".join(f"model.{key}" for key in given)
+        if m.kind == "gpt":
+            yield keys, 'for model.kind = "hf" alone: write that too, or leave them out (run.name names the run)'
+        else:
+            copy = "give model.name a directory with an edited copy of it" if m.from_scratch else "leave them out"
+            yield keys, f'no effect with model.kind = "hf", where the model\'s own config.json decides: {copy}'
     if m.kind == "gpt":
-        if m.name:
-            yield "model.name", 'a model\'s name goes with model.kind = "hf"; use run.name to name the run'
         if m.width % m.heads:
             near = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))
             yield "model.heads", f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {near}"
@@ -258,10 +291,14 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "model.heads", f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd"
         if m.heads % m.kv_heads_:
             yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
-        if m.lora.rank:
-            yield "model.lora.rank", 'adapters are for model.kind = "hf"'
-        if 0 < m.vocab < d.vocab_:
-            yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {d.vocab_:,}"
+        if 0 < m.vocab < vocab:
+            yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {vocab:,}"
+
+
+def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Combinations that cannot work."""
+    m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
+    yield from _impossible_model(m, d.vocab_)
     if d.source.startswith(("http://", "https://")) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
     if d.format == "text" and d.source.split(":")[0] == "squad":

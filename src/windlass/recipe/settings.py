@@ -53,6 +53,11 @@ class LoraSettings(Section):
     """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
 
 
+ALL_KINDS = ("kind", "context", "init_from")
+HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "lora")
+"""Keys of `[model]` that every kind of model has, and those that are for `kind = "hf"` alone."""
+
+
 class ModelSettings(Section):
     """The network."""
 
@@ -116,6 +121,11 @@ class ModelSettings(Section):
     """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
+
+    @property
+    def unused(self) -> list[str]:
+        """The keys that mean nothing for this `kind`."""
+        return [k for k in type(self).model_fields if k not in ALL_KINDS and (k in HF_ONLY) == (self.kind == "gpt")]
 
     @property
     def kv_heads_(self) -> int:  # with 0 resolved
@@ -252,7 +262,8 @@ class OptimSettings(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     """`adamw` (arXiv 1711.05101, fused), or `muon` on the blocks' matrices with AdamW on the rest."""
     lr: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Where it is not set, it is 1e-3; for an `hf` model that starts from its weights 5e-5, and 2e-4
+    for adapters (`model.lora`)."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     eps: float = Field(1e-8, gt=0)

@@ -132,7 +132,7 @@ class Study:
         if Study.is_study(path):
             existing = Study.open(path)
             old = existing.recipe.flat()
-            differ = [f"{k}={typed(v)} (there {typed(old[k])})" for k, v in base.flat().items() if v != old[k]]
+            differ = [f"{k}={typed(v)} (there {typed(old.get(k))})" for k, v in base.flat().items() if v != old.get(k)]
             if [parse_axis(text) for text in existing.axes] != parsed:
                 differ = [f"its axes are {' '.join(existing.axes)}"]
             if differ:
@@ -238,7 +238,7 @@ class Study:
         if self.recipe.preset in presets():
             preset, own = Recipe.load(self.recipe.preset), self.recipe.flat()
             source, plain = self.recipe.preset, preset.flat()
-            settings = {k: v for k, v in own.items() if not k.startswith(NOT_REPEATED) and v != plain[k]}
+            settings = {k: v for k, v in own.items() if not k.startswith(NOT_REPEATED) and v != plain.get(k)}
             steps, full = settings.get("train.steps"), preset.train.steps
             if "train.steps" not in assignment and isinstance(steps, int) and (isinstance(full, str) or steps < full):
                 del settings["train.steps"]
