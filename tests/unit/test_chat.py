@@ -37,7 +37,7 @@ ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "ll
 
 
 def row(talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
-    ids, marks = chat.row(talk, template, tokenizer, context)  # type: ignore[misc]
+    ids, marks, _ = chat.row(talk, template, tokenizer, context)  # type: ignore[misc]
     return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
 
 

@@ -146,12 +146,12 @@ def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
     with refused("model.vocab = 5", "write that"):
         open_data(recipe.with_overrides("model.vocab=5"))
     source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
-    with refused("12 tokens", "33"):
+    with refused("16 tokens", "33"):
         open_data(recipe_for(source, tmp_path / "short", context=32))
 
 
 def test_documents_as_rows(tmp_path):
-    texts = [t for t in documents(30) if t]
+    texts = [t for t in documents(150) if t]
     source = jsonl(tmp_path / "x.jsonl", texts)
     data = open_data(recipe_for(source, tmp_path / "data", packing="documents", context=32))
     assert len(data.train) + len(data.val) == len(texts)

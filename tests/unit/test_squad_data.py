@@ -47,7 +47,7 @@ def recipe(source: str, folder: Path, context: int = 256, **data: Any) -> Recipe
 
 
 def test_only_the_answer_and_its_end_count_and_rows_are_padded_to_the_longest_of_a_batch() -> None:
-    ids, marks = squad.row(question("A cat sat.", "cat"), BYTES, 100)  # type: ignore[misc]
+    ids, marks, _ = squad.row(question("A cat sat.", "cat"), BYTES, 100)  # type: ignore[misc]
     assert BYTES.decode(ids) == "Question: What is it? Context: A cat sat. Answer: cat<|endoftext|>"
     assert BYTES.decode([i for i, m in zip(ids, marks, strict=True) if m]) == " cat<|endoftext|>"
     rows = Rows([([1, 2, 3], [True, False, True]), ([4, 5, 6, 7, 8], [False, True, True, True, True])], pad=9)
@@ -64,7 +64,7 @@ WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), min_
 @given(WORDS, WORDS, st.sampled_from(["ANSWER", "THE ANSWER", "Ä 1"]), st.integers(70, 240), st.sampled_from(["", " "]))
 def test_a_context_is_cut_around_the_answer(left: str, right: str, answer: str, room: int, gap: str) -> None:
     item = question(f"{left}{gap}{answer}{gap}{right}", answer)
-    ids, marks = squad.row(item, BYTES, room)  # type: ignore[misc]
+    ids, marks, _ = squad.row(item, BYTES, room)  # type: ignore[misc]
     assert len(ids) <= room + 1
     text = BYTES.decode(i for i in ids if i != 256)
     context = text.split(" Context: ")[1].rsplit(" Answer:", 1)[0]

@@ -15,6 +15,7 @@ def show(console):
     console.header(
         run="runs/x", recipe="quickstart", config_hash="0123abcd", device="cpu", world=2, strategy="ddp",
         precision="fp32", parameters=10_745_088, tokens_per_step=4096, first_step=50,
+        data={"data": "wiki.txt", "training": "4,096 tokens", "validation": "none", "tokenizer": "byte, 257 ids"}, epochs=2.0,
     )  # fmt: skip
     console.tick(99)
     line = {"loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "tokens_per_s": 15_234.0, "mfu": 0.412, "mem_mb": 1234.0}

@@ -42,18 +42,16 @@ def recipe(
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """Turn a recipe's corpus into checked token shards; resumes where it was stopped, and does nothing twice."""
-    from windlass.data import prepare as data
+    from windlass.data.facts import describe, lines
+    from windlass.data.prepare import as_data
+    from windlass.data.prepare import prepare as prepare_data
     from windlass.recipe import Recipe
 
     loaded = Recipe.load(recipe, overrides)
-    prepared = data.prepare(loaded)
-    token, item = ("tokens", "documents") if loaded.data.format == "text" else ("unmasked labels", "items")
+    prepared = prepare_data(loaded)
     shown = {
         "directory": prepared.directory,
-        "training": f"{prepared.tokens('train'):,} {token}",
-        "validation": f"{prepared.tokens('val'):,} {token}" if prepared.tokens("val") else "none",
-        "documents": f"{prepared.documents:,} {item}" if prepared.documents else "not known",
-        "tokenizer": f"{loaded.data.tokenizer}, {prepared.tokenizer.vocab:,} ids",
+        **lines(describe(as_data(loaded, prepared)), loaded.model.context),
         "fingerprint": prepared.index.fingerprint,
         "prepared": f"in {prepared.seconds:.1f} s" if prepared.made else "already",
     }

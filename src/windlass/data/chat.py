@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.samples import choose
+from windlass.data.samples import Row, choose
 from windlass.data.sources import find_files, load_dataset
 from windlass.data.tokenizer import MARK, Tokenizer
 from windlass.errors import UserError
@@ -164,12 +164,11 @@ def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: To
     return tokenizer.encode_marked(_cut(template.render(messages, tokenizer, ask=True), tokenizer))[0]
 
 
-def row(
-    messages: Sequence[Message], template: Template, tokenizer: Tokenizer, context: int
-) -> tuple[list[int], list[bool]] | None:
-    """Tokens and marks of a conversation, cut after `context` + 1 of them; None where nothing is left to learn."""
+def row(messages: Sequence[Message], template: Template, tokenizer: Tokenizer, context: int) -> Row | None:
+    """A conversation, cut after `context` + 1 tokens; None where nothing is left to learn."""
     ids, marks = tokenizer.encode_marked(template.pieces(messages, tokenizer))
-    return (ids[: context + 1], marks[: context + 1]) if any(marks[1 : context + 1]) else None
+    size = context + 1
+    return Row(ids[:size], marks[:size], len(ids)) if any(marks[1:size]) else None
 
 
 # -- files

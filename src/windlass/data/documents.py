@@ -34,6 +34,7 @@ PROGRESS = "progress.json"  # what an interrupted preparation has committed, of 
 BPE_CHARACTERS = 200_000_000  # of the corpus, that byte pairs are learned from at most
 BATCH_CHARACTERS = 1 << 18  # that a worker gets at once: enough that the hand-over costs nothing
 LINE_SECONDS = 10.0
+FEW_DOCUMENTS = 100  # fewer than these are split by their tokens
 # The name of a shard of another tool that is for validation, as `val.bin`, `edufineweb_val_000000.npy`.
 VALIDATION_NAME = r"(^|[^a-z])val(idation)?([^a-z]|$)"
 
@@ -104,7 +105,7 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
             streams[part[0]] = _write(data, directory, part, tokenizer, state, progress)
     if not resumed:  # else files that an earlier process wrote are read once before they are used
         remember(directory, file_states(directory, [shard for shards in streams.values() for shard in shards]))
-    splits = _splits(data, directory, streams, tokenizer.eot)
+    splits = _splits(data, directory, streams, tokenizer.eot, progress)
     return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), streams=streams, splits=splits)
 
 
@@ -213,35 +214,51 @@ def _scan_shards(data: DataSettings, tokenizer: Tokenizer, progress: Progress) -
     return {MAIN: shards[: len(main)], **({EVAL: shards[len(main) :]} if held else {})}
 
 
-def _splits(data: DataSettings, directory: Path, streams: dict[str, list[Shard]], eot: int | None) -> dict[str, Split]:
+def _splits(
+    data: DataSettings, directory: Path, streams: dict[str, list[Shard]], eot: int | None, progress: Progress
+) -> dict[str, Split]:
     """Which tokens are for training and which for validation.
 
     A stream of its own is for validation as a whole; else the first `val_shards` shards, or the last `val_fraction` of the
-    documents (of the tokens, where documents are not known).
+    documents. Where they are few and that is far from `val_fraction` of the tokens, or documents are not known, the tokens
+    are divided: between two documents where that is near, else inside one.
     """
     main, share = streams[MAIN], Fraction(str(data.val_fraction))
     edges = [0, *itertools.accumulate(s.tokens for s in main)]
     counts = [0, *itertools.accumulate(s.documents for s in main)]
     end, documents = edges[-1], counts[-1]
-    train, val = (0, end), (end, end)
+    train, val, held_out = (0, end), (end, end), 0  # documents
     if EVAL in streams:
         val = (0, sum(s.tokens for s in streams[EVAL]))
     elif data.val_shards:
         if data.val_shards >= len(main):
             raise UserError(f"data.val_shards = {data.val_shards} of {len(main)}: lower it or data.shard_tokens")
         train, val = (edges[data.val_shards], end), (0, edges[data.val_shards])
+        held_out = counts[data.val_shards]
     elif share:
-        cut = end - max(1, int(end * share))
-        if documents == 1:
-            raise UserError("data.val_fraction: the corpus is one document; give data.eval_source, or write 0")
-        if documents:
-            document = documents - min(documents - 1, max(1, round(documents * share)))
+        cut = wanted = end - max(1, int(end * share))
+        near = (end - wanted) / 4
+        if documents > 1:
+            held_out = min(documents - 1, max(1, round(documents * share)))
+            document = documents - held_out
             place = bisect.bisect_right(counts, document) - 1  # of the shard that the document starts in
             cut = int(Stream(directory, main).document_starts(eot or 0, [place])[document - counts[place]])
+        if 0 < documents < FEW_DOCUMENTS and abs(cut - wanted) > near:
+            starts = Stream(directory, main).document_starts(eot or 0)
+            cut = int(min(starts[1:], key=lambda start: abs(start - wanted), default=wanted))
+            cut = cut if abs(cut - wanted) <= near else wanted  # inside a document
+            held_out = int((starts >= cut).sum())
         train, val = (0, cut), (cut, end)
-    splits = {"train": Split(stream=MAIN, start=train[0], stop=train[1])}
-    if val[0] < val[1]:
-        splits["val"] = Split(stream=EVAL if EVAL in streams else MAIN, start=val[0], stop=val[1])
+        if not share / 2 < Fraction(end - cut, end) < share * 3 / 2:
+            progress.note(
+                f"{(end - cut) / end:.1%} of the tokens are held out, data.val_fraction = {data.val_fraction} was asked for: "
+                "documents differ in length and are not cut; data.eval_source names a validation set of your own"
+            )
+    splits = {"train": Split(stream=MAIN, start=train[0], stop=train[1], documents=documents - held_out)}
+    if EVAL in streams:
+        splits["val"] = Split(stream=EVAL, start=0, stop=val[1], documents=sum(s.documents for s in streams[EVAL]))
+    elif val[0] < val[1]:
+        splits["val"] = Split(stream=MAIN, start=val[0], stop=val[1], documents=held_out)
     return splits
 
 

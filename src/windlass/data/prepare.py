@@ -20,8 +20,8 @@ from typing import Any
 from windlass import hub
 from windlass.data import chat, shards, squad, vocabulary
 from windlass.data.documents import PROGRESS, Progress, prepare_text
-from windlass.data.samples import DocumentSamples, PackedSamples, Rows, Samples, choose
-from windlass.data.shards import Index, RowsFile, Stream
+from windlass.data.samples import DocumentSamples, PackedSamples, Row, Rows, Samples, choose, lengths
+from windlass.data.shards import EVAL, MAIN, Index, RowsFile, Stream
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
@@ -108,7 +108,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
     """Everything that determines the prepared data: settings and the content of tokenizers, and of questions and
     conversations; `tokenizer_files` apart, they name the directory."""
-    data, files = recipe.data, list[Path]()
+    data = recipe.data
     settings: dict[str, Any] = {"tokenizer_files": vocabulary.tokenizer_files(data.tokenizer)}
     if data.tokenizer == "bpe":
         settings["tokenizer_vocab"] = data.tokenizer_vocab
@@ -116,11 +116,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         if data.source == "stdlib":
             settings["python"] = platform.python_version()
         return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
-    for source in filter(None, (data.source, data.eval_source)):
-        if source.startswith("hf:"):
-            files += [path for path in sorted(Path(source[3:]).expanduser().rglob("*")) if path.is_file()]
-        elif source != "squad":
-            files += find_files(source.removeprefix("squad:"))
+    files = [path for source in (data.source, data.eval_source) if source for path in _row_files(source)]
     return {
         **settings,
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
@@ -130,6 +126,13 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         **{f"file {f['file']}": f.get("sha256") or f["changed_ns"] for f in describe_files(files)},
     }
+
+
+def _row_files(source: str) -> list[Path]:
+    """The local files that questions or conversations are read from."""
+    if source.startswith("hf:"):
+        return [path for path in sorted(Path(source[3:]).expanduser().rglob("*")) if path.is_file()]
+    return [] if source == "squad" else find_files(source.removeprefix("squad:"))
 
 
 def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
@@ -199,21 +202,25 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
     for name, items in zip(("train", "val"), splits, strict=True):
         if not items:
             continue
-        if is_squad:
-            pairs = [squad.row(item, tokenizer, context) for item in items]
-        else:
-            pairs = [chat.row(item, template, tokenizer, context) for item in items]
-        rows = Rows(filter(None, pairs), pad=tokenizer.eot or 0)
+        pairs: list[Row] = []
+        for number, item in enumerate(items, 1):
+            made = squad.row(item, tokenizer, context) if is_squad else chat.row(item, template, tokenizer, context)
+            pairs += [made] if made else []
+            progress.update(f"{data.format} rows ({name})", number / len(items))
+        rows = Rows(pairs, pad=tokenizer.eot or 0)
         if not len(rows):
             raise UserError(f"model.context = {context} tokens is too short for every question or conversation")
-        if left := len(items) - len(rows):
-            progress.note(f"{left} of {len(items)} items do not fit into the context and are left out")
         rows.save(directory / f".{name}.tmp")
         (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
-        files[name] = RowsFile(items=len(rows), fingerprint=rows.fingerprint, unmasked=rows.valid_tokens)
+        files[name] = RowsFile(
+            items=len(rows), fingerprint=rows.fingerprint, tokens=rows.tokens, unmasked=rows.valid_tokens,
+            left_out=len(items) - len(rows), **lengths([row.whole for row in pairs], context + 1),
+        )  # fmt: skip
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    return Index(settings=settings, source={}, tokenizer=tokenizer.describe(), rows=files)
+    sources = {MAIN: data.source, **({EVAL: data.eval_source} if data.eval_source else {})}
+    source = {stream: {"name": name, "files": describe_files(_row_files(name))} for stream, name in sources.items()}
+    return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files)
 
 
 @dataclass(frozen=True)
@@ -227,6 +234,7 @@ class Data:
     vocab: int
     directory: Path | None = None  # of the prepared data
     template: chat.Template | None = None  # with `data.format = "chat"`: how a conversation is written down
+    index: Index | None = None  # of the prepared data: see `facts.describe`
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write what turns text into tokens and back into `directory/tokenizer`: a run can then be sampled by itself."""
@@ -245,10 +253,16 @@ def open_data(recipe: Recipe) -> Data:
         raise UserError(
             f"model.vocab = {rows:,}: the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids; write that or 0"
         )
+    return as_data(recipe, prepared)
+
+
+def as_data(recipe: Recipe, prepared: Prepared) -> Data:
+    """Prepared data, opened."""
     train, val = open_samples(recipe, prepared)
     template = chat.Template.of_directory(prepared.directory / FOLDER) if recipe.data.format != "text" else None
     tokenizer, directory = prepared.tokenizer, prepared.directory
-    return Data(train, val, tokenizer, prepared.index.fingerprint, tokenizer.vocab, directory, template)
+    index = prepared.index
+    return Data(train, val, tokenizer, index.fingerprint, tokenizer.vocab, directory, template, index)
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:

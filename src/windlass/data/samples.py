@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -69,9 +69,14 @@ class DocumentSamples:
 
     def __init__(self, stream: Stream, start: int, stop: int, context: int, eot: int):
         starts = stream.document_starts(eot)
-        sizes, chosen = np.append(starts[1:], len(stream)) - starts, (starts >= start) & (starts < stop)
+        starts = starts[(starts >= start) & (starts < stop)]
+        if (
+            0 < start < stop and start not in starts[:1]
+        ):  # a split inside a document: the rest of it is a row of its own
+            starts = np.concatenate([[start], starts])
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts, self._sizes = starts[chosen], sizes[chosen]
+        self._starts, self._sizes = starts, np.append(starts[1:], stop)[: len(starts)] - starts
+        self.lengths = lengths(self._sizes, context) if len(self._sizes) else {}
         self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
         self.valid_tokens = int(np.minimum(self._sizes, context).sum())
 
@@ -93,12 +98,29 @@ class DocumentSamples:
         return tokens, labels
 
 
-class Rows:
-    """Questions or conversations in memory, given as (tokens, marks) pairs: which tokens are to be predicted. A row of n tokens
-    gives n - 1 positions, padded with `pad`: the label is the token after it, or -100 where that is not marked."""
+class Row(NamedTuple):
+    """One question or conversation."""
 
-    def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[bool]]], pad: int):
-        pairs = list(rows)
+    tokens: Sequence[int]
+    marks: Sequence[bool]  # whether the token is to be predicted
+    whole: int  # tokens before it was cut at the context
+
+
+def lengths(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
+    """Percentiles of the lengths of whole items in tokens, and how many are longer than the `used` tokens that are read."""
+    sizes = np.asarray(whole, dtype=np.int64)
+    over = sizes[sizes > used] - used
+    places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
+    shown = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
+    return {"lengths": shown, "cut": len(over), "cut_tokens": int(over.sum())}
+
+
+class Rows:
+    """Questions or conversations in memory, given as tokens and marks: which tokens are to be predicted. A row of n tokens gives
+    n - 1 positions, padded with `pad`: the label is the token after it, or -100 where that is not marked."""
+
+    def __init__(self, rows: Iterable[Row | tuple[Sequence[int], Sequence[bool]]], pad: int):
+        pairs = [row[:2] for row in rows]
         self._ends = np.cumsum([0, *(len(ids) for ids, _ in pairs)], dtype=np.int64)
         self._tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids, _ in pairs)])
         self._marks = np.concatenate([np.zeros(0, bool), *(np.asarray(marks, bool) for _, marks in pairs)])
@@ -123,6 +145,11 @@ class Rows:
 
     def length(self, index: int) -> int:
         return int(self._ends[index + 1] - self._ends[index]) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Positions in an epoch, without padding."""
+        return len(self._tokens) - len(self)
 
     @property
     def fingerprint(self) -> str:

@@ -53,6 +53,7 @@ class Split(BaseModel):
     stream: str
     start: int
     stop: int
+    documents: int = 0  # that start in it; 0: not known
 
 
 class RowsFile(BaseModel):
@@ -60,7 +61,12 @@ class RowsFile(BaseModel):
 
     items: int
     fingerprint: str
+    tokens: int  # in an epoch, without padding
     unmasked: int  # labels in an epoch that count in the loss
+    lengths: dict[str, int]  # of whole items, in tokens, by percentile
+    cut: int  # items longer than the context
+    cut_tokens: int  # that they lost
+    left_out: int  # items of which nothing to learn was left
 
 
 class Index(BaseModel):
@@ -85,7 +91,7 @@ class Index(BaseModel):
             FORMAT,
             self.tokenizer.model_dump(exclude={"kind"}),
             {name: [s.model_dump(exclude={"file"}) for s in shards] for name, shards in self.streams.items()},
-            {name: split.model_dump() for name, split in self.splits.items()},
+            {name: split.model_dump(exclude={"documents"}) for name, split in self.splits.items()},
             {name: rows.fingerprint for name, rows in self.rows.items()},
         ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.samples import choose
+from windlass.data.samples import Row, choose
 from windlass.data.sources import load_dataset
 from windlass.errors import UserError
 
@@ -124,8 +124,8 @@ def asked_source(recipe: Recipe) -> str:
 # -- rows and prompts
 
 
-def row(item: Question, tokenizer: Tokenizer, context: int) -> tuple[list[int], list[bool]] | None:
-    """Tokens and marks of one question, at most `context` + 1 of them; None where it does not fit.
+def row(item: Question, tokenizer: Tokenizer, context: int) -> Row | None:
+    """One question in at most `context` + 1 tokens; None where it does not fit.
 
     The answer and the end-of-text token count. Of a long context the longest part around the answer that fits is used, in
     whole words. What is cut is taken from both sides in proportion, so that the answer's relative place stays.
@@ -140,11 +140,12 @@ def row(item: Question, tokenizer: Tokenizer, context: int) -> tuple[list[int], 
         return len(encode(around(item, characters))[0]) <= context
 
     ids, prompt_length = encode(item.context)
+    whole = len(ids) + 1
     if len(ids) > context:
         if not fits(0):
             return None
         ids, prompt_length = encode(around(item, _bisect(len(item.context) - len(item.answers[0]), fits)))
-    return [*ids, tokenizer.eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1)
+    return Row([*ids, tokenizer.eot], [False] * prompt_length + [True] * (len(ids) - prompt_length + 1), whole)
 
 
 def _bisect(too_many: int, fits: Callable[[int], bool]) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,7 +49,7 @@ class Console:
 
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
-        parameters: int, tokens_per_step: int, first_step: int = 0,
+        parameters: int, tokens_per_step: int, data: Mapping[str, str], epochs: float, first_step: int = 0,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens = short(self.steps * tokens_per_step)
@@ -58,6 +58,14 @@ class Console:
         self._print(f"recipe  {recipe} ({config_hash})")
         self._print(f"ranks   {world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}")
         self._print(f"model   {parameters:,} parameters")
+        texts = [data[key] for key in ("data", "training") if key in data]
+        passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+        self._print(
+            f"data    {': '.join(texts)}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs"
+        )
+        for key in ("lengths", "cut"):
+            if key in data:
+                self._print(f"{key:<8}{data[key]}", "yellow" if key == "cut" else "")
         self._print(f"work    {self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}")
         if self._terminal is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

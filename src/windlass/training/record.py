@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
 from windlass.checkpoint.save import Outcome, Saver
+from windlass.data.facts import Facts, lines
 from windlass.model.size import HfSizes
 from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Horizon
@@ -133,7 +134,7 @@ class Recorder:
         self.trackers = Trackers(run.path, settings.trackers if ranks.main else [], settings.flush_seconds)
         stack.callback(self.trackers.close)
 
-    def started(self, batch: BatchPlan, resumed_from: str, notes: list[str]) -> None:
+    def started(self, batch: BatchPlan, facts_of_data: Facts, resumed_from: str, notes: list[str]) -> None:
         """The terminal's header and the event of this start."""
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
         shared: dict[str, Any] = {
@@ -142,7 +143,8 @@ class Recorder:
         }  # fmt: skip
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            tokens_per_step=batch.tokens_per_step, first_step=state.step, **shared,
+            tokens_per_step=batch.tokens_per_step, first_step=state.step, data=lines(facts_of_data, plan.recipe.model.context),
+            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, **shared,
         )  # fmt: skip
         for note in notes:
             self.console.warning(note)
@@ -150,7 +152,7 @@ class Recorder:
         self.event(
             how, **shared, steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
             global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
-            extended_from=plan.extends_from or None, branched_from=str(branched.absolute()) if branched else None,
+            data=facts_of_data, extended_from=plan.extends_from or None, branched_from=str(branched.absolute()) if branched else None,
         )  # fmt: skip
         if resumed_from:
             self.console.event(f"resumed from {resumed_from}", state.step)

@@ -16,6 +16,7 @@ from windlass.checkpoint.load import Choice
 from windlass.checkpoint.reshard import gather_state, restore
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
+from windlass.data.facts import describe
 from windlass.data.prepare import Data, open_data
 from windlass.errors import UserError
 from windlass.estimate.milestones import checkpoints_to_come
@@ -114,7 +115,7 @@ def set_up(
         count = checkpoints_to_come(recipe, horizon, state.step, present)
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
-    recorder.started(batch, str(choice.path) if choice is not None else "", notes)
+    recorder.started(batch, describe(data), str(choice.path) if choice is not None else "", notes)
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,

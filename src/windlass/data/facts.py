@@ -1,0 +1,94 @@
+"""What a data set holds, in numbers: for `windlass prepare`, the first lines of a run, and its ledger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windlass.data.prepare import Data
+
+Facts = dict[str, Any]
+ITEMS = {"text": "documents", "squad": "questions", "chat": "conversations"}
+
+
+def describe(data: Data) -> Facts:
+    """The facts of opened data, as JSON values: `vocab`, and for `train` and `val` their `samples`.
+
+    Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
+
+    - `items`, `tokens` (in an epoch, padding not counted) and `label_tokens` (those that count in the loss);
+    - `lengths` of whole items in tokens (percentiles `50`, `90`, `99`, and `max`), `cut` (how many are longer than the context),
+      `cut_tokens` (what they lost), `left_out` (items with nothing left to learn), where an item is a row.
+    """
+    facts: Facts = {"vocab": data.vocab}
+    if (index := data.index) is not None:
+        sources = [index.source.get(stream, {}) for stream in ("shard", "eval-shard")]
+        facts |= {
+            "source": index.settings["source"], "files": sum(len(source.get("files", ())) for source in sources),
+            "items": ITEMS[index.settings.get("format", "text")], "tokenizer": index.settings["tokenizer"],
+        }  # fmt: skip
+    for name, samples in (("train", data.train), ("val", data.val)):
+        if samples is None:
+            continue
+        split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
+        split["tokens"] = getattr(samples, "tokens", split["label_tokens"])
+        if index is not None and name in index.rows:
+            rows = index.rows[name]
+            split |= {"items": rows.items, "lengths": rows.lengths}
+            split |= {"cut": rows.cut, "cut_tokens": rows.cut_tokens, "left_out": rows.left_out}
+        elif index is not None:
+            items = index.splits[name].documents
+            split["items"] = items if items > 1 else None  # a text is one document, which says nothing
+            if hasattr(samples, "lengths"):
+                split |= {"items": len(samples), **samples.lengths}
+        facts[name] = {key: value for key, value in split.items() if value is not None}
+    return facts
+
+
+def lines(facts: Facts, context: int) -> dict[str, str]:
+    """The facts in words, a line each: `data`, `tokenizer`, `training`, `validation`, and `lengths` and `cut` where items are rows."""
+    shown: dict[str, str] = {}
+    unit = facts.get("items", "samples")
+    if "source" in facts:
+        source, files = facts["source"], facts["files"]
+        shown["data"] = f"{source}{f' ({files:,} files)' if files > 1 else ''}"
+    for name, title in (("train", "training"), ("val", "validation")):
+        if split := facts.get(name):
+            items = split.get("items") if "source" in facts else split["samples"]
+            parts = [f"{count(items, unit)}"] if items else []
+            tokens, labels = split.get("tokens"), split.get("label_tokens")
+            parts += [f"{tokens:,} tokens"] if tokens else []
+            if tokens and labels and facts.get("items") in ("questions", "conversations"):
+                parts[-1] += f", {labels:,} of them ({labels / tokens:.0%}) count in the loss"
+            shown[title] = ", ".join(parts)
+    shown.setdefault("validation", "none")
+    shown["tokenizer"] = (
+        f"{facts['tokenizer']}, {facts['vocab']:,} ids" if "tokenizer" in facts else f"{facts['vocab']:,} ids"
+    )
+    train = facts["train"]
+    if "lengths" in train:
+        sizes = train["lengths"]
+        shown["lengths"] = (
+            f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, 99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
+        )
+    cuts = [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]
+    if cuts:
+        shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
+    return shown
+
+
+def count(number: int, items: str) -> str:
+    """`1 document`, `2 documents`."""
+    return f"{number:,} {items if number != 1 else items.removesuffix('s')}"
+
+
+def _cut(split: Facts, unit: str) -> str:
+    """What a split lost to the context, in words; empty where it lost nothing."""
+    parts = []
+    if cut := split.get("cut", 0):
+        lost = split["cut_tokens"]
+        share = lost / (split["tokens"] + lost)
+        parts.append(f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({share:.1%})")
+    if left := split.get("left_out", 0):
+        parts.append(f"{count(left, unit)} left out, with no answer in them")
+    return ", ".join(parts)

@@ -1,0 +1,114 @@
+"""What a data set holds, in numbers and in words; and the split of few documents, which those numbers would give away."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_fixtures import documents, jsonl, recipe_for
+from tests.helpers import windlass
+
+from windlass.data.facts import describe, lines
+from windlass.data.prepare import Data, open_data
+
+
+def books(folder: Path, *sizes: int) -> Path:
+    """A text of so many characters for each size."""
+    rng = random.Random(7)
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        (folder / f"book-{number}.txt").write_text("".join(rng.choices("etaoin shrdlu\n", k=size)))
+    return folder
+
+
+@pytest.mark.parametrize("packing", ["packed", "documents"])
+@pytest.mark.parametrize(("sizes", "inside"), [((500, 700, 600, 4000), True), ((4000, 3000, 2200, 1000), False)])
+def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_path, capsys) -> None:
+    recipe = recipe_for(books(tmp_path / "books", *sizes), tmp_path / "data", packing=packing, val_fraction=0.1)
+    data = open_data(recipe)
+    assert data.index is not None
+    train, val = data.index.splits["train"], data.index.splits["val"]
+    assert (train.start, train.stop, val.stop) == (0, val.start, sum(sizes) + 4)
+    assert (val.stop - val.start) / val.stop == pytest.approx(0.1, rel=0.05)
+    if inside:
+        assert (train.documents, val.documents) == (4, 0)
+    else:  # the last document is near enough to a tenth
+        assert (train.documents, val.documents, val.stop - val.start) == (3, 1, 1001)
+    text = (tmp_path / "books" / "book-3.txt").read_text()
+    row = data.train.read(np.array([len(data.train) - 1]))
+    last = data.val.read(np.array([0]))[0][0] if data.val else []
+    if packing == "documents" and inside:  # nothing of the held-out part is trained on, and all of it is there
+        assert data.tokenizer.decode(last) == text[-580:][:16]
+        assert (row[1] != -100).sum() == 16
+    assert "held out" not in capsys.readouterr().err
+
+
+def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
+    texts = ["short"] * 110 + ["a long document " * 20] * 10
+    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.1)
+    open_data(recipe)
+    err = capsys.readouterr().err
+    assert "data.val_fraction = 0.1" in err and "% of the tokens are held out" in err and "data.eval_source" in err
+
+
+def test_facts_of_texts(tmp_path) -> None:
+    texts = [text for text in documents(150) if text]
+    source = jsonl(tmp_path / "x.jsonl", texts)
+    facts = describe(open_data(recipe_for(source, tmp_path / "data", val_fraction=0.2)))
+    total = len("".join(texts).encode()) + len(texts)
+    assert facts["train"]["tokens"] + facts["val"]["tokens"] == total
+    assert facts["train"]["items"] + facts["val"]["items"] == len(texts)
+    assert {k: facts[k] for k in ("source", "files", "items", "tokenizer", "vocab")} == {
+        "source": str(source), "files": 1, "items": "documents", "tokenizer": "byte", "vocab": 257,
+    }  # fmt: skip
+    assert json.loads(json.dumps(facts)) == facts
+    rows = describe(open_data(recipe_for(source, tmp_path / "data", val_fraction=0.2, packing="documents", context=64)))
+    sizes = [len(text.encode()) + 1 for text in texts[: facts["train"]["items"]]]
+    train = rows["train"]
+    assert train["cut"] == sum(size > 64 for size in sizes)
+    assert train["cut_tokens"] == sum(max(0, size - 64) for size in sizes)
+    assert train["tokens"] == sum(min(size, 64) for size in sizes)
+    assert train["lengths"]["max"] == max(sizes) and train["lengths"]["50"] == sorted(sizes)[(len(sizes) - 1) // 2]
+
+
+def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
+    talks = [
+        {"messages": [{"role": "user", "content": "q" * 10}, {"role": "assistant", "content": "a" * size}]}
+        for size in (5, 5, 5, 100, 5)
+    ] + [{"messages": [{"role": "user", "content": "q" * 90}, {"role": "assistant", "content": "never read"}]}]
+    source = tmp_path / "talk.jsonl"
+    source.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    recipe = recipe_for(source, tmp_path / "data", format="chat", val_fraction=0, context=60)
+    data = open_data(recipe)
+    train = describe(data)["train"]
+    assert train["label_tokens"] == int((data.train.read(np.arange(5))[1] != -100).sum())
+    # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is predicted and not read
+    assert (train["tokens"], train["lengths"]["50"], train["items"], train["left_out"]) == (4 * 36 + 60, 37, 5, 1)
+    assert (train["cut"], train["cut_tokens"]) == (1, 132 - 61)
+    settings = [
+        f"data.source={source}",
+        "data.format=chat",
+        "data.val_fraction=0",
+        "model.context=60",
+        "data.max_tokens=0",
+    ]
+    printed = windlass("prepare", "quickstart", *settings, f"data.dir={tmp_path / 'data'}").stdout
+    for text in lines(describe(data), 60).values():
+        assert text in printed
+    assert "1 of 5 conversations cut, 71 tokens lost" in printed and "1 conversation left out" in printed
+
+
+def test_facts_of_data_of_ones_own() -> None:
+    class Mine:
+        def __len__(self) -> int:
+            return 7
+
+        def read(self, indices):
+            raise NotImplementedError
+
+    facts = describe(Data(Mine(), None, None, "x", 100))  # type: ignore[arg-type]
+    assert facts == {"vocab": 100, "train": {"samples": 7}}
+    assert lines(facts, 8) == {"training": "7 samples", "validation": "none", "tokenizer": "100 ids"}
