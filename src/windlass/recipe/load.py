@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError
+from windlass.recipe.keys import problems_of
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
@@ -27,6 +28,10 @@ NON_SEMANTIC = (
     "parallel.", "checkpoint.", "eval.", "telemetry.",
 )  # fmt: skip
 """Settings that change where and how a run computes, but not what: not in the config hash, free to differ on resume."""
+
+
+CONFIGS = (".yaml", ".yml", ".py")
+"""Files in which other tools have their settings."""
 
 
 class RecipeError(UserError):
@@ -120,10 +125,9 @@ class Recipe(BaseModel):
     @staticmethod
     def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything; UserError."""
-        path = _find(recipe)
-        tree = _read(path)
-        tree.setdefault("preset", path.stem if path.stem != "recipe" else path.parent.name)
-        merge(tree, dict(map(parse_override, overrides)))
+        tree: dict[str, Any] = {}
+        for _, layer in layers(recipe, overrides):
+            merge(tree, layer)
         return validate(tree, str(recipe))
 
 
@@ -150,14 +154,6 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
         is_section = isinstance(inner, type) and issubclass(inner, sections.Section)
         fields |= settings(inner, f"{prefix}{name}.") if is_section else {prefix + name: field}  # type: ignore[arg-type]
     return fields
-
-
-def explain(key: str) -> str:
-    """What a setting means: its key, default, and documentation; UserError with the nearest name where there is none."""
-    fields = settings()
-    if key not in fields:
-        raise UserError(f"{key}: there is no such setting; {_nearest(key, fields)}")
-    return f"{key} = {typed(fields[key].default)}\n{fields[key].description}"
 
 
 def presets() -> dict[str, Path]:
@@ -207,32 +203,56 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _find(recipe: str | Path) -> Path:
-    """The file behind a preset's name, a path or a run directory; raises UserError with the nearest name."""
-    shipped = presets()
-    for path in (Path(recipe) / "recipe.toml", Path(recipe), shipped.get(str(recipe))):
-        if path and path.is_file():
-            return path
-    if str(recipe).endswith(".toml") or "/" in str(recipe):
-        raise UserError(f"there is no recipe file {recipe}; `windlass recipe --list` shows the presets")
-    near = difflib.get_close_matches(str(recipe), shipped, n=1, cutoff=0.4)
+    """The file behind a preset's name, a path or a run directory; raises UserError with what was meant."""
+    shipped, path, name = presets(), Path(recipe), str(recipe)
+    for file in (path / "recipe.toml", path if path.suffix == ".toml" else None, shipped.get(name)):
+        if file and file.is_file():
+            return file
+    if path.is_dir():
+        inside = [str(file.parent) for file in sorted(path.glob("*/recipe.toml"))]
+        instead = "a run directory, a .toml file or a preset's name"
+        if (path / "config.json").is_file():
+            instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
+        raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {' or '.join(inside) or instead}")
+    if path.is_file():
+        what = "a recipe is a TOML file (`windlass init` writes one)" if path.suffix in CONFIGS else "it is no recipe"
+        train = "" if path.suffix in CONFIGS else f"; to train on it: windlass train quickstart data.source={name}"
+        raise UserError(f"{name}: {what}{train}")
+    if "=" in name:
+        raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
+    if name.endswith(".toml") or "/" in name:
+        raise UserError(f"there is no recipe or run {name}; `windlass recipe --list` shows the presets")
+    near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.6)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise UserError(f"there is no preset {recipe}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
+    raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def layers(recipe: str | Path, overrides: Iterable[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Where a recipe's settings come from, in the order in which they apply: name and dotted settings of each place."""
+    path = _find(recipe)
+    shipped, preset = presets().values(), path.stem if path.stem != "recipe" else path.resolve().parent.name
+    files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
+    return [("file's name", {"preset": preset}), *files, ("command line", dict(map(parse_override, overrides)))]
+
+
+def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+    """A recipe's file after the files that it extends, each with its own settings under dotted keys."""
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not TOML, not UTF-8
-        raise UserError(f"{path} cannot be read as TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}: a byte in line {line} is not UTF-8; save the file as UTF-8") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"{error}; texts need quotation marks"
+        raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
+    own = [(path, flatten(tree))]
     if base is None:
-        return tree
+        return own
     beside = path.parent / str(base)
-    merged = _read(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve()))
-    merge(merged, flatten(tree))
-    return merged
+    return _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve())) + own
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
@@ -240,34 +260,10 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(name, [_describe(e) for e in error.errors()]) from None
+        raise RecipeError(name, problems_of(error.errors(), settings())) from None
     if problems := list(_impossible(recipe)):
         raise RecipeError(name, problems)
     return recipe
-
-
-def _describe(error: Any) -> tuple[str, str]:
-    """Key and message of one of pydantic's errors."""
-    fields, parts = settings(), [str(part) for part in error["loc"]]
-    if error["type"] == "extra_forbidden":
-        return ".".join(parts), f"there is no such setting; {_nearest('.'.join(parts), fields)}"
-    # pydantic appends the member of a union or the index of a list to the key
-    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    key = next((prefix for prefix in prefixes if prefix in fields), prefixes[0])
-    message = error["msg"].removeprefix("Value error, ")
-    return key, f"{message[0].lower()}{message[1:]}, not {json.dumps(error['input'], default=str)}"
-
-
-def _nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """The nearest setting to an unknown key, else what its section has, else the sections."""
-    last = {k.rpartition(".")[2]: k for k in fields}
-    near = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
-    near = near or [last[m] for m in difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.6)]
-    if near:
-        return f"did you mean {near[0]}?"
-    section = key.rpartition(".")[0] + "."
-    inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [k for k in fields if "." in k]
-    return f"there are {', '.join(dict.fromkeys(k.partition('.')[0] for k in inside))}"
 
 
 def _impossible_model(m: sections.ModelSettings, vocab: int) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,55 @@
+"""What a setting means, which values it takes, and where the value that a recipe has came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from windlass.errors import UserError
+from windlass.recipe.keys import nearest, values
+from windlass.recipe.load import Recipe, flatten, layers, settings, typed
+
+
+def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
+    """A setting, or a section in a line for each of its settings; UserError with the nearest name where there is none.
+
+    With a recipe the value is that recipe's, with every place that sets it in the order in which they apply.
+    """
+    fields = settings()
+    loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
+    flat = {k: typed(value) for k, value in flatten(loaded.model_dump(mode="json")).items()}
+    if inside := [k for k in fields if k.startswith(f"{key}.")]:
+        lines = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
+        width = min(max(map(len, lines)), 48)
+        about = type(_part(loaded, key)).__doc__
+        return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in lines.items())])
+    if key not in fields:
+        raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
+    given = [f"{typed(layer[key])} ({name})" for name, layer in layers(recipe, overrides) if key in layer] if recipe else []
+    facts = {"values": values(fields[key]), "default": typed(fields[key].default), "set to": ", then ".join(given)}
+    facts["resolved"] = _resolved(loaded, key)
+    lines = [f"{name:<9} {text}" for name, text in facts.items() if text]
+    return "\n".join([f"{key} = {flat[key]}", fields[key].description, "", *lines])
+
+
+def _part(recipe: Recipe, key: str) -> Any:
+    part: Any = recipe
+    for name in key.split("."):
+        part = getattr(part, name)
+    return part
+
+
+def _sentence(text: str) -> str:
+    """The first sentence, without what follows a semicolon or a colon."""
+    return " ".join(text.split()).partition(". ")[0].partition("; ")[0].rstrip(".")
+
+
+def _resolved(recipe: Recipe, key: str) -> str:
+    """What the recipe's value stands for, where that is another: 0 as many heads as there are, an empty name."""
+    section, _, name = key.rpartition(".")
+    if name in getattr(_part(recipe, section), "unused", ()) if section else False:
+        return f'without effect with model.kind="{recipe.model.kind}"'
+    names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir), "data.tokenizer": recipe.tokenizer}
+    value = names.get(key, getattr(_part(recipe, section), f"{name}_", None) if section else None)
+    return "" if value is None or value == _part(recipe, key) else typed(value)

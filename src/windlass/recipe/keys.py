@@ -1,0 +1,152 @@
+"""What is said of a key or a value that a recipe cannot have: the setting that was meant, the values that it takes.
+
+A wrong key is looked up among the keys of other tools (`other_tools.toml`), then among the same names in other sections, then
+among misspellings. Where nothing is sure the answer lists what there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+ALIKE = 0.75
+"""Least `SequenceMatcher.ratio` of a misspelled name and the right one: `lrr` and `lr` have 0.8."""
+BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+NAME_FORM = "letters, digits and . _ + = - alone"
+FORMS = {
+    "preset": NAME_FORM, "run.name": NAME_FORM, "data.sha256": "64 hexadecimal digits",
+    "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
+}  # fmt: skip
+"""What a setting with a `pattern` may be, in words."""
+
+
+def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
+    """For each tool its keys, each with our key (or `key=value`; empty where there is none) and a remark."""
+    tools = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+    return {
+        tool: {key: (answer, "") if isinstance(answer, str) else tuple(answer) for key, answer in keys.items()}
+        for tool, keys in tools.items()
+    }
+
+
+def nearest(key: str, fields: Mapping[str, Any]) -> str:
+    """What to write instead of a key that there is not; what its section has, or the sections, where that is not sure."""
+    name = key.rpartition(".")[2]
+    answers: dict[str, str] = {}
+    for keys in other_tools().values():
+        for theirs, (ours, remark) in keys.items():
+            if theirs in (key, name) or key == theirs.rpartition(".")[2]:
+                answers.setdefault(ours, remark)
+    if answers:
+        return " or ".join(
+            f"write {ours} ({remark})" if ours and remark else f"write {ours}" if ours else remark
+            for ours, remark in answers.items()
+        )
+    likely = _same_name(key, fields) or _misspelled(key, fields)
+    if likely:
+        return f"did you mean {' or '.join(likely)}?"
+    section = key.rpartition(".")[0] + "."
+    inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [k for k in fields if "." in k]
+    return f"there are {', '.join(dict.fromkeys(k.partition('.')[0] for k in inside))}"
+
+
+def _same_name(key: str, fields: Mapping[str, Any]) -> list[str]:
+    """The settings that end like the key, by as many of its parts as any does: `lora.rank` finds `model.lora.rank`."""
+    parts = key.split(".")
+    endings = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((same for end in endings if (same := [k for k in fields if f".{k}".endswith(f".{end}")])), [])
+
+
+def _misspelled(key: str, fields: Mapping[str, Any]) -> list[str]:
+    """The setting whose section and name are both spelled nearly like the key's; a key without a section may have any."""
+    section, _, name = key.rpartition(".")
+
+    def likeness(candidate: str) -> float:
+        theirs, _, their_name = candidate.rpartition(".")
+        sections = difflib.SequenceMatcher(None, section, theirs).ratio() if section else 1.0
+        return min(sections, difflib.SequenceMatcher(None, name, their_name).ratio())
+
+    best = max(fields, key=likeness)
+    return [best] if likeness(best) >= ALIKE else []
+
+
+def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Keys and messages of pydantic's errors, in the words of a recipe; the members of a union are one problem."""
+    wanted: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for error in errors:
+        parts, value = [str(part) for part in error["loc"]], error["input"]
+        if error["type"] == "extra_forbidden":
+            for key in _leaves(".".join(parts), value):
+                problems[key] = f"there is no such setting; {nearest(key, fields)}"
+            continue
+        # pydantic appends the member of a union or the index of a list to the key
+        prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        key = next((prefix for prefix in prefixes if prefix in fields), prefixes[0])
+        if key not in fields:
+            inside = ", ".join(k for k in fields if k.startswith(f"{key}."))
+            problems[key] = f"this is a section; its settings are {inside}"
+            continue
+        given.setdefault(key, "" if error["type"] == "missing" else f", not {json.dumps(value, default=str)}")
+        words = _wanted(error, key, fields[key])
+        if words not in wanted.setdefault(key, []):
+            wanted[key].append(words)
+    return [*problems.items(), *((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items())]
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The keys of a table that is no section, or the key itself."""
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
+
+
+def _wanted(error: Any, key: str, field: Any) -> str:
+    """What a value should have been, by pydantic's kind of error."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "value_error":  # the words of our own check
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"it is {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        return f"it takes {FORMS[key]}"
+    if bound := next((f"{words} {context[name]}" for name, words in BOUNDS.items() if name in context), ""):
+        return f"it must be {bound}"
+    if get_origin(field.annotation) is tuple:
+        example = json.dumps(field.default, separators=(",", ":"))
+        return f"it needs {('no', 'one', 'two')[len(field.default)]} numbers, as {key}={example}"
+    return f"it takes {values(field)}"
+
+
+def values(field: Any) -> str:
+    """The values that a setting takes, in words."""
+    words = _values(field.annotation)
+    if any("duration" in str(part).lower() for part in (field.annotation, *field.metadata)):
+        words = 'steps (250), a share of the run (0.01), or "1 epoch"; 0 is never'
+    bounds = [
+        f"{text} {getattr(part, name)}" for part in field.metadata for name, text in BOUNDS.items() if hasattr(part, name)
+    ]
+    return f"{words}, {' and '.join(bounds)}" if bounds else words
+
+
+def _values(annotation: Any) -> str:
+    plain = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+    if annotation in plain:
+        return plain[annotation]
+    origin, members = get_origin(annotation), get_args(annotation)
+    if "Literal" in str(origin):
+        return ", ".join(f'"{member}"' for member in members)
+    if "Annotated" in str(type(annotation)):
+        return _values(members[0])
+    if origin is tuple:
+        return f"a list of {len(members)} numbers"
+    if origin is list:
+        return f"a list of {_values(members[0]).removeprefix('a ')}"
+    return " or ".join(map(_values, members))
