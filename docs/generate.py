@@ -1,12 +1,13 @@
-"""Writes docs/recipe.md from the recipe's models; `--check` fails where the page is not what they say."""
+"""Writes docs/recipe.md and the tables of docs/from-*.md from the package; `--check` fails where a page is stale."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_origin
 
 from windlass.recipe import Recipe, presets
+from windlass.recipe.keys import other_tools, values
 from windlass.recipe.load import settings
 
 PAGE = Path(__file__).parent / "recipe.md"
@@ -24,20 +25,6 @@ first step at or past the edge; `0` is never.
 """
 
 
-def kind(annotation: Any) -> str:
-    """A type as a reader would say it."""
-    if get_origin(annotation) is None:
-        return {bool: "true / false", str: "text", int: "whole number", float: "number"}.get(
-            annotation, str(annotation)
-        )
-    name = str(get_origin(annotation))
-    if "Literal" in name:
-        return " · ".join(f"`{a}`" for a in get_args(annotation))
-    if get_origin(annotation) in (list, tuple):
-        return "list"
-    return " or ".join(kind(a) for a in get_args(annotation))
-
-
 def page() -> str:
     """The whole page."""
     parts = [HEAD.format(presets=", ".join(f"`{p}`" for p in presets()))]
@@ -49,22 +36,37 @@ def page() -> str:
             f"\n## `{name}`\n\n{section.annotation.__doc__}\n\n| key | default | values | meaning |\n|---|---|---|---|"
         )
         for key, field in keys.items():
-            duration = any("duration" in str(m).lower() for m in field.metadata) or "Duration" in str(field.annotation)
             text = " ".join((field.description or "").split()).replace("|", "\\|")
             default = "true" if field.default is True else "false" if field.default is False else repr(field.default)
-            values = "duration" if duration else kind(field.annotation).replace("|", "\\|")
-            parts.append(f"| `{key}` | `{default.replace(chr(39), chr(34))}` | {values} | {text} |")
+            takes = values(field).replace("|", "\\|")
+            takes = "duration" if takes.startswith("steps (") else takes
+            parts.append(f"| `{key}` | `{default.replace(chr(39), chr(34))}` | {takes} | {text} |")
     return "\n".join(parts) + "\n"
 
 
+def with_keys(text: str) -> str:
+    """A page with the table of another tool's keys under each `<!-- keys of TOOL -->`."""
+    for tool, keys in other_tools().items():
+        head = f"<!-- keys of {tool} -->"
+        rows = ["| there | here | remark |", "|---|---|---|"]
+        for theirs, (ours, remark) in keys.items():
+            rows.append(f"| `{theirs}` | {f'`{ours}`' if ours else '-'} | {remark.replace('|', chr(92) + '|')} |")
+        text = re.sub(rf"{head}\n(\n\|.*\n(\|.*\n)*)?", lambda _: "\n".join([head, "", *rows, ""]), text)  # noqa: B023
+    return text
+
+
 def main() -> int:
-    """Write the page, or compare it."""
+    """Write the pages, or compare them."""
+    pages = {PAGE: page()} | {
+        path: with_keys(path.read_text(encoding="utf-8")) for path in sorted(PAGE.parent.glob("from-*.md"))
+    }
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-            print(f"{PAGE.name} is not what the recipe's models say: run `make docs`")
-            return 1
-        return 0
-    PAGE.write_text(page(), encoding="utf-8")
+        for path in stale:
+            print(f"{path.name} is not what the recipe's models and tables say: run `make docs`")
+        return bool(stale)
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
     return 0
 
 

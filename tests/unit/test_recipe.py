@@ -1,6 +1,8 @@
 import json
+import re
 import tomllib
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from helpers import refused, windlass
 from windlass.errors import UserError
-from windlass.recipe import Horizon, Recipe, RecipeError, plan_batch, presets
+from windlass.recipe import Horizon, Recipe, RecipeError, explain, plan_batch, presets
+from windlass.recipe.keys import other_tools
 from windlass.recipe.load import parse_override, settings
 from windlass.recipe.units import epochs_in
 
@@ -35,14 +38,105 @@ def test_overrides_take_toml_values_and_plain_text():
     assert Recipe.load("quickstart", ["checkpoint.resume=700"]).checkpoint.resume == "700"
 
 
-def test_all_problems_are_reported_together_with_the_nearest_key():
+def problems(*overrides: str) -> dict[str, str]:
     with pytest.raises(RecipeError) as caught:
-        Recipe.load("quickstart", ["optim.lrr=1", "train.steps=0", "data.order=foo", "checkpoint.every=1.5", "lr=2"])
-    problems = dict(caught.value.problems)
-    assert set(problems) == {"optim.lrr", "train.steps", "data.order", "checkpoint.every", "lr"}
-    assert "did you mean optim.lr?" in problems["optim.lrr"]
-    assert "did you mean optim.lr?" in problems["lr"]
-    assert "'shuffled', 'shards-shuffled' or 'sequential'" in problems["data.order"]
+        Recipe.load("quickstart", overrides)
+    assert not re.search(r"(?i)input should|extra inputs|type=|pydantic|valid (list|tuple|integer)", str(caught.value))
+    return dict(caught.value.problems)
+
+
+def test_all_problems_are_reported_together():
+    found = problems("optim.lrr=1", "train.steps=0", "data.order=foo", "checkpoint.every=1.5", "lr=2", "train.n=2")
+    assert set(found) == {"optim.lrr", "train.steps", "data.order", "checkpoint.every", "lr", "train.n"}
+    assert "'shuffled', 'shards-shuffled' or 'sequential'" in found["data.order"]
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("batch_size", "train.global_batch"), ("train.batch_size", "train.global_batch"), ("max_steps", "train.steps"),
+        ("train.max_iters", "train.steps"), ("lr", "optim.lr"), ("learning_rate", "optim.lr"), ("train.lr", "optim.lr"),
+        ("optimizer.lr", "optim.lr"), ("model.hidden_size", "model.width"), ("block_size", "model.context"),
+        ("model.seq_len", "model.context"), ("max_seq_length", "model.context"), ("model.n_layer", "model.layers"),
+        ("n_head", "model.heads"), ("n_embd", "model.width"), ("train.gradient_accumulation_steps", "train.global_batch"),
+        ("per_device_train_batch_size", "train.micro_batch"), ("num_train_epochs", "train.steps"),
+        ("lora.rank", "model.lora.rank"), ("lora_r", "model.lora.rank"), ("lora.r", "model.lora.rank"),
+        ("warmup_ratio", "optim.schedule.warmup"), ("eval_interval", "eval.every"), ("eval.interval", "eval.every"),
+        ("bf16", "train.precision=bf16"), ("fp16", "train.precision=fp16"), ("save_steps", "checkpoint.every"),
+        ("gradient_checkpointing", "parallel.activation_checkpointing=full"), ("report_to", "telemetry.trackers"),
+        ("logging_steps", "telemetry.every"), ("max_grad_norm", "train.grad_clip"),
+        ("optim.lrr", "optim.lr"), ("modle.layers", "model.layers"), ("data.soruce", "data.source"),
+        ("checkpoint.keep_lst", "checkpoint.keep_last"), ("schedule.kind", "optim.schedule.kind"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
+    text = problems(f"{key}=1")[key].partition("; ")[2]
+    assert text.startswith((f"write {ours}", f"did you mean {ours}?")), text
+
+
+@pytest.mark.parametrize("key", ["train.foo", "model.zz", "zzz", "data.xyz", "optim.x", "telemetry.interval"])
+def test_where_nothing_is_sure_no_key_is_suggested(key):
+    text = problems(f"{key}=1")[key]
+    assert "there are" in text and "did you mean" not in text and "write" not in text
+
+
+def test_a_wrong_table_is_answered_key_by_key(tmp_path):
+    (tmp_path / "mine.toml").write_text("[lora]\nr = 8\n[trainer]\nmax_steps = 3\nnonsense = 1\n[train]\nsteps = 4\n")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(tmp_path / "mine.toml")
+    found = dict(caught.value.problems)
+    assert list(found) == ["lora.r", "trainer.max_steps", "trainer.nonsense"]
+    assert "model.lora.rank" in found["lora.r"] and "train.steps" in found["trainer.max_steps"]
+
+
+def test_every_answer_about_another_tools_key_names_settings_that_there_are():
+    fields = settings()
+    for tool, keys in other_tools().items():
+        for theirs, (ours, remark) in keys.items():
+            assert (ours or remark) and theirs not in fields, (tool, theirs)
+            key, _, value = ours.partition("=")
+            if value:  # and it is a value that the setting takes
+                Recipe.load("quickstart", [ours])
+            assert not ours or key in fields, (tool, theirs)
+            for named in re.findall(r"\b(?:" + "|".join(Recipe.model_fields) + r")\.[a-z_.]+\b", remark):
+                assert any(f"{k}.".startswith(f"{named}.") for k in fields), (tool, theirs, named)
+
+
+@pytest.mark.parametrize("page", ["from-nanogpt.md", "from-trainer.md", "from-litgpt.md"])
+def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])
+    Recipe.load(tmp_path / "mine.toml")
+
+
+def test_a_list_is_taken_as_a_shell_leaves_it():
+    for text in ("wandb", "[wandb]", '["wandb"]', "'wandb'"):
+        assert Recipe.load("quickstart", [f"telemetry.trackers={text}"]).telemetry.trackers == ["wandb"]
+    assert Recipe.load("quickstart", ["telemetry.trackers=[wandb, mlflow]"]).telemetry.trackers == ["wandb", "mlflow"]
+    assert Recipe.load("quickstart", ["eval.suites=lm-eval:a,b"]).eval.suites == ["lm-eval:a,b"]
+    assert Recipe.load("quickstart", ["telemetry.trackers=[]"]).telemetry.trackers == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.betas=0.9", ("two numbers", "optim.betas=[0.9,0.95]", "not 0.9")),
+        ("optim.betas=[0.9]", ("two numbers", "optim.betas=[0.9,0.95]")),
+        ("optim.betas=[1.5,0.9]", ("less than 1", "1.5")),
+        ("telemetry.trackers=comet", ("'tensorboard', 'mlflow' or 'wandb'", "comet")),
+        ("model.layers=1.5", ("whole number, at least 1", "not 1.5")),
+        ("optim.lr=0", ("greater than 0", "not 0")),
+        ("optim.lr=fast", ("a number", "fast")),
+        ("train.compile=maybe", ("true or false", "maybe")),
+        ("train=3", ("section", "train.steps")),
+        ("train.steps=1.5", ("4576", "1 epoch")),
+        ("run.name=a b", ("letters, digits",)),
+        ("data.sha256=xx", ("64 hexadecimal digits",)),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
+    text = problems(override)[override.partition("=")[0]]
+    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize(
@@ -84,20 +178,33 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
     ("recipe", "overrides", "words"),
     [
         ("loop.toml", [], ("loop.toml", "extends")),
-        ("bad.toml", [], ("bad.toml", "TOML")),
+        ("bad.toml", [], ("bad.toml", "TOML", "line 2", "quotation marks")),
+        ("latin.toml", [], ("latin.toml", "line 2", "UTF-8")),
         ("no.toml", [], ("no.toml", "recipe --list")),
         ("quickstrat", [], ("did you mean quickstart?",)),
+        ("shakespear", [], ("did you mean shakespeare-char?",)),
+        ("wiki.txt", [], ("windlass train quickstart data.source=wiki.txt",)),
+        ("config.yaml", [], ("TOML", "windlass init")),
+        ("empty", [], ("empty is a directory without a recipe",)),
+        ("runs", [], ("runs is a directory without a recipe", "runs/a")),
+        ("model", [], ("model.kind=hf model.name=model",)),
+        ("optim.lr=3", [], ("is a setting", "quickstart optim.lr=3")),
         ("quickstart", ["optim.lr"], ("optim.lr", "KEY=VALUE")),
         ("quickstart", ["optim.lr=2", "optim.lr.x=1"], ("optim.lr.x", "not a section")),
     ],
 )
 def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overrides, words):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop.toml").write_text('extends = "loop.toml"\n')
-    (tmp_path / "bad.toml").write_text("[train\n")
+    for name, text in {
+        "loop.toml": 'extends = "loop.toml"\n', "bad.toml": "[train]\nprecision = bf16\n", "wiki.txt": "[train\n",
+        "config.yaml": "a: 1\n", "model/config.json": "{}", "runs/a/recipe.toml": "", "empty/x": "",
+    }.items():  # fmt: skip
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    Path("latin.toml").write_bytes(b"[run]\nnotes = 'caf\xe9'\n")
     with pytest.raises(UserError) as caught:
         Recipe.load(recipe, overrides)
-    assert all(word in str(caught.value) for word in words)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_the_config_hash_is_of_the_semantic_settings():
@@ -151,44 +258,24 @@ def test_durations_in_steps_fractions_and_never():
     assert epochs_in("2.5 epochs") == Fraction(5, 2)
 
 
-def test_the_version_and_what_a_setting_means():
+def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_path, monkeypatch):
+    assert explain("optim.lr").startswith("optim.lr = 0.001\nPeak learning rate")
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('extends = "shakespeare-char-fast"\n[optim]\nlr = 0.5\n')
+    text = explain("optim.lr", "mine.toml", ["optim.lr=0.25"])
+    assert text.startswith("optim.lr = 0.25\n") and "number, greater than 0" in text and "default   0.001" in text
+    places = ["0.001 (preset shakespeare-char)", "0.003 (preset shakespeare-char-fast)", "0.5 (mine.toml)"]
+    assert ", then ".join([*places, "0.25 (command line)"]) in text
+    assert "set to" not in explain("train.tf32", "mine.toml")
+    assert "resolved  4" in explain("model.kv_heads", "mine.toml") and "as many as `heads`" in explain("model.kv_heads")
+    overview = explain("optim", "mine.toml")
+    assert "optim.lr = 0.5 " in overview and "optim.schedule.warmup = 0.02" in overview and "train." not in overview
+    with refused("learning_rate", "optim.lr"):
+        explain("learning_rate")
+
+
+def test_the_version_and_the_schema():
     assert windlass("--version").stdout.split()[0] == "windlass"
-    assert windlass("recipe", "--explain", "optim.lr").stdout.startswith("optim.lr = 0.001\nPeak learning rate")
+    shown = windlass("recipe", "quickstart", "optim.lr=1", "--explain", "optim.lr").stdout
+    assert "0.003 (preset quickstart), then 1 (command line)" in shown
     assert "Peak learning rate" in json.dumps(json.loads(windlass("recipe", "--schema").stdout))
-
-
-HF = ["model.kind=hf", "model.name=some/model"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "lr"),
-    [
-        ([], 3e-3),
-        (HF, 5e-5),
-        ([*HF, "model.lora.rank=4"], 2e-4),
-        ([*HF, "model.from_scratch=true"], 1e-3),
-        ([*HF, "optim.lr=3e-4"], 3e-4),
-    ],
-)
-def test_the_learning_rate_follows_the_model_where_none_is_set(overrides, lr):
-    recipe = Recipe.load("quickstart", overrides)
-    assert recipe.optim.lr == recipe.flat()["optim.lr"] == tomllib.loads(recipe.toml())["optim"]["lr"] == lr
-    assert Recipe().optim.lr == 1e-3 and Recipe.load("quickstart", HF).train.precision == "auto"
-
-
-def test_settings_of_the_other_kind_of_model_are_left_out_or_refused(tmp_path):
-    recipe = Recipe.load("quickstart", HF)  # the preset's own network is not the user's words
-    assert [key for key in recipe.flat() if key.startswith("model.")] == [
-        "model.kind", "model.name", "model.revision", "model.trust_remote_code", "model.from_scratch", "model.context",
-        "model.init_from", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.targets",
-    ]  # fmt: skip
-    assert "model.name" not in Recipe.load("quickstart").flat()
-    (tmp_path / "mine.toml").write_text('[model]\nkind = "hf"\nname = "x"\nlayers = 6\nactivation = "gelu"\n')
-    with refused("model.layers, model.activation", "config.json", "leave them out"):
-        Recipe.load(tmp_path / "mine.toml")
-    with refused("model.heads", "config.json", "model.name a directory"):
-        Recipe.load("quickstart", [*HF, "model.heads=2", "model.from_scratch=true"])
-    with refused("model.name, model.lora", 'model.kind = "hf"'):
-        Recipe.load("quickstart", ["model.name=x", "model.lora.rank=2"])
-    (tmp_path / "again.toml").write_text(recipe.toml())
-    assert Recipe.load(tmp_path / "again.toml", ["model.context=64"]).model.context == 64

@@ -17,7 +17,9 @@ def recipe(
     overrides: Overrides,
     list_: bool = typer.Option(False, "--list", help="List the presets."),
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a recipe, for editors."),
-    key: str = typer.Option("", "--explain", metavar="KEY", help="Print what a setting means."),
+    key: str = typer.Option(
+        "", "--explain", metavar="KEY", help="Print what a setting or section means, or is in RECIPE."
+    ),
 ) -> None:
     """Print a recipe with every setting resolved; list the presets; print the schema; explain a setting."""
     from windlass.recipe import Recipe, explain, presets
@@ -25,7 +27,7 @@ def recipe(
     if schema:
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
     elif key:
-        typer.echo(explain(key))
+        typer.echo(explain(key, recipe, overrides))
     elif list_:
         names = presets()
         width = max(map(len, names))

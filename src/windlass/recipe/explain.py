@@ -26,7 +26,9 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in lines.items())])
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
-    given = [f"{typed(layer[key])} ({name})" for name, layer in layers(recipe, overrides) if key in layer] if recipe else []
+    given = (
+        [f"{typed(layer[key])} ({name})" for name, layer in layers(recipe, overrides) if key in layer] if recipe else []
+    )
     facts = {"values": values(fields[key]), "default": typed(fields[key].default), "set to": ", then ".join(given)}
     facts["resolved"] = _resolved(loaded, key)
     lines = [f"{name:<9} {text}" for name, text in facts.items() if text]

@@ -131,7 +131,10 @@ def values(field: Any) -> str:
     if any("duration" in str(part).lower() for part in (field.annotation, *field.metadata)):
         words = 'steps (250), a share of the run (0.01), or "1 epoch"; 0 is never'
     bounds = [
-        f"{text} {getattr(part, name)}" for part in field.metadata for name, text in BOUNDS.items() if hasattr(part, name)
+        f"{text} {getattr(part, name)}"
+        for part in field.metadata
+        for name, text in BOUNDS.items()
+        if hasattr(part, name)
     ]
     return f"{words}, {' and '.join(bounds)}" if bounds else words
 

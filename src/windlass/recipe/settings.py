@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from windlass.recipe.units import EPOCHS, Duration
 
@@ -19,6 +19,18 @@ BestMeasure = Literal[
 """What a model can be the best by: a suite, and the field of its `eval` line."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _names(value: object) -> object:
+    """The names in a list as it is easily typed into a shell: `wandb`, `wandb,mlflow`, `[wandb]`."""
+    if not isinstance(value, str):
+        return value
+    inner = value.strip().removeprefix("[").removesuffix("]")
+    parts = [inner] if ":" in inner else inner.split(",")  # lm-eval:TASK,TASK is one name
+    return [name for part in parts if (name := part.strip().strip("'\""))]
+
+
+Names = BeforeValidator(_names)
 
 
 class Section(BaseModel):
@@ -49,7 +61,7 @@ class LoraSettings(Section):
     """Scale of the adapters' output: alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
-    targets: list[str] = []
+    targets: Annotated[list[str], Names] = []
     """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
 
 
@@ -232,10 +244,10 @@ class TrainSettings(Section):
     threads: int = Field(0, ge=0)
     """CPU threads of one rank; 0: the cores shared among the ranks of a host."""
 
-    @field_validator("steps")
+    @field_validator("steps", mode="before")
     @classmethod
-    def _steps(cls, value: int | str) -> int | str:
-        is_length = isinstance(value, int) and value >= 1
+    def _steps(cls, value: object) -> object:
+        is_length = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not is_length and value != "compute-optimal" and not EPOCHS.fullmatch(str(value)):
             raise ValueError('a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"')
         return value
@@ -346,7 +358,7 @@ class EvalSettings(Section):
     """How often the validation loss is measured; also at step 0 and at the end."""
     batches: int = Field(0, ge=0)
     """Global batches of the validation set to use, always the same ones; 0: all of it."""
-    suites: list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]] = [LOSS_SUITE]
+    suites: Annotated[list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names] = [LOSS_SUITE]
     """Measured at every evaluation: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`."""
     hellaswag_file: str = ""
     """HellaSwag's validation items as JSONL; empty: through `datasets`."""
@@ -375,7 +387,7 @@ class TelemetrySettings(Section):
 
     every: int = Field(10, ge=1)
     """Steps between two `train` lines of the ledger; the device is synchronised only then."""
-    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = []
+    trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Names] = []
     """Trackers that get the ledger, each through an exporter process of its own."""
     project: str = "windlass"
     """The project or experiment in the trackers."""
