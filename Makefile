@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.windlass-installed
+BASE   := $(VENV)/.windlass-base
+DEV    := $(VENV)/.windlass-dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-full test-gpu lint format docs clean
@@ -10,16 +11,21 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## a virtual environment in .venv with the pinned packages
+setup: $(DEV)  ## a virtual environment in .venv with the pinned packages, those of the tests too
 
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the pinned packages into $(VENV) (a few minutes the first time)"
-	@$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77' wheel
+	@echo "installing windlass and the packages that it needs, pinned, into $(VENV) (a minute or two the first time)"
+	@$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77'
+	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(DEV): $(BASE)
+	@echo "installing the packages of the tests, pinned, into $(VENV) (a few minutes the first time)"
 	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train the embedded default on this machine, then show curve, sample and report
+demo: $(BASE)  ## train the embedded default on this machine, then show curve, sample and report
 	@$(BIN)/windlass train quickstart
 
 test: lint  ## what CI runs
@@ -31,7 +37,7 @@ test-full: lint  ## with the slower proofs
 test-gpu:  ## on a bare machine with one CUDA device: no set-up, the packages that python3 has
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
 
-lint: $(STAMP)  ## style, types, layers, lengths, generated pages
+lint: $(DEV)  ## style, types, layers, lengths, generated pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -39,11 +45,11 @@ lint: $(STAMP)  ## style, types, layers, lengths, generated pages
 	$(BIN)/python tools/shape.py
 	$(BIN)/python docs/generate.py --check
 
-format: $(STAMP)  ## make the style so
+format: $(DEV)  ## make the style so
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(STAMP)  ## the pages that are generated from the code
+docs: $(DEV)  ## the pages that are generated from the code
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove the environment and caches

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 DONE = 0
 FAILED = 1  # a run, a check or a proof failed
 BAD_INPUT = 2  # the message says what was wrong, where, and what to write instead
 NOT_MEASURED = 44  # `windlass check`: the bandwidth could not be measured
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
 STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX_TEMPFAIL)
+
+
+EXTRAS = {
+    "hf": ("transformers", "accelerate", "datasets", "peft"), "data": ("pyarrow", "tiktoken"), "plots": ("matplotlib",),
+    "sweep": ("optuna",), "lm-eval": ("lm_eval",), "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",),
+}  # fmt: skip
+"""The packages that `pip install windlass` does not bring, by the extra that does."""
 
 
 class UserError(ValueError):
@@ -24,6 +34,23 @@ class RunFailed(RuntimeError):
 
 class Stopped(Exception):
     """The run stopped on a signal after everything was saved; the command line exits with 75."""
+
+
+def installed(package: str) -> bool:
+    """Whether a package is there to import; imports nothing."""
+    return sys.modules.get(package) is not None or find_spec(package) is not None
+
+
+def require(package: str, what: str) -> None:
+    """Raise UserError, with what installs it, where `what` (a setting or an option) needs a package that is not there."""
+    if not installed(package):
+        raise UserError(f"{what} {needs(package)}")
+
+
+def needs(package: str) -> str:
+    """That a package is needed, and the command that installs it."""
+    name = next((f"'windlass[{extra}]'" for extra, packages in EXTRAS.items() if package in packages), package)
+    return f"needs the package {package}: pip install {name}"
 
 
 def before_training(name: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from windlass.errors import UserError, first_line
+from windlass.errors import UserError, first_line, needs
 from windlass.fileio import read_json
 
 # How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute.
@@ -24,7 +24,6 @@ PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 SUBFOLDERS = ["*/*"]  # other formats of the same weights lie there
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PACKAGES = ("transformers", "huggingface_hub", "peft", "accelerate", "datasets", "safetensors", "tokenizers")
 REFUSALS = {
     "GatedRepoError": "is gated: accept its licence on its page on the Hub, and set HF_TOKEN to a token of the account that did",
     "RevisionNotFoundError": "has no such revision on the Hub: name a commit, a tag or a branch that it has",
@@ -82,9 +81,7 @@ def explained(what: str) -> Iterator[None]:
 def missing_package(error: ImportError) -> str:
     """Which package an import that failed needs, and what installs it."""
     name = (error.name or "").partition(".")[0]
-    if not name:
-        return f"needs a package that is missing: {first_line(error)}"
-    return f"needs the package {name}: install {'windlass[hf]' if name in PACKAGES else 'it'}"
+    return needs(name) if name else f"needs a package that is missing: {first_line(error)}"
 
 
 def directory(name: str, revision: str = "", key: str = "model.name", weights: bool = False) -> Path:

@@ -24,7 +24,7 @@ from windlass import processes
 from windlass.checkpoint.load import choose, open_checkpoint
 from windlass.data.order import Order
 from windlass.data.prepare import open_data
-from windlass.errors import DONE, Stopped, UserError, first_line
+from windlass.errors import DONE, Stopped, UserError, first_line, installed, needs
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -269,11 +269,10 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
 
 def export_equal(bench: Bench) -> Outcome:
     """A GPT-2-shaped model of ours, or the recipe's own where its shape is given, in transformers."""
-    try:
-        import transformers
-    except ImportError:
-        return None, "transformers is not installed: pip install 'windlass[hf]'"
+    if not installed("transformers"):
+        return None, needs("transformers")
     import torch
+    import transformers
 
     from windlass.evaluation.source import alone, find_source, open_model
     from windlass.interop.export import export

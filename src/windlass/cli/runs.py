@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from windlass.cli import Json
-from windlass.errors import FAILED, UserError
+from windlass.errors import FAILED, UserError, installed, needs
 
 STYLES = {"running": "green", "failed": "red", "preempted": "yellow"}
 KEPT = {
@@ -114,7 +114,9 @@ def report(
     paths: list[str] = typer.Argument(..., metavar="RUN|STUDY...", help="Run directories, or a study."),
     out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),
     skip: int = typer.Option(-1, min=-1, metavar="N", help="Steps left out of the second loss plot; -1: a tenth."),
-    plots: bool = typer.Option(True, help="Draw the PNG files (--no-plots: page and tables alone)."),
+    plots: bool | None = typer.Option(
+        None, help="Draw the PNG files, or page and tables alone; default: with matplotlib."
+    ),
     text: bool = typer.Option(False, "--text", help="Also print the loss curve, the last sample and the results here."),
 ) -> None:
     """Write a report: index.html, report.md, CSV tables and PNG plots; print the page's path.
@@ -127,6 +129,8 @@ def report(
     from windlass.reports.tables import results
     from windlass.reports.text import curve, last_sample
 
+    if plots is None and not installed("matplotlib"):
+        typer.echo(f"page and tables alone: a PNG plot {needs('matplotlib')}")
     written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
     for view in written.views if text else ():
         rows = results(view, for_people=True).rows

@@ -51,6 +51,7 @@ def train(
         if plan.finished:
             typer.echo(f"{plan.run.path} is finished: all {plan.run.summary.get('steps', '')} steps are done.")
             return show_end(plan.run)
+        plan.recipe.check_packages()
         if world not in ("", "1") or max_restarts:
             from windlass.data.prepare import prepare
             from windlass.launch.local import launch, parse_worlds

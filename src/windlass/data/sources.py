@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from windlass import __version__, hub
-from windlass.errors import RunFailed, UserError, first_line
+from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe.settings import DataSettings
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -132,6 +132,8 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     for path in files:
         if _suffix(path)[0] in (".bin", ".npy", ".json"):
             raise UserError(f"data.source: {path}: write shards:GLOB for token shards; a JSON corpus is a .jsonl file")
+        if _suffix(path)[0] == ".parquet" or _suffix(path)[1]:
+            require("pyarrow", f"data.source: {path.name}")
     sizes = [path.stat().st_size for path in files]
 
     def read(start: int) -> Iterator[tuple[str, float]]:
@@ -262,6 +264,7 @@ def load_dataset(place: str, split: str, streaming: bool = False) -> Any:
     if not folder.is_dir():
         hub.prepare()
     what = f"data.source: hf:{place}, split {split!r}"
+    require("datasets", f"data.source: hf:{place}")
     with _explained(f"{what} cannot be loaded", UserError), hub.explained(what):
         import datasets
 

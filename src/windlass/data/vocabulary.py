@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from windlass import hub
 from windlass.data.sources import sha256_of
 from windlass.data.tokenizer import DESCRIPTION, END_OF_TEXT, FOLDER, JSON_FILE, Description, Tokenizer, byte_letters
-from windlass.errors import UserError, first_line
+from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
 
 def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory or else from the Hub."""
+    require("tiktoken", 'data.tokenizer = "gpt2"')
     if not directory:
         return Tokenizer("gpt2", _read_json(hub.tokenizer_directory(GPT2_NAME) / JSON_FILE), GPT2_EOT)
     from tokenizers import models

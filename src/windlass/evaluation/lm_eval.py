@@ -15,7 +15,7 @@ import torch
 
 from windlass import hub
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.parallel.dist import Ranks
@@ -36,10 +36,9 @@ def run_harness(
     `how` are `autocast` and `poll`. Raises UserError where the harness is not installed, or there is no such task.
     """
     hub.prepare()
-    try:
-        from lm_eval import simple_evaluate
-    except ImportError as error:
-        raise UserError(f"--suite lm-eval needs the package {error.name}: pip install 'windlass[lm-eval]'") from None
+    require("lm_eval", f"the suite lm-eval:{tasks}")
+    from lm_eval import simple_evaluate
+
     started = time.perf_counter()
     # The harness seeds the random generators: afterwards they are as before, so that measuring changes no training.
     python, numpy = random.getstate(), np.random.get_state()

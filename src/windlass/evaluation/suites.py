@@ -128,10 +128,12 @@ def evaluate(
     settings = {
         "parallel.strategy": "single" if env.world == 1 else "full_shard" if sharded else "ddp", "parallel.shard_size": 0,
         "parallel.offload": False, "parallel.activation_checkpointing": "none", "eval.suites": suites, "checkpoint.best": "loss",
+        "telemetry.trackers": [],
     }  # fmt: skip
     if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
         settings["train.precision"] = "fp32"
     recipe = source.recipe.with_overrides(**settings)
+    recipe.check_packages()
     with init_ranks(env, recipe) as ranks:
         result = measure(replace(source, recipe=recipe), ranks, on_result)
         folder = out or (source.run.path / "eval" if source.run else None)

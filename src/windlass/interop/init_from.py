@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.checkpoint.load import find, open_checkpoint
 from windlass.checkpoint.reshard import restore
-from windlass.errors import UserError
+from windlass.errors import UserError, require
 from windlass.model import convert
 from windlass.model.gpt import GPT, assign, generator
 from windlass.model.hf_files import WeightFiles
@@ -71,6 +71,7 @@ def check_same_network(model: nn.Module, directory: Path) -> None:
 
 
 def _config(directory: Path, remote_code: bool = False) -> Any:
+    require("transformers", f"model.init_from: {directory}")
     hub.prepare()
     with hub.explained(f"model.init_from: {directory}"):
         from transformers import AutoConfig

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.errors import UserError, first_line
+from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
 from windlass.model.size import HfSizes
@@ -180,6 +180,8 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     """The network that a directory's configuration describes: parameters on the meta device, buffers as they should be."""
     hub.prepare()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
+    for package in ("transformers", "accelerate"):
+        require(package, what)
     try:
         from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass[hf]
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -261,10 +263,9 @@ def has_plain_head(model: Any) -> bool:
 
 def add_lora(model: nn.Module, lora: LoraSettings) -> None:
     """Put low-rank adapters beside the layers named; they alone are trained."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError("model.lora needs the package peft: install windlass[hf]") from None
+    require("peft", "model.lora")
+    from peft import LoraConfig, inject_adapter_in_model
+
     layers = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
     transposed = any(kind == "Conv1D" for _, kind in layers)  # as GPT-2's matrices are
     config = LoraConfig(

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError
+from windlass.errors import UserError, require
 from windlass.recipe.keys import problems_of
 from windlass.recipe.units import BatchPlan, plan_batch
 
@@ -115,6 +115,20 @@ class Recipe(BaseModel):
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How a step's samples are divided among `world` ranks; a UserError names the sizes that would work."""
         return plan_batch(self.train.global_batch, self.train.micro_batch, world, self.model.context, device)
+
+    def check_packages(self) -> None:
+        """Raise UserError where training this recipe needs an optional package that is not installed."""
+        if self.model.kind == "hf":
+            for package in ("transformers", "accelerate", *(("peft",) if self.model.lora.rank else ())):
+                require(package, f'model.kind = "hf"{" with model.lora" * (package == "peft")}')
+        init_from = self.model.init_from
+        if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
+            require("transformers", f"model.init_from: {init_from}")
+        for suite in self.eval.suites:
+            if suite.startswith("lm-eval:") or (suite == sections.HELLASWAG_SUITE and not self.eval.hellaswag_file):
+                require("lm_eval" if suite.startswith("lm-eval:") else "datasets", f"eval.suites: {suite}")
+        for tracker in self.telemetry.trackers:
+            require(tracker, f'telemetry.trackers = ["{tracker}"]')
 
     def toml(self) -> str:
         """The resolved recipe as TOML; loading it gives an equal recipe."""

@@ -24,7 +24,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from windlass import __version__
-from windlass.errors import UserError
+from windlass.errors import UserError, installed, require
 from windlass.fileio import write_atomic
 from windlass.recipe.load import flatten
 from windlass.reports import tables
@@ -62,7 +62,7 @@ def report(
     out: str | Path | None = None,
     *,
     skip: int | None = None,
-    plots: bool = True,
+    plots: bool | None = None,
 ) -> Report:
     """Report on a run, several runs beside each other, or a study.
 
@@ -71,11 +71,14 @@ def report(
         out: the directory to write into, created if it is missing; None: `report/` in the run or study, of several runs
             `report/` here.
         skip: the second picture of the loss leaves out the steps before this one; None: the first tenth.
-        plots: whether to draw the PNG files, which takes most of the time.
+        plots: whether to draw the PNG files, which takes most of the time; None: where matplotlib is installed.
 
     Raises:
         UserError: there is no run, one of them cannot be read, or the directory cannot be written.
     """
+    if plots:
+        require("matplotlib", "a PNG plot")
+    plots = installed("matplotlib") if plots is None else plots
     listed = [sources] if isinstance(sources, (str, Path, Run)) else list(sources)
     study = None
     if len(listed) == 1 and not isinstance(listed[0], Run) and Study.is_study(listed[0]):

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from windlass.checkpoint.retention import better
-from windlass.errors import BAD_INPUT, DONE, STOPPED, RunFailed, Stopped, UserError
+from windlass.errors import BAD_INPUT, DONE, STOPPED, RunFailed, Stopped, UserError, require
 from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
@@ -53,6 +53,9 @@ def sweep(
 
     Raises UserError where the directory holds another study or a cell's recipe is invalid, Stopped after a signal.
     """
+    if halving:
+        require("optuna", "--halving")
+    recipe.check_packages()
     study = Study.create(recipe, axes, path)
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
@@ -238,10 +241,8 @@ class Halving:
     """
 
     def __init__(self, study: Study):
-        try:
-            import optuna
-        except ImportError:
-            raise UserError("--halving needs Optuna: pip install 'windlass[sweep]'") from None
+        import optuna
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
         direction = "minimize" if better(0.0, 1.0, study.measure) else "maximize"

@@ -19,13 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from windlass.errors import RunFailed, UserError, first_line
+from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe.load import flatten
 from windlass.run import Line, Run, effective
 from windlass.telemetry.backends import BACKENDS, Point
@@ -53,9 +52,6 @@ class Trackers:
         self._notes: list[Note] = []
         self._warned: set[str] = set()
         for name in names:
-            if find_spec(name) is None:
-                self._note(name, f"not installed (pip install 'windlass[{name}]')")
-                continue
             command = [sys.executable, "-m", "windlass.telemetry.trackers", str(run), name, str(flush_seconds)]
             try:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
@@ -124,8 +120,7 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     """
     if name not in BACKENDS:
         raise UserError(f"--to {name}: there are {', '.join(BACKENDS)}")
-    if find_spec(name) is None:
-        raise UserError(f"--to {name}: {name} is not installed; pip install 'windlass[{name}]'")
+    require(name, f"--to {name}")
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")

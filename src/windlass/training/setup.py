@@ -75,6 +75,7 @@ def train(
         plan = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return plan.run
+        plan.recipe.check_packages()
         set_up(plan, model, data, on_step, stop, stack, stop_at).run()
     return plan.run
 

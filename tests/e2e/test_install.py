@@ -1,0 +1,148 @@
+"""The wheel in an environment of its own: what `pip install windlass` brings, and what it answers without the extras."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from helpers import TINY, overrides, write_corpus
+from windlass.errors import EXTRAS
+from windlass.recipe import presets
+
+REPOSITORY = Path(__file__).parents[2]
+MOST_PACKAGES = 45
+CLEAN = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy of the checkout, which stays as it is."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, copy)
+    shutil.copytree(REPOSITORY / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", cwd=copy)
+    return next((copy / "dist").glob("windlass-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and links to the packages that it needs, taken from this environment, and no others."""
+    venv = tmp_path_factory.mktemp("base")
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    run(sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "-q", "--no-deps", wheel)
+    site = next((venv / "lib").glob("python*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    for name in closure(needed):
+        package = distribution(name)
+        for top in {file.parts[0] for file in package.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / top).exists() or (site / top).symlink_to(Path(str(package.locate_file(top))).absolute())
+    return venv
+
+
+def run(*command: str | Path, cwd: Path | None = None, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=280)
+    assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """The packages that some requirements bring, by the metadata of those installed here."""
+    todo, done = [Requirement(text) for text in requirements], set[tuple[str, str]]()
+    while todo:
+        requirement = todo.pop()
+        for extra in ("", *requirement.extras):
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            key = (canonicalize_name(requirement.name), extra)
+            if not wanted or key in done:
+                continue
+            done.add(key)
+            needed = map(Requirement, distribution(requirement.name).requires or ())
+            for each in needed:
+                if each.marker is None or each.marker.evaluate({"extra": extra}):
+                    each.marker = None
+                    todo.append(each)
+    return {name for name, _ in done}
+
+
+def test_the_wheel_has_presets_and_the_page(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"windlass/presets/{name}.toml" for name in presets()} <= names
+    assert {f"windlass/reports/{name}" for name in ("page.html", "page.css", "page.js", "chart.js")} <= names
+    assert "windlass/py.typed" in names and not any(name.startswith("tests") for name in names)
+
+
+def trains(venv: Path, folder: Path) -> None:
+    """Quickstart trains from an environment, outside the checkout, to its report."""
+    few = ["train.steps=4", "model.layers=1", "data.max_tokens=100_000", "eval.sample_tokens=8"]
+    done = run(venv / "bin/windlass", "train", "quickstart", *few, "run.dir=run", cwd=folder)
+    assert "sample at step 4" in done.stdout and (folder / "run/report/index.html").is_file()
+    where = run(venv / "bin/python", "-c", "import windlass; print(windlass.__file__)", cwd=folder).stdout
+    assert where.startswith(str(venv))
+
+
+def count(venv: Path) -> list[str]:
+    """The packages of an environment, but for pip, which came with it."""
+    names = "from importlib.metadata import distributions as all; print(*{d.name for d in all()} - {'pip'})"
+    return run(venv / "bin/python", "-c", names).stdout.split()
+
+
+def test_the_base_is_small_and_trains_quickstart(base, tmp_path):
+    names = count(base)
+    assert "windlass" in names and "torch" in names and len(names) <= MOST_PACKAGES, sorted(names)
+    trains(base, tmp_path)
+
+
+@pytest.mark.full  # a minute, most of it for torch
+def test_pip_brings_as_few_from_the_registry(wheel, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    run(tmp_path / "venv/bin/pip", "install", "-q", "-c", REPOSITORY / "constraints.txt", wheel)
+    names = count(tmp_path / "venv")
+    assert len(names) <= MOST_PACKAGES, sorted(names)
+    trains(tmp_path / "venv", tmp_path)
+
+
+def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
+    corpus = write_corpus(tmp_path / "words.txt", words=200)
+    compressed = tmp_path / "words.txt.gz"
+    compressed.touch()
+    windlass, tiny = base / "bin/windlass", overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})
+    train = [windlass, "train", "quickstart", *tiny]
+    (tmp_path / "hf.toml").write_text('[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n')
+    for command, package, extra, key in [
+        ([*train, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
+        ([*train, 'eval.suites=["lm-eval:arc_easy"]', "eval.every=4"], "lm_eval", "lm-eval", "eval.suites"),
+        ([windlass, "train", "hf.toml"], "transformers", "hf", "model.kind"),
+        ([windlass, "sweep", "quickstart", *tiny, "optim.lr=1,2", "--halving"], "optuna", "sweep", "--halving"),
+        (
+            [windlass, "prepare", "quickstart", "data.tokenizer=gpt2", "model.vocab=0"],
+            "tiktoken",
+            "data",
+            "data.tokenizer",
+        ),
+        ([windlass, "prepare", "quickstart", f"data.source={compressed}"], "pyarrow", "data", "data.source"),
+        ([windlass, "prepare", "quickstart", "data.source=hf:some/data"], "datasets", "hf", "data.source"),
+    ]:
+        error = run(*command, cwd=tmp_path, code=2).stderr
+        assert f"pip install 'windlass[{extra}]'" in error and package in error and key in error, error
+        assert len(error.splitlines()) == 1 and not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")], error
+
+
+def test_every_optional_package_is_in_the_extra_that_the_message_names():
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, packages in EXTRAS.items():
+        names = {canonicalize_name(Requirement(text).name) for text in declared[extra]}
+        assert {canonicalize_name(package) for package in packages} <= names, extra
+    assert set(Requirement(declared["all"][0]).extras) == set(EXTRAS)
