@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import TINY, overrides, tiny_recipe, windlass
-from windlass import train
+from helpers import TINY, overrides, windlass
+from windlass.run import Run
 
 
 def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, corpus: Path) -> None:
@@ -19,11 +19,33 @@ def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, co
     assert "no report: RuntimeError: no fonts here" in done.stderr and "windlass report" in done.stderr
 
 
-def test_output_into_a_closed_pipe_ends_quietly(tmp_path: Path, corpus: Path) -> None:
-    run = train(tiny_recipe(corpus, tmp_path / "run", train__steps=2))
-    command = f"{sys.executable} -m windlass recipe {run.path} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.splitlines()[-1], done.stderr) == ("0", "")
+def piped(command: str) -> tuple[str, list[str]]:
+    """What the last command of a pipe prints, and the exit codes of all."""
+    words = ["bash", "-c", f'windlass() {{ {sys.executable} -m windlass "$@"; }}; {command}; echo ${{PIPESTATUS[@]}}']
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    return done.stdout, done.stdout.splitlines()[-1].split()
+
+
+def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) -> None:
+    settings = {**TINY, "train.steps": 2, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    words = " ".join([*overrides(settings), f"run.dir={tmp_path / 'run'}"])
+    shown, codes = piped(f"windlass train quickstart {words} 2>&1 | head -n 1")
+    assert codes == ["0", "0"] and len(shown.splitlines()) == 2
+    assert (tmp_path / "run" / "report" / "index.html").is_file() and "finished" in Run(tmp_path / "run").state
+    assert "step 2/2 | loss" in (tmp_path / "run" / "log.txt").read_text()
+    shown, codes = piped(f"windlass recipe {tmp_path / 'run'} | head -n 1")
+    assert codes == ["0", "0"]
+    # without standard output, and where it takes ASCII alone
+    again = f"windlass train {tmp_path / 'run'}"
+    assert piped(f"{again} >&-")[1] == ["0"]
+    shown, codes = piped(f"PYTHONIOENCODING=ascii TERM=dumb NO_COLOR=1 {again}")
+    assert (
+        codes == ["0"]
+        and shown.isascii()
+        and "+-----" in shown
+        and f"sample: windlass sample {tmp_path / 'run'}" in shown
+    )
 
 
 def test_help_and_version_import_no_torch() -> None:

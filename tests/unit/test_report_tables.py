@@ -104,7 +104,7 @@ def test_settings_that_differ_come_first_then_those_changed(three):
 
 
 def test_control_characters_pipes_and_tags_are_made_safe():
-    assert printable("a\x1b[31m\x00\n\tb\x85") == "a\ufffd[31m\ufffd\n\tb\ufffd"
+    assert printable("a\x1b[31m\x00\n\tb\x85") == "a\\x1b[31m\\x00\n\tb\\x85"
     assert markdown_cell("a|b\n<script> `x` *y*") == "a\\|b &lt;script&gt; \\`x\\` \\*y\\*"
 
 

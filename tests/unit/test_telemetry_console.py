@@ -3,12 +3,15 @@ import os
 import pty
 import re
 import select
+from pathlib import Path
 
 import pytest
 
 from windlass.telemetry.console import Console
 
-STEP = "step 100/200 | loss 2.5123 | lr 3.00e-04 | norm 0.91 | 15.2k tok/s | mfu 41.2% | mem 1.23 GB | eta 10s"
+STEP = (
+    "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | grad norm 0.91 | MFU 41.2% | GPU mem 1.23 GB"
+)
 
 
 def show(console):
@@ -18,11 +21,18 @@ def show(console):
         data={"data": "wiki.txt", "training": "4,096 tokens", "validation": "none", "tokenizer": "byte, 257 ids"}, epochs=2.0,
     )  # fmt: skip
     console.tick(99)
-    line = {"loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "tokens_per_s": 15_234.0, "mfu": 0.412, "mem_mb": 1234.0}
+    line = {
+        "loss": 2.51234,
+        "lr": 3e-4,
+        "grad_norm": 0.913,
+        "tokens_per_s": 15_234.0,
+        "mfu": 0.412,
+        "gpu_mem_mb": 1234.0,
+    }
     console.step({"kind": "train", "step": 100, "step_ms": 100.0, **line})
     console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
     console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})
-    console.event("saved checkpoints/step-00000100 in 0.50 s", 100)
+    console.saved(Path("checkpoints/step-00000100"), 0.5, 100)
     console.sample("To be\nor not \x1b[31mto\x07 be", 100)
     console.warning("mlflow: no way")
     console.close()
@@ -42,11 +52,11 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     lines = out.getvalue().splitlines()
     for line in (
         STEP,
-        "eval 100/200 | loss | loss 2.4000 | perplexity 11.0200 | 3.2 s",
-        "eval 100/200 | hellaswag | acc_norm 0.2955",
-        "step 100/200 | saved checkpoints/step-00000100 in 0.50 s",
+        "eval 100/200 | val loss 2.4000 | perplexity 11.0200 | 3.2 s",
+        "eval 100/200 | hellaswag | acc norm 0.2955",
+        "saved 100/200 | checkpoints/step-00000100 | 0.50 s",
         "warning: mlflow: no way",
-        "  | or not \N{REPLACEMENT CHARACTER}[31mto\N{REPLACEMENT CHARACTER} be",
+        r"  | or not \x1b[31mto\x07 be",
         "ranks   2 ranks x cpu, ddp, fp32",
         "work    200 steps x 4,096 tokens = 819k tokens, resumed after step 50",
     ):
@@ -62,23 +72,84 @@ def test_other_ranks_show_warnings_alone(tmp_path, capsys):
     assert capsys.readouterr().err == "rank 3: warning: mlflow: no way\n"
 
 
-def test_a_bar_in_a_terminal_and_all_lines_in_the_log(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def in_terminal(console, **options):
+    """What a terminal receives of `show`, raw and without its control sequences."""
     terminal, inner = pty.openpty()
-    with open(inner, "w") as stream:
-        show(Console(200, log_path=tmp_path / "log.txt", stream=stream))
+    with open(inner, "w", encoding=options.pop("encoding", "utf-8")) as stream:
+        show(console(200, stream=stream, **options))
         shown = b""
         while select.select([terminal], [], [], 0.2)[0]:
             shown += os.read(terminal, 65536)
     os.close(terminal)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert "100/200" in text and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text
-    assert STEP.partition(" | ")[2] in text and "eval 100/200 | loss | loss 2.4000" in text
-    assert "\x1b[31mto" not in shown.decode(), "a generated text does not colour the terminal"
-    assert shown.decode().count("\x1b[?25l") == shown.decode().count("\x1b[?25h") == 1, "the cursor comes back"
+    return shown.decode(), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return lambda number: monkeypatch.setenv("COLUMNS", str(number))
+
+
+def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
+    columns(160)
+    raw, text = in_terminal(Console, log_path=tmp_path / "log.txt")
+    assert STEP in text and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text and "eval 100/200 | val loss 2.4000" in text
+    assert "\x1b[31mto" not in raw, "a generated text does not colour the terminal"
+    assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1, "the cursor comes back"
     assert STEP in plain(tmp_path / "log.txt")
+
+
+@pytest.mark.parametrize(
+    ("width", "last"),
+    [(60, " | 10s left | 15.2k tok/s"), (80, "lr 3.00e-04"), (120, "GPU mem 1.23 GB"), (40, "10s left")],
+)
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
+    tmp_path, columns, monkeypatch, width, last, kind
+):
+    columns(width)
+    monkeypatch.setenv("TERM", kind)
+    lines = [line for line in re.split("[\r\n]+", in_terminal(Console, log_path=tmp_path / "log.txt")[1]) if line]
+    steps = {line.partition(" ━")[0].strip() for line in lines if line.startswith("step 100/200")}
+    assert any(line.endswith(last) for line in steps) and all(STEP.startswith(line) for line in steps)
+    assert kind == "dumb" or max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
+    assert STEP in plain(tmp_path / "log.txt")
+
+
+def test_the_legend_comes_once_and_names_what_there_is(tmp_path):
+    out = io.StringIO()
+    console = Console(200, stream=out)
+    for step in (1, 2):
+        console.step({"step": step, "loss": 1.0, "lr": 1e-3, "step_ms": 1.0, "rss_mb": 1000.0})
+    (legend,) = [line for line in out.getvalue().splitlines() if line.startswith("legend")]
+    assert "lr: learning rate" in legend and "RAM" in legend and "MFU" not in legend and "GPU" not in legend
+
+
+def test_progress_of_an_evaluation(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    console = Console(200, stream=out)
+    for done in range(50):
+        now[0] += 1
+        console.progress("evaluating loss", done, 1500)
+    console.eval({"step": 0, "loss": 1.0})
+    assert [line.partition(" | ")[2] for line in out.getvalue().splitlines()[:-1]] == [
+        f"evaluating loss {done}/1,500" for done in (10, 21, 32, 43)
+    ]
+
+
+def test_characters_that_the_terminal_lacks_are_drawn_in_ascii(tmp_path, columns):
+    columns(160)
+    for kind, bar in (("ascii", "step 100/200"), ("latin-1", "step 100/200")):
+        _, text = in_terminal(Console, encoding=kind)
+        assert bar in text
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(200, stream=stream)
+    console.event("✓ → ⠒ ö 中")
+    stream.flush()
+    assert stream.buffer.getvalue() == rb"ok -> * \xf6 \u4e2d" + b"\n"
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -92,7 +163,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path, monkeypatch, l
 
     monkeypatch.setenv("TERM", "xterm")
     show(Console(200, log_path=tmp_path / "log.txt", stream=Gone()))
-    assert "step 100/200 | saved checkpoints/step-00000100 in 0.50 s" in plain(tmp_path / "log.txt")
+    assert "saved 100/200 | checkpoints/step-00000100 | 0.50 s" in plain(tmp_path / "log.txt")
     show(Console(200, log_path=tmp_path / "log.txt" / "no-directory", stream=Gone()))
 
 
@@ -106,5 +177,7 @@ def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_befor
     for step in range(10, 60, 10):
         now[0] += 1 + (step == 30) * 4  # a tenth of a second a step, and an evaluation of 4 s within these 50
         console.step({"step": step, "loss": 1.0, "step_ms": 100.0})
-    left = [line.rpartition("eta ")[2] for line in out.getvalue().splitlines()[1:]]
-    assert left == ["1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s"]  # 950 steps of 0.1 s, and 4 s in each 40
+    shown = [line.split(" | ")[2] for line in out.getvalue().splitlines()[2:]]
+    assert shown == [
+        f"{left} left" for left in ("1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s")
+    ]  # 950 steps of 0.1 s, and 4 s in each 40

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -59,23 +61,33 @@ def main(arguments: list[str] | None = None) -> None:
         module = importlib.import_module(f"{__name__}.{name}")
         command = app.command(verb, epilog=module.AXES if verb == "sweep" else None)
         command(getattr(module, "evaluate" if verb == "eval" else verb))
+    with _outputs():
+        _run(arguments)
+
+
+@contextlib.contextmanager
+def _outputs() -> Iterator[None]:
+    """Standard streams that take every character, and whose reader may go away."""
+    from windlass.telemetry.terminal import Output
+
+    streams = sys.stdout, sys.stderr  # None where the descriptor is closed
+    sys.stdout, sys.stderr = (Output(stream or open(os.devnull, "w")) for stream in streams)  # noqa: SIM115
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = streams
+
+
+def _run(arguments: list[str] | None) -> None:
     try:
         code = app(args=arguments, standalone_mode=False)
-        sys.stdout.flush()  # here, so that a closed pipe raises now and not while the interpreter ends
-    except SystemExit:
-        # For a closed pipe typer replaces stdout by this wrapper and exits with 1, which a shell would take for a failure.
-        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
-            sys.exit(errors.DONE)
-        raise
     except typer.Abort:
         sys.exit(130)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         print(f"windlass: {error}", file=sys.stderr)
         kinds = {errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
         sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
-    except BrokenPipeError:  # the reader of our output closed its end, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(errors.DONE)
     except Exception as error:
         if not hasattr(error, "show"):
             raise

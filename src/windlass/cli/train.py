@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def train(
         plan = resolve_start(loaded, **start)
         if plan.finished:
             typer.echo(f"{plan.run.path} is finished: all {plan.run.summary.get('steps', '')} steps are done.")
-            return show_end(plan.run)
+            return show_end(plan.run, sample=True)
         plan.recipe.check_packages()
         if world not in ("", "1") or max_restarts:
             from windlass.data.prepare import prepare
@@ -72,8 +73,11 @@ def train(
     return show_end(run) if env.launcher == "none" and run.state == "finished" else DONE
 
 
-def show_end(run: Run) -> int:
-    """The loss curve, the last sample and the report of a finished run; what fails here is a warning."""
+def show_end(run: Run, sample: bool = False) -> int:
+    """The loss curve, the report and the next command of a finished run; what fails here is a warning.
+
+    `sample`: with the last sample, where the training has not shown it.
+    """
     if os.environ.get("WINDLASS_QUIET_END"):
         return DONE
     try:
@@ -82,13 +86,13 @@ def show_end(run: Run) -> int:
         from windlass.reports.view import view
 
         run_view = view(run)
-        typer.echo("\n".join(part for part in (curve(run_view), last_sample(run_view)) if part))
+        typer.echo("\n".join(part for part in (curve(run_view), last_sample(run_view) if sample else "") if part))
         typer.echo(f"report: {write_report(run).page}")
-    except BrokenPipeError:
-        raise
     except Exception as error:
         why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
         typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)
+    chat = " --chat" if run.recipe.data.format == "chat" else ""
+    typer.echo(f"sample: windlass sample {shlex.quote(str(run.path))}{chat}")
     return DONE
 
 

@@ -31,10 +31,11 @@ from windlass.reports import tables
 from windlass.reports.charts import Chart, Series, charts, smoothing
 from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.reports.tables import label, measures
-from windlass.reports.text import MISSING, markdown_cell, printable, short, show
+from windlass.reports.text import MISSING, markdown_cell, short, show
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
+from windlass.telemetry.terminal import printable
 
 SAMPLES = 40  # steps of each run whose samples are in the page: evenly spaced, first and last among them
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from windlass.reports.view import RunView
 from windlass.telemetry.console import duration
+from windlass.telemetry.terminal import printable
 
 MISSING = "–"
 DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}  # digits after the point by kind of number
@@ -59,12 +60,6 @@ def short(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def printable(text: Any) -> str:
-    """Text without the control characters that a terminal would obey: each is shown as a replacement character."""
-    cleaned = "".join(c if c in "\n\t" or (c >= " " and not 0x7F <= ord(c) < 0xA0) else "\ufffd" for c in str(text))
-    return cleaned.encode("utf-8", "replace").decode("utf-8")
-
-
 def markdown_cell(text: Any) -> str:
     """Text made safe for a cell of a Markdown table."""
     cleaned = html.escape(" ".join(printable(text).split()), quote=False)
@@ -97,7 +92,7 @@ def last_sample(view: RunView) -> str:
     """The last generated text, indented; empty where there is none."""
     if not view.samples:
         return ""
-    lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).splitlines())
+    lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).split("\n"))
     return f"sample at step {view.samples[-1]['step']:,}:\n{lines}"
 
 

@@ -1,4 +1,4 @@
-"""What a run shows: a header, a live bar in a terminal and plain lines elsewhere, and all of it in `log.txt`.
+"""What a run shows: a header, a live line in a terminal and plain lines elsewhere, and all of it in `log.txt`.
 
 A terminal that goes away, or a full disk under the log, ends the output and never the run.
 """
@@ -8,26 +8,40 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from windlass.run import Line
+from windlass.telemetry import terminal
 from windlass.telemetry.ledger import now
 
-NUMBERS: dict[str, Callable[[Any], str]] = {  # fields of a `train` line that are shown, as far as it has them
-    "loss": lambda x: f"loss {float(x):.4f}", "lr": lambda x: f"lr {x:.2e}", "grad_norm": lambda x: f"norm {float(x):.2f}",
-    "tokens_per_s": lambda x: f"{short(x)} tok/s", "mfu": lambda x: f"mfu {100 * x:.1f}%",
-    "mem_mb": lambda x: f"mem {x / 1e3:.2f} GB",
-}  # fmt: skip
-SCORES = ("loss", "perplexity", "acc", "acc_norm", "exact_match", "f1")  # fields of an `eval` line that are shown
+FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
+    "loss": (lambda x: f"loss {float(x):.4f}", "loss: of this step, nats per token"),
+    "left_s": (lambda x: f"{duration(x)} left", "left: to the end, with evaluations and saves"),
+    "tokens_per_s": (lambda x: f"{short(x)} tok/s", "tok/s: tokens trained per second, all ranks"),
+    "lr": (lambda x: f"lr {x:.2e}", "lr: learning rate"),
+    "grad_norm": (lambda x: f"grad norm {float(x):.2f}", "grad norm: before clipping"),
+    "mfu": (lambda x: f"MFU {100 * x:.1f}%", "MFU: model FLOPs of the device's peak"),
+    "gpu_mem_mb": (lambda x: f"GPU mem {x / 1e3:.2f} GB", "GPU mem: allocated by rank 0"),
+    "rss_mb": (lambda x: f"RAM {x / 1e3:.2f} GB", "RAM: of rank 0"),
+}
+"""Fields of a `train` line by priority, the first ones stay in a narrow terminal: how each is shown, and its legend."""
+
+SCORES = {"loss": "val loss", "perplexity": "perplexity", "acc": "acc", "acc_norm": "acc norm", "exact_match": "exact match",
+          "f1": "f1"}  # fmt: skip
+"""Fields of an `eval` line that are shown, with their words."""
+
+BAR = 20  # columns; where there is no room for half of it, there is no bar
+DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two pictures of a bar; between two lines of progress elsewhere
 
 
 class Console:
     """Shows a run of `steps` steps on the terminal and writes `log.txt`.
 
-    In a terminal there is a live bar, and evaluations and saves are lines above it; elsewhere every logged step is a
+    In a terminal there is a live line, and evaluations and saves are lines above it; elsewhere every logged step is a
     line. Ranks other than 0 show warnings alone. `stream`: by default the process's standard output.
     """
 
@@ -35,17 +49,16 @@ class Console:
         self.steps, self.rank = steps, rank
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
-        self._drawn = 0.0
-        self._live: Any = None  # rich.progress.Progress
+        self._drawn = time.monotonic()
+        self._step, self._doing, self._numbers = 0, "", list[str]()  # what the live line shows
+        self._live: Any = None  # rich.live.Live
         self._terminal: Any = None  # rich.console.Console
         self._log: TextIO | None = None
         if rank == 0 and log_path is not None:
             with contextlib.suppress(OSError):
                 self._log = open(log_path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the run
-        if rank == 0 and (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb":
-            from rich.console import Console as RichConsole
-
-            self._terminal = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+        if rank == 0 and self._stream and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._terminal = terminal.rich_console(self._stream)
 
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
@@ -54,58 +67,78 @@ class Console:
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens = short(self.steps * tokens_per_step)
         resumed = f", resumed after step {first_step:,}" if first_step else ""
-        self._print(f"run     {run}", style="bold")
-        self._print(f"recipe  {recipe} ({config_hash})")
-        self._print(f"ranks   {world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}")
-        self._print(f"model   {parameters:,} parameters")
-        texts = [data[key] for key in ("data", "training") if key in data]
         passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-        self._print(
-            f"data    {': '.join(texts)}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs"
-        )
-        for key in ("lengths", "cut"):
-            if key in data:
-                self._print(f"{key:<8}{data[key]}", "yellow" if key == "cut" else "")
-        self._print(f"work    {self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}")
+        sources = ": ".join(data[key] for key in ("data", "training") if key in data)
+        facts = {
+            "run": run, "recipe": f"{recipe} ({config_hash})",
+            "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
+            "model": f"{parameters:,} parameters",
+            "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
+            **{key: data[key] for key in ("lengths", "cut") if key in data},
+            "work": f"{self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}",
+        }  # fmt: skip
+        for name, fact in facts.items():
+            self._print(f"{name:<8}{fact}", {"run": "bold", "cut": "yellow"}.get(name, ""), indent=8)
         if self._terminal is not None:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+            from rich.live import Live
 
-            columns = MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-            self._live = Progress(*columns, console=self._terminal, auto_refresh=False)
-            self._live.add_task("", total=self.steps, completed=first_step)
+            self._step = first_step
+            self._live = Live(get_renderable=self._line, console=self._terminal, auto_refresh=False, transient=True)
             with self._while_terminal_is_there():
-                self._live.start()
+                self._live.start(refresh=True)
 
     def tick(self, step: int) -> None:
-        """Move the bar, at most four times a second; for every step, at no cost where there is no bar."""
-        if self._live is not None and time.monotonic() - self._drawn > 0.25:
-            self._draw(completed=step)
+        """Move the live line, at most four times a second; for every step, at no cost where there is none."""
+        self._step = step
+        if self._live is not None and time.monotonic() - self._drawn > DRAW_SECONDS:
+            self._draw()
+
+    def progress(self, doing: str, done: int, total: int) -> None:
+        """How far something long is that happens between two steps, as `evaluating loss`; called as often as you like."""
+        self._doing = f"{doing} {done:,}/{total:,}"
+        if time.monotonic() - self._drawn > (LINE_SECONDS if self._live is None else DRAW_SECONDS):
+            self._draw()
+            if self._live is None:
+                self._print(f"at {self._step}/{self.steps} | {self._doing}")
 
     def step(self, line: Line) -> None:
-        """A logged step: a `train` line of the ledger, with `mem_mb` where the memory is measured."""
+        """A logged step: a `train` line of the ledger, with `gpu_mem_mb` or `rss_mb` where the memory is measured."""
         # the time left is by the time from the first logged step on, evaluations and saves in it: what came before
         # (imports, compiling, the evaluation at step 0) does not come again
-        self._first = self._first or (time.monotonic(), line["step"])
-        done = line["step"] - self._first[1]
+        begins, self._step = self._first is None, line["step"]
+        self._first = self._first or (time.monotonic(), self._step)
+        done = self._step - self._first[1]
         seconds_per_step = (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
-        eta = duration((self.steps - line["step"]) * seconds_per_step)
-        text = " | ".join([*(write(line[key]) for key, write in NUMBERS.items() if key in line), f"eta {eta}"])
-        if self._live is not None:
-            self._draw(completed=line["step"], description=text)
-        self._print(f"step {line['step']}/{self.steps} | {text}", only_log=self._live is not None)
+        shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
+        if begins:
+            self._print(
+                f"{'legend':<8}{'; '.join(legend for key, (_, legend) in FIELDS.items() if key in shown)}", indent=8
+            )
+        self._numbers = [write(shown[key]) for key, (write, _) in FIELDS.items() if key in shown]
+        self._draw()
+        self._write_log(self._fitting(terminal.WIDE))
+        if self._live is None:
+            self._show(self._fitting(terminal.size(self._stream).columns))
 
     def eval(self, line: Line) -> None:
-        shown = [line.get("suite", "loss"), *(f"{key} {float(line[key]):.4f}" for key in SCORES if key in line)]
+        suite, self._doing = line.get("suite", "loss"), ""
+        shown = [] if suite == "loss" else [suite]
+        shown += [f"{word} {float(line[key]):.4f}" for key, word in SCORES.items() if key in line]
         shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
+
+    def saved(self, path: Path, seconds: float, step: int) -> None:
+        """A checkpoint is committed; in the background, so that it may be of an earlier step than the last line."""
+        self._print(f"saved {step}/{self.steps} | {path} | {seconds:.2f} s", "cyan")
 
     def event(self, text: str, step: int | None = None) -> None:
         self._print(text if step is None else f"step {step}/{self.steps} | {text}", "cyan")
 
     def sample(self, text: str, step: int) -> None:
+        self._doing = ""
         self._print(f"sample {step}/{self.steps} |")
-        for line in text.splitlines() or [""]:
-            self._print(f"  | {line}", style="italic")
+        for line in terminal.printable(text).split("\n"):
+            self._print(f"  | {line}", style="italic", indent=0)
 
     def warning(self, text: str) -> None:
         """A warning; the only thing that ranks other than 0 show."""
@@ -118,30 +151,66 @@ class Console:
     def close(self) -> None:
         if self._live is not None:
             with self._while_terminal_is_there():
-                self._live.stop()  # takes the bar away
+                self._live.stop()  # takes the line away
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
 
-    def _print(self, text: str, style: str = "", only_log: bool = False) -> None:
-        # control characters made visible, so that a generated text cannot steer the terminal
-        text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    def _print(self, text: str, style: str = "", indent: int = 4) -> None:
+        """A line of the output and of the log; in a terminal it is wrapped with an indent (0: as it is)."""
+        text = terminal.printable(text)
+        self._write_log(text)
+        self._show(text, style, indent)
+
+    def _write_log(self, text: str) -> None:
         if self._log is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._log.write(f"{now()} {text}\n")
                 self._log.flush()
-        if self.rank or only_log:
+
+    def _show(self, text: str, style: str = "", indent: int = 4) -> None:
+        if self.rank:
             return
         with self._while_terminal_is_there():
-            if self._terminal is not None:
-                self._terminal.print(text, style=style, markup=False, emoji=False)
-            elif self._stream is not None:
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            text = text.encode(encoding, terminal.fallback()).decode(encoding)
+            if self._terminal is None:
                 print(text, file=self._stream, flush=True)
+                return
+            if indent:  # a word is never broken: a path that the terminal wraps by itself can be copied
+                wrapped = textwrap.TextWrapper(
+                    self._terminal.width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+                )  # fmt: skip
+                text = "\n".join(map(wrapped.fill, text.split("\n")))
+            self._terminal.print(text, style=style, soft_wrap=True)
 
-    def _draw(self, **fields: Any) -> None:
+    def _fitting(self, width: int) -> str:
+        """The step, what is being done, and as many numbers as `width` has room for."""
+        text = f"step {self._step}/{self.steps}"
+        for part in (self._doing, *self._numbers):
+            if len(text) + 3 + len(part) > width:
+                break
+            text += f" | {part}" if part else ""
+        return text
+
+    def _line(self) -> Any:
+        """The live line: the numbers, and a bar where there is room."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        width, line = self._terminal.width, Table.grid(padding=(0, 1, 0, 0))
+        text = self._fitting(width - 1)
+        room = min(BAR, width - len(text) - 2)
+        bar = [ProgressBar(self.steps, self._step, width=room)] if room >= BAR // 2 else []
+        line.add_row(text, *bar)
+        return line
+
+    def _draw(self) -> None:
         self._drawn = time.monotonic()
+        if self._live is None:
+            return
         with self._while_terminal_is_there():
-            self._live.update(self._live.task_ids[0], **fields)
+            self._terminal.width = terminal.size(self._stream).columns  # a window may change its size
             self._live.refresh()
 
     @contextlib.contextmanager

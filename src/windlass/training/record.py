@@ -188,7 +188,7 @@ class Recorder:
         )  # fmt: skip
         cuda = self.ranks.device.type == "cuda"
         memory = torch.cuda.memory_allocated(self.ranks.device) if cuda else psutil.Process().memory_info().rss
-        self.console.step(line | {"mem_mb": memory / 1e6})
+        self.console.step(line | {"gpu_mem_mb" if cuda else "rss_mb": memory / 1e6})
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
@@ -302,7 +302,7 @@ class Saves:
                     "checkpoint", outcome.step, path=f"checkpoints/{outcome.path.name}", bytes=outcome.bytes,
                     write_s=round(outcome.write_s, 4), blocked_s=round(outcome.staged_s + outcome.waited_s, 4),
                 )  # fmt: skip
-                recorder.console.event(f"saved {outcome.path} in {outcome.write_s:.2f} s", outcome.step)
+                recorder.console.saved(outcome.path, outcome.write_s, outcome.step)
                 if outcome.warning:
                     recorder.console.warning(outcome.warning)
         return not any(outcome.error for outcome in outcomes)

@@ -1,0 +1,135 @@
+"""Text and tables for a terminal of any width and encoding; whole where the output goes elsewhere."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+WIDE = 1000  # columns of an output that is no terminal: nothing wraps there
+NARROWEST = 12  # columns that text is wrapped in
+# What a terminal obeys, what turns its direction of writing, and what has no bytes in UTF-8.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+SUBSTITUTES = {
+    "✓": "ok", "→": "->", "←": "<-", "·": "-", "–": "-", "—": "-", "−": "-", "…": "...", "×": "x", "∞": "inf",
+    "≥": ">=", "≤": "<=", "≈": "~", "─": "-", "━": "-", "│": "|", "┤": "|", "└": "+", "\N{REPLACEMENT CHARACTER}": "?",
+}  # fmt: skip
+
+
+def printable(text: Any) -> str:
+    r"""Text with control characters as escapes (`\x1b`): no generated text steers a terminal or a report's reader."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n"))
+
+
+def fallback() -> str:
+    """The name of the handler for characters that an encoding lacks: ASCII that looks alike, else an escape."""
+
+    def substitute(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        dots = {c: "*" for c in error.object[error.start : error.end] if "\u2800" < c <= "\u28ff"}  # of a drawn curve
+        known = SUBSTITUTES | dots
+        escaped = (known.get(c) or ascii(c)[1:-1] for c in error.object[error.start : error.end])
+        return "".join(escaped), error.end
+
+    codecs.register_error("windlass", substitute)
+    return "windlass"
+
+
+class Output:
+    """A standard stream that takes every character, and whose reader may go away, as `head` does.
+
+    What is written after that is lost and `gone` is set; a verb goes on, and its exit code stays that of its work.
+    """
+
+    buffer = None  # click would write UTF-8 to it, whatever the stream's own encoding is
+
+    def __init__(self, stream: TextIO):
+        self._stream, self.gone = stream, False
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=fallback())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._surviving():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._surviving():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # what is buffered goes to nowhere, too, when the interpreter ends
+            self.gone = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def size(stream: TextIO | None) -> os.terminal_size:
+    """Columns and lines of the terminal that a stream writes to; WIDE where it is none."""
+    if stream is None or not stream.isatty():
+        return os.terminal_size((WIDE, WIDE))
+    columns, lines = 0, 0
+    with contextlib.suppress(OSError, ValueError):
+        columns, lines = os.get_terminal_size(stream.fileno())
+    with contextlib.suppress(ValueError):
+        columns = int(os.environ.get("COLUMNS", "")) or columns
+    return os.terminal_size((columns or 80, lines or 24))
+
+
+def rich_console(stream: TextIO) -> Console:
+    """A console of `rich` that prints text as it is, as wide as the stream's terminal."""
+    from rich.console import Console
+
+    width, height = size(stream)
+    return Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False)
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, text: Collection[str] = (),
+    styles: Sequence[str] = (), title: str = "",
+) -> Group:  # fmt: skip
+    """A table no wider than `width`. The columns of `text` wrap, a number is never cut, a column without values is left out.
+
+    Where the numbers alone are wider, the last columns follow under the others, with the first one again in front.
+    `styles`: of each row, in the style language of `rich`.
+    """
+    from rich.cells import cell_len
+    from rich.console import Group
+    from rich.table import Table
+
+    longest = {i: max((cell_len(row[i]) for row in rows), default=0) for i in range(len(head))}
+    columns = [i for i in longest if longest[i]]
+    wraps = {i: head[i] in text and longest[i] > NARROWEST for i in columns}
+    natural = sum(2 + max(longest[i], len(head[i])) for i in columns) - 2
+    headings = {i: head[i] if natural <= width or wraps[i] else head[i].replace(" ", "\n") for i in columns}
+    least = {i: NARROWEST if wraps[i] else max(longest[i], *map(len, headings[i].split("\n"))) for i in columns}
+    gap = 2 if sum(least.values()) + 2 * len(columns) - 2 <= width else 1
+    blocks = [columns[:1]]
+    for i in columns[1:]:
+        if len(blocks[-1]) > 1 and sum(least[k] + gap for k in blocks[-1]) + least[i] > width:
+            blocks.append(columns[:1])
+        blocks[-1].append(i)
+    drawn = []
+    for block in blocks if columns else ():
+        part = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+        part.title = title if title and not drawn else None
+        part.title_justify, part.title_style = "left", "bold"
+        for i in block:
+            justify: Any = "left" if head[i] in text else "right"
+            part.add_column(headings[i], justify=justify, no_wrap=not wraps[i], overflow="fold")
+        for i, row in enumerate(rows):
+            part.add_row(*(row[k] for k in block), style=styles[i] if styles else None)
+        drawn += ["", part] if drawn else [part]
+    return Group(*drawn)
