@@ -53,7 +53,7 @@ def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path)
     for r in results:
         losses = [x["loss"] for x in r.run.lines("eval")]
         assert (r.eval_loss, r.best_loss, r.score) == (losses[-1], min(losses), min(losses))
-    groups, best = study.groups(), study.winner()
+    groups, best = study.groups(), study.winners().groups[0]
     assert [group.seeds for group in groups] == ["2 seeds"] * 2
     assert groups[0].median == pytest.approx((results[0].score + results[1].score) / 2)
     assert best.median == min(group.median for group in groups)

@@ -22,6 +22,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 PASSWORD = "correct-horse-battery"
 PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
+HEADLINE = {"final_train_loss": 1 / 3, "best_val_loss": 0.25, "duration_s": 98.5}
 
 
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
@@ -40,7 +41,7 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
             ledger.write("eval", step, suite="hellaswag", acc_norm=0.25 + step / 100)
             ledger.write("sample", step, index=0, prompt="To", text=f"To <be>\nor **not** {step} \N{SNOWMAN}")
     if end:
-        ledger.write("summary", last, final_loss=1 / 3, best_step="8", wall_time={"train": 98.5})
+        ledger.write("summary", last, final_loss=1 / 3, best_eval_loss=0.25, runtime_s=98.5, wall_time={"train": 97.0})
         ledger.write("event", last, event=end)
     ledger.close()
 
@@ -51,8 +52,10 @@ def finished(tmp_path_factory):
     top = tmp_path_factory.mktemp("trackers")
     run = top / "runs" / "the-run"
     about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
-    recipe = Recipe.model_validate({"run": about, "telemetry": {"trackers": NAMES, "project": PROJECT}})
+    telemetry = {"trackers": NAMES, "project": PROJECT, "entity": "a-team", "tags": ["baseline", "lr: high"]}
+    recipe = Recipe.model_validate({"run": about, "telemetry": telemetry})
     run.mkdir(parents=True)
+    (top / "study.json").write_text("{}")  # a run in STUDY/runs is a cell of it
     (run / "recipe.toml").write_text(recipe.toml())
     notes = []
     with pytest.MonkeyPatch.context() as patch:
@@ -133,8 +136,8 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     rounded = {name: [(step, float(np.float32(value))) for step, value in values] for name, values in expected.items()}
     assert without(curves, "summary/") == rounded
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
-    assert curves["summary/final_loss"] == [(12, float(np.float32(1 / 3)))]
-    assert curves["summary/wall_time/train"] == [(12, 98.5)]
+    assert curves["summary/final_train_loss"] == [(12, float(np.float32(1 / 3)))]
+    assert {name for name in curves if name.startswith("summary/")} == {f"summary/{name}" for name in HEADLINE}
     texts = [x.tensor_proto.string_val[0].decode() for x in events.Tensors("samples/0")]
     assert texts == [f"To <be>\nor **not** {step} \N{SNOWMAN}" for step in (4, 8, 12)]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
@@ -155,7 +158,9 @@ def test_mlflow_holds_each_step_once(finished):
     assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
     assert stored.data.params["optim.lr"] == "0.001" and stored.data.params["telemetry.project"] == PROJECT
     assert stored.data.params["world"] == "2" and PASSWORD not in str(stored.data.tags)
-    assert curves["summary/final_loss"] == [(12, 1 / 3)]
+    assert {name: curves[f"summary/{name}"] for name in HEADLINE} == {name: [(12, x)] for name, x in HEADLINE.items()}
+    tags = [stored.data.tags[name] for name in ("baseline", "lr: high", "group")]
+    assert tags == ["true", "true", top.name]
     artifacts = {x.path for x in client.list_artifacts(stored.info.run_id, "samples/0")}
     assert "samples/0/step-00000012.txt" in artifacts
 
@@ -178,7 +183,15 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     assert config["optim.lr"] == 1e-3 and begin.display_name == "the-run" and begin.project == PROJECT
     updates = [record.summary.update for record in records if record.WhichOneof("record_type") == "summary"]
     summary = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for update in updates for x in update}
-    assert summary["summary/final_loss"] == 1 / 3 and summary["state"] == "finished"
+    assert summary["state"] == "finished" and {name: summary[name] for name in HEADLINE} == HEADLINE
+    shown = {name.partition("/")[0] for name in summary if name[0] != "_"}
+    groups = {"train", "eval", "throughput", "time", "run", "marks", "samples"}
+    assert shown == {*groups, *HEADLINE, "state", "step"}
+    assert (begin.entity, begin.run_group, list(begin.tags)) == (
+        "a-team",
+        run.parents[1].name,
+        ["baseline", "lr: high"],
+    )
 
 
 def test_a_replay_into_a_tracker_that_has_all_changes_nothing(finished):

@@ -37,7 +37,7 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
     alone = table[1e-2, "cosine"]
     assert (alone["median"], alone["seeds"], alone["finished"]) == (pytest.approx(best(1e-2, 1)), 2, 1)
     assert alone["spread"] is None, "one seed has no spread"
-    assert "median of the best evaluation loss over 2 seeds: " in winner_text(study)
+    assert "median of the best evaluation loss over 2 seeds: " in winner_text(study, study.winners[0])
 
 
 def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
@@ -64,7 +64,7 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
     for run in path.glob("runs/*lr=0.0001*"):
         edit(Run(run), raise_score)
     seen = read_study(path)
-    assert seen.winner.assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
+    assert seen.winners[0].assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
     lr = sweep_charts(seen)[0]
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])

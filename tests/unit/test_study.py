@@ -1,14 +1,17 @@
 """A study's directory: what is written down is what counts."""
 
+import json
 import math
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
 
-from helpers import write_ledger
+from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
+from windlass.study.compare import BITS, common_measure
 from windlass.study.study import Study, diverged
 from windlass.study.sweep import Halving
 
@@ -27,18 +30,97 @@ def test_given_again_it_is_opened(study):
     assert Study.open(study.path) == study
 
 
+def finish(study, *losses, **fields):
+    """A ledger for the first cells: finished, with these losses."""
+    for cell, loss in zip(study.cells, losses, strict=False):
+        line = {"kind": "eval", "step": 9, "suite": "loss", "loss": loss, "tokens": 640, "samples": 10} | fields
+        write_ledger(study.run_of(cell), line, {"kind": "event", "event": "finished", "step": 9})
+
+
+def test_a_study_grows_by_more_values_and_by_another_axis(study):
+    """Cells keep their order, directory and key; what is new comes after them."""
+    finish(study, 3.0, 2.0, 2.5, 2.6)
+    recipe, before = Recipe.load("quickstart"), {cell.key: cell.directory for cell in study.cells}
+    more = Study.create(recipe, ["optim.lr=1e-3,3e-3", "run.seed=1"], study.path)
+    assert [c.label for c in more.cells[4:]] == ["lr=0.003 seed=1"] and "1 new cells" in more.notes[0]
+    width = recipe.model.width
+    wide = Study.create(recipe, [f"model.width={width},64", "optim.lr=1e-2", "run.seed=2"], study.path)
+    assert [c.assignment["model.width"] for c in wide.cells] == [width] * 5 + [64]
+    assert {c.key: c.directory for c in wide.cells[:4]} == before
+    assert [r.state for r in wide.results()] == ["finished"] * 4 + ["waiting"] * 2
+    stored = json.loads((study.path / "study.json").read_text())
+    assert stored["axes"] == {"optim.lr": [1e-2, 1e-3, 3e-3], "run.seed": [1, 2], "model.width": [width, 64]}
+    again = Study.create(Study.open(study.path).recipe, [], study.path)
+    assert again == wide == Study.open(study.path) and again.notes == []
+
+
+def test_another_recipe_makes_other_cells_and_says_so_but_not_what_changes_no_result(study):
+    shorter = Study.create(Recipe.load("quickstart", ["train.steps=7"]), AXES[:1], study.path)
+    steps = Recipe.load("quickstart").train.steps
+    assert [c.recipe.train.steps for c in shorter.cells] == [steps] * 4 + [7] * 2
+    assert [c.assignment["run.seed"] for c in shorter.cells[4:]] == [1337] * 2
+    assert any("train.steps = 7" in note and f"train.steps = {steps}" in note for note in shorter.notes)
+    for setting in ("eval.every=7", "telemetry.every=3", "parallel.device=cpu"):
+        grown = Study.create(Recipe.load("quickstart", [setting]), AXES, study.path)
+        key, _, value = setting.partition("=")
+        assert [cell.key for cell in grown.cells] == [cell.key for cell in shorter.cells]
+        assert str(grown.recipe.flat()[key]) == value and any(note.startswith(key) for note in grown.notes)
+    with refused("preset = quickstart", "c4-30m", "--dir"):
+        Study.create(Recipe.load("c4-30m"), AXES, study.path)
+    with refused("optim.lr=1e-2,1e-3"):
+        Study.create(Recipe.load("quickstart"), [], study.path / "nothing")
+
+
+def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study):
+    strategies = Study.create(Recipe.load("quickstart"), ["parallel.strategy=auto,ddp", *AXES], study.path)
+    assert len(strategies.cells) == 8 and strategies.cells[:4] != study.cells
+    assert [c.key for c in strategies.cells[:4]] == [c.key for c in study.cells]
+    assert all(c.assignment["parallel.strategy"] == "ddp" for c in strategies.cells[4:])
+
+
 @pytest.mark.parametrize(
-    "setting",
-    ["optim.weight_decay=0.2", "eval.every=7", "parallel.device=cpu", "checkpoint.every=9", "telemetry.every=3"],
-)
-def test_given_again_with_another_setting_it_is_refused_with_the_key(study, setting):
-    """Also settings that are not in the config hash."""
-    with pytest.raises(UserError) as error:
-        Study.create(Recipe.load("quickstart", [setting]), AXES, study.path)
-    assert setting in str(error.value) and "--dir" in str(error.value)
-    with pytest.raises(UserError) as error:
-        Study.create(Recipe.load("quickstart"), AXES[:1], study.path)
-    assert AXES[1] in str(error.value) and "--dir" in str(error.value)
+    ("axes", "best", "word"),
+    [
+        (["model.width=32,64"], [], "model.width"), (["parallel.world=1,2"], [], "parallel.world"),
+        (["run.seed=1,2"], [], "seed"), (["optim.lr=1e-2,1e-3"], ["lr=0.001"], ""),
+        (["optim.lr=1e-2,1e-3", "model.width=32,64"], ["lr=0.001 width=32", "lr=0.01 width=64"], ""),
+    ],
+)  # fmt: skip
+def test_the_best_is_named_where_a_lower_loss_decides(tmp_path, axes, best, word):
+    """Of sizes and of numbers of ranks there is none; with a learning rate beside them each has its own."""
+    study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study")
+    finish(study, 4.0, 2.5, 3.0, 3.5)
+    winners, remark = study.winners()
+    assert ([group.label for group in winners], word in remark) == (best, True)
+
+
+def test_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+    """By hand: 4.0 nats at 4 bytes a token are fewer bits than 2.0 nats at one."""
+    axes = ["data.tokenizer=byte,gpt2"]
+    study = Study.create(Recipe.load("quickstart", ["model.vocab=0"]), axes, tmp_path / "study")
+    assert study.measure == BITS
+    for cell, loss, size in zip(study.cells, (2.0, 4.0), (640, 2560), strict=True):
+        finish(replace(study, cells=[cell]), loss, bits_per_byte=loss * 640 / size / math.log(2))
+    winners, remark = study.winners()
+    assert winners[0].assignment == {"data.tokenizer": "gpt2"} and "bytes" in remark
+    assert winners[0].median == pytest.approx(4.0 / 4 / math.log(2))
+    measured = [result.evaluated for result in study.results()]
+    assert [one.bytes for one in measured] == pytest.approx([640, 2560])
+    assert common_measure([measured[0], measured[1]._replace(bytes=None)])[0] == ""
+    same, other = measured[0]._replace(tokens=320), measured[0]._replace(data={"data.source": "b"})
+    assert common_measure([measured[0]] * 2) == ("loss", "") and common_measure([measured[0], None])[0] == "loss"
+    for one, word in ((same, "eval.batches"), (other, "data.source")):
+        measure, remark = common_measure([measured[0], one])
+        assert measure == "" and word in remark and "no best" in remark
+
+
+def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
+    lines = [
+        {"kind": "eval", "step": s, "suite": "loss", "loss": x, "samples": n}
+        for s, x, n in ((1, 1.0, 32), (2, 3.0, 64))
+    ]
+    write_ledger(study.run_of(study.cells[0]), *lines)
+    assert (study.results()[0].score, study.results()[0].best_loss) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +182,7 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path):
         run, line = study.run_of(study.cells[number]), {"kind": "eval", "step": 9}
         scores = line | {"suite": "loss", "loss": loss}, line | {"suite": "squad", "f1": f1}
         write_ledger(run, *scores, {"kind": "event", "event": "finished", "step": 9})
-    best = study.winner()
+    best = study.winners().groups[0]
     assert (best.assignment, best.median, study.results()[1].best_loss) == ({"optim.lr": 1e-3}, 80.0, 3.0)
     halving = Halving(study)
     assert [bool(halving.prune(result)) for result in study.results()] == [False, False, True]

@@ -41,17 +41,29 @@ def write(run, attempt, first, last, event=None):
 def test_names_are_grouped_and_kinds_have_streams_of_their_own():
     line = {
         "kind": "train", "step": 3, "time": TIME, "attempt": 1, "loss": 0.1, "lr": 1e-3, "grad_norm": "NaN",
-        "tokens_per_s": 5, "samples_per_s": 2, "mfu": 0.4, "step_ms": 7.5, "seconds": {"train": 2.0},
+        "tokens_per_s": 5, "samples_per_s": 2, "mfu": 0.4, "step_ms": 7.5, "forward_ms": 3.0, "seconds": {"train": 2.0},
     }  # fmt: skip
     shown = point(line)
     assert shown.step == 3 and shown.stream == "train" and shown.time == 1767225600.0
     assert math.isnan(shown.scalars.pop("train/grad_norm"))
     assert shown.scalars == {
-        "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/samples_per_s": 2,
-        "throughput/mfu": 0.4, "time/step_ms": 7.5, "goodput/train_s": 2.0, "run/attempt": 1.0,
+        "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/mfu": 0.4, "time/step_ms": 7.5,
+        "run/attempt": 1.0,
     }  # fmt: skip
     for fields, stream, scalars in (
-        ({"kind": "eval", "suite": "loss", "loss": 1.5}, "eval/loss", {"eval/loss": 1.5}),
+        ({"kind": "eval", "suite": "loss", "loss": 1.5, "samples": 9}, "eval/loss", {"eval/loss": 1.5}),
+        (
+            {
+                "kind": "summary",
+                "final_eval_loss": 1.5,
+                "best_score": 1.4,
+                "avg_gpu_util_pct": 9.0,
+                "runtime_s": 7,
+                "wall_time": {"train": 6.0},
+            },
+            "summary",
+            {"summary/final_val_loss": 1.5, "summary/duration_s": 7},
+        ),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
     ):
         shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)

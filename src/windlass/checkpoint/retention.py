@@ -22,7 +22,7 @@ from windlass.recipe.settings import CheckpointSettings
 # The reason of a checkpoint: due; the best so far, though not due; written because the run had to stop; a run's end.
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
-"""The one measure (see `checkpoint.best`) of which less is better."""
+"""The one suite of whose measures (see `checkpoint.best`) less is better."""
 LINEAGE = "lineage.json"
 
 
@@ -75,12 +75,12 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int
 
 def better(value: float, than: float | None, measure: str) -> bool:
     """Whether a value of the measure beats another one, or is the first; one that is not finite never wins."""
-    return math.isfinite(value) and (than is None or (value < than if measure == LOSS else value > than))
+    return math.isfinite(value) and (than is None or (value < than if measure.startswith(LOSS) else value > than))
 
 
 def best(scores: Mapping[int, float], measure: str) -> int | None:
     """The step with the lowest validation loss, or the highest value of another measure; the first of equal ones."""
-    sign = 1 if measure == LOSS else -1
+    sign = 1 if measure.startswith(LOSS) else -1
     steps = (step for step in sorted(scores) if math.isfinite(scores[step]))
     return min(steps, key=lambda step: sign * scores[step], default=None)
 

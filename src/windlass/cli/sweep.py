@@ -33,9 +33,12 @@ Axes, which are crossed:
 """
 
 
+NAMES = {"loss": "validation loss", "loss.bits_per_byte": "bits per byte"}
+
+
 def sweep(
-    recipe: str = typer.Argument(..., metavar="RECIPE", help="The recipe that all cells share."),
-    axes: list[str] = typer.Argument(..., metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
+    recipe: str = typer.Argument(..., metavar="RECIPE|STUDY", help="The recipe that all cells share, or a study."),
+    axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
     dir_: Path = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
     world: int = typer.Option(1, min=1, help="Ranks of each cell; parallel.world=1,2,4 makes them an axis."),
@@ -52,7 +55,8 @@ def sweep(
     """Train every cell of a grid, and tabulate what came out.
 
     Each cell is a run like any other, in its own directory. Kill it anywhere and give the same command again: finished
-    cells are left alone, interrupted ones resume. A failed cell stays in the table with its reason, and does not stop the
+    cells are left alone, interrupted ones resume. With more values or another axis the study grows: cells that it has are
+    not trained again. A failed cell stays in the table with its reason, and does not stop the
     others. With run.seed as an axis the table adds medians and spread. With --halving a cell continues at its 1st, 2nd, 4th,
     ... evaluation only if it is in the better half of those that came there before it.
 
@@ -63,8 +67,10 @@ def sweep(
 
     from windlass.recipe import Recipe
     from windlass.study import sweep as studies
+    from windlass.study.study import Study
 
-    base = Recipe.load(recipe, set_)
+    base, axes = Recipe.load(recipe, set_), axes or []
+    dir_ = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
     settings: dict[str, Any] = {"path": dir_, "world": world, "retry_failed": retry_failed}
     settings |= {"stop_diverged": stop_diverged, "halving": halving}
     if submit:
@@ -106,15 +112,18 @@ def _show(live: Live, states: dict[str, str], study: Study) -> None:
 
 
 def _print_end(console: Console, study: Study, world: int) -> None:
-    """Medians over seeds, and the command that trains the winner."""
+    """Medians over seeds, and the command that trains each winner, or why there is none."""
     for group in study.groups():
         if group.seeds and group.median is not None:
             low, high = min(group.scores), max(group.scores)
             console.out(f"{group.label}: median {group.median:.4f}, {low:.4f} to {high:.4f} over {group.seeds}")
-    if best := study.winner():
-        name = "validation loss" if study.measure == "loss" else study.measure
+    winners, remark = study.winners()
+    for best in winners:
+        name = NAMES.get(study.measure, study.measure)
         console.out(f"best: {best.label} ({name} {best.median:.4f}{f', median of {best.seeds}' if best.seeds else ''})")
         console.out("\n".join(f"  {line}" for line in study.winner_command(best.assignment, world) if line))
+    if remark:
+        console.print(remark)
     console.out(f"report: windlass report {study.path}")
 
 
@@ -122,7 +131,7 @@ def table(study: Study, results: Sequence[CellResult]) -> Table:
     """The study as a table for a terminal; in a narrow one numbers continue on the next line."""
     from rich.table import Table
 
-    best = "best" if study.measure == "loss" else f"best {study.measure}"
+    best = "best" if study.measure == "loss" else f"best {NAMES.get(study.measure, study.measure)}"
     names = ["state", "step", "loss", "val loss", best, "tokens/s", "device-h", "reason"]
     drawn = Table(title=str(study.path), title_justify="left")
     for name in [*(key.rsplit(".", 1)[-1] for key in study.keys), *names]:

@@ -123,6 +123,8 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
     worlds = dict.fromkeys(x["world"] for x in raw if x["kind"] == "event" and isinstance(x.get("world"), int))
     if len(worlds) > 1:
         return replace(memory, reason=f"the number of ranks changed: {', then '.join(map(str, worlds))}")
+    if len({x["steps"] for x in raw if x["kind"] == "event" and "steps" in x}) > 1:
+        return replace(memory, reason="the run was extended")
     early = (x for x in ledger if x["kind"] == "train" and max(PREDICTED_AT * steps, 2) <= x["step"] < steps)
     now = next(early, None)
     speed = measured_speed([x for x in ledger if now and x["step"] <= now["step"]], run.name)

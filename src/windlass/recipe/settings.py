@@ -8,15 +8,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from windlass.recipe.units import EPOCHS, Duration
 
-IGNORE_INDEX = -100
-"""The label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`."""
+IGNORE_INDEX = -100  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
 
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 
+# What a model can be the best by: a suite, and the field of its `eval` line.
 BestMeasure = Literal[
     "loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm", "hellaswag.acc_per_token"
 ]
-"""What a model can be the best by: a suite, and the field of its `eval` line."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -231,8 +230,7 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Deterministic kernels (on CUDA needed for bit-exact repetition; slower)."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """After a non-finite loss or gradient: stop before the update; skip the samples; or go back to the last checkpoint and
-    leave out the samples since then."""
+    """After a non-finite loss: stop before the update; skip the samples; or go back to a checkpoint and leave them out."""
     on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
     """What a loss spike does (see `spike_sigmas`) before its update; but for `ignore` the host waits for each loss."""
     spike_sigmas: float = Field(6.0, gt=0)
@@ -274,8 +272,7 @@ class OptimSettings(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     """`adamw` (arXiv 1711.05101, fused), or `muon` on the blocks' matrices with AdamW on the rest."""
     lr: float = Field(1e-3, gt=0)
-    """Peak learning rate. Where it is not set, it is 1e-3; for an `hf` model that starts from its weights 5e-5, and 2e-4
-    for adapters (`model.lora`)."""
+    """Peak learning rate. Not set, it is 1e-3; on the weights of an `hf` model 5e-5, for adapters (`model.lora`) 2e-4."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     eps: float = Field(1e-8, gt=0)
@@ -391,6 +388,12 @@ class TelemetrySettings(Section):
     """Trackers that get the ledger, each through an exporter process of its own."""
     project: str = "windlass"
     """The project or experiment in the trackers."""
+    entity: str = ""
+    """In W&B the user or team whose project it is; empty: the key's own."""
+    group: str = ""
+    """A group of runs: W&B's group, MLflow's tag `group`; empty: of a study's cells the study's name."""
+    tags: Annotated[list[Annotated[str, Field(pattern=r"^[\w./ :-]{1,64}$")]], Names] = []
+    """W&B's tags; in MLflow each is a tag with the value `true`."""
     sample_seconds: float = Field(1.0, gt=0)
     """Seconds between two samples of each rank's utilisation and memory; they never touch the step."""
     flush_seconds: float = Field(30.0, ge=0)

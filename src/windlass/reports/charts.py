@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from windlass.reports.tables import NO_SCORES
 from windlass.reports.view import Numbers, RunView, Track, interpolate
+from windlass.study.compare import BITS, common_measure
 from windlass.study.study import diverged
 
 POINTS = 2400  # of a series over all runs, of one run at least 400: more than a screen has pixels
@@ -92,7 +93,9 @@ RANKS = (
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first. Of several runs each chart has the first column alone."""
     several = len(views) > 1
-    loss = Chart("loss", "Loss", "nats per token", [one for run, seen in enumerate(views) for one in _loss(views, run)])
+    in_bits = common_measure([seen.evaluated for seen in views])[0] == BITS
+    series = [one for run, seen in enumerate(views) for one in _loss(views, run, bits_factor(seen) if in_bits else 1.0)]
+    loss = Chart("loss", "Loss", "bits per byte" if in_bits else "nats per token", series)
     notes = ["lines: training, circles: validation"] if several else []
     notes += ["what diverged is cut off above"] if loss.ceiling() is not None else []
     described = [replace(loss, note="; ".join(notes))]
@@ -111,7 +114,13 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     return [chart for chart in described if chart.series]
 
 
-def _loss(views: Sequence[RunView], run: int) -> list[Series]:
+def bits_factor(seen: RunView) -> float:
+    """Bits per byte of a loss of 1 nat per token, by the tokens and bytes of the validation data; NaN if not known."""
+    own = seen.evaluated
+    return own.tokens / (own.bytes * math.log(2)) if own and own.bytes else math.nan
+
+
+def _loss(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     """A run's training and validation loss."""
     seen, several, series = views[run], len(views) > 1, []
     losses = seen.train["loss"]
@@ -124,7 +133,7 @@ def _loss(views: Sequence[RunView], run: int) -> list[Series]:
         if several:
             look = {"name": f"{seen.label}, validation", "colour": None, "points": "only"}
         series.append(_series(views, run, track, "loss", diverged=wild, **look))
-    return series
+    return [replace(one, y=one.y * factor) for one in series]
 
 
 def _columns(

@@ -24,6 +24,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from windlass import __version__
+from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError, installed, require
 from windlass.fileio import write_atomic
 from windlass.recipe.load import flatten
@@ -34,6 +35,7 @@ from windlass.reports.tables import label, measures
 from windlass.reports.text import MISSING, markdown_cell, short, show
 from windlass.reports.view import RunView, views
 from windlass.run import Run
+from windlass.study.compare import BITS, common_measure
 from windlass.study.study import Study
 from windlass.telemetry.terminal import printable
 
@@ -45,6 +47,11 @@ HEADLINES = {
     "goodput": "Goodput", "runtime_s": "Runtime", "device_hours": "Device-hours",
 }  # fmt: skip
 """The measures at the top of the page, each by its short name."""
+
+BEST = {
+    LOSS: ("best_eval_loss", "Best validation loss"), BITS: ("best_bits_per_byte", "Best bits per byte"),
+}  # fmt: skip
+"""The figure that names the best of several runs, by what they are compared by."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +152,19 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
 def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
     if study:
         text = f"# {markdown_cell(study.study.path.resolve().name)}\n"
-        if best := study.winner:
+        text += f"\n{markdown_cell(study.remark)}\n" if study.remark else ""
+        for best in study.winners:
             command, remark = study.study.winner_command(best.assignment)
-            text += f"\nThe winner: {markdown_cell(winner_text(study))}. {remark}\n\n```\n{command}\n```\n"
+            text += f"\nThe best: {markdown_cell(winner_text(study, best))}. {remark}\n\n```\n{command}\n```\n"
         text += f"\n## Cells\n\n{cell_table(study).markdown()}"
         seeds = seed_table(study)
         return text + (f"\n## Over the seeds\n\n{seeds.markdown()}" if seeds else "")
     if len(seen) > 1:
-        return f"# {len(seen)} runs\n\n## Results\n\n{tables.comparison(seen, tables.PRINCIPAL).markdown()}"
+        remark = common_measure([view.evaluated for view in seen])[1]
+        text = f"# {len(seen)} runs\n\n{markdown_cell(remark)}\n\n" if remark else f"# {len(seen)} runs\n\n"
+        return f"{text}## Results\n\n{tables.comparison(seen, tables.PRINCIPAL).markdown()}"
     view = seen[0]
-    restarts = "".join(f" {r.what.capitalize()} at step {r.step:,.0f} ({r.time})." for r in view.restarts)
+    restarts = "".join(f" At step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}." for r in view.restarts)
     text = f"# {markdown_cell(view.label)}\n\nState: {view.state}, {view.step:,} steps.{restarts}\n"
     text += f"\n## Results\n\n{tables.results(view, for_people=True).markdown()}"
     for suite, table in tables.evaluations(view).items():
@@ -226,7 +236,7 @@ def payload(views: Sequence[RunView], charts: Sequence[Chart], tones: Sequence[f
     for view, tone in zip(views, tones or itertools.repeat(None, len(views)), strict=True):
         restarts = [
             dict(zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True))
-            | {"what": r.what, "text": f"{view.label}: {r.what} at step {r.step:,.0f} ({r.time})"}
+            | {"what": r.what, "text": f"{view.label}: {r.text} at step {r.step:,.0f} ({r.time})"}
             for r in view.restarts
         ]
         runs.append({"label": view.label, "tone": tone, "restarts": restarts})
@@ -241,24 +251,28 @@ def numbers(values: Iterable[float]) -> list[float | int | None]:
 
 
 def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
-    """Kicker, title, state, lede, notes, winner and figures (name, value, remark) at the top of the page."""
+    """Kicker, title, state, lede, remark, notes, winners and figures (name, value, remark) at the top of the page."""
     values = [measures(view) for view in views]
-    head: dict[str, Any] = {"state": "", "notes": "", "winner": None, "figures": (figures := [])}
+    head: dict[str, Any] = {"state": "", "notes": "", "remark": "", "winners": [], "figures": (figures := [])}
     if study:
         swept = "; ".join(f"{key}: {', '.join(map(show, values))}" for key, values in study.swept.items())
-        head |= {"kicker": "A study", "title": study.study.path.resolve().name, "lede": swept}
-        if best := study.winner:
-            figures.append((f"Best {study.title}", show(best.median, "loss"), best.label))
+        head |= {"kicker": "A study", "title": study.study.path.resolve().name, "lede": swept, "remark": study.remark}
+        for best in study.winners:
             command, remark = study.study.winner_command(best.assignment)
             rows = [place for place, result in enumerate(study.results) if result in best.results]
-            head["winner"] = {"text": winner_text(study), "command": command, "remark": remark, "rows": rows}
+            winner = {"text": winner_text(study, best), "command": command, "remark": remark, "rows": rows}
+            head["winners"].append(winner)
+        if len(study.winners) == 1:
+            figures.append((f"Best {study.title}", show(study.winners[0].median, "loss"), study.winners[0].label))
         states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in study.results).items())
         figures.append(("Cells", str(len(study.results)), states))
     elif len(views) == 1:
         (view,), (own,) = views, values
         lede = [f"{view.step:,} of {view.start.get('steps', view.step):,} steps"]
         lede += [f"{show(own['parameters'], 'count')} parameters"] if "parameters" in own else []
-        lede += [f"started {1 + len(view.restarts)} times and drawn as one curve"] if view.restarts else []
+        extensions = [r.text for r in view.restarts if r.what == "extended"]
+        starts = 1 + len(view.restarts) - len(extensions)
+        lede += [*extensions, *([f"started {starts} times and drawn as one curve"] if starts > 1 else [])]
         figures += [(HEADLINES[name], show(own[name], label(name)[1]), "") for name in HEADLINES if name in own]
         head |= {"kicker": "A run", "title": view.label, "state": view.state, "lede": ", ".join(lede)}
         return head | {"notes": view.settings["run.notes"]}
@@ -266,8 +280,10 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
         lede = [f"{count} {state}" for state, count in Counter(view.state for view in views).items()]
         head |= {"kicker": "A comparison of runs", "title": f"{len(views)} runs", "lede": ", ".join(lede)}
         pairs = zip(values, views, strict=True)
-        losses = sorted((own["best_eval_loss"], view.label) for own, view in pairs if "best_eval_loss" in own)
-        figures += [("Best validation loss", show(loss, "loss"), name) for loss, name in losses[:1]]
+        measure, head["remark"] = common_measure([view.evaluated for view in views])
+        name, title = BEST.get(measure, ("", ""))
+        scores = sorted((own[name], view.label) for own, view in pairs if name in own)
+        figures += [(title, show(score, "loss"), best) for score, best in scores[:1]]
     for name in ("tokens", "runtime_s", "device_hours"):
         if total := sum(float(own.get(name) or 0) for own in values):
             figures.append((f"{HEADLINES[name]} in all", show(total, label(name)[1]), ""))

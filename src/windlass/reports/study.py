@@ -1,6 +1,6 @@
 """What a report adds for a study: its cells, the measure against each swept setting, medians over the seeds.
 
-States of cells, what they are compared by and the winner come from `windlass.study.study`. The measure is the one
+States of cells, what they are compared by and the winners come from `windlass.study.study`. The measure is the one
 that `checkpoint.best` names: the evaluation loss, or a score such as `squad.f1`, of which more is better.
 """
 
@@ -18,6 +18,7 @@ from windlass.reports.charts import Chart, Series
 from windlass.reports.tables import Column, Table, label, measures
 from windlass.reports.text import short, show
 from windlass.reports.view import Numbers, RunView, view
+from windlass.study.compare import BITS
 from windlass.study.grid import SEED
 from windlass.study.grid import label as label_of
 from windlass.study.study import CellResult, Group, Study
@@ -33,7 +34,8 @@ class StudyView:
     results: list[CellResult]
     views: list[RunView]  # of the results that have begun, in the order of the grid
     groups: list[Group]  # the cells without the seed, in the order of the grid
-    winner: Group | None
+    winners: list[Group]
+    remark: str  # by what cells are compared, or why no best is named
     swept: dict[str, list[Any]]  # settings with several values, but for the seed: numbers rising, others as given
 
     @property
@@ -52,20 +54,18 @@ def read_study(path: str | Path) -> StudyView:
     """The study at `path` with its runs; raises UserError where there is none."""
     study = Study.open(path)
     results = study.results()
-    swept = {}
-    for key in study.keys:
-        values = list({repr(r.cell.assignment[key]): r.cell.assignment[key] for r in results}.values())
-        if key != SEED and len(values) > 1:
-            swept[key] = sorted(values) if numeric(values) else values
-    loss = study.measure == LOSS
+    varied = {key: values for key, values in study.values.items() if key != SEED and len(values) > 1}
+    swept = {key: sorted(values) if numeric(values) else values for key, values in varied.items()}
+    winners, remark = study.winners(results)
     return StudyView(
         study=study,
-        title="evaluation loss" if loss else study.measure,
-        unit="nats per token" if loss else "",
+        title={LOSS: "evaluation loss", BITS: "bits per byte"}.get(study.measure, study.measure),
+        unit="nats per token" if study.measure == LOSS else "",
         results=results,
         views=[view(r.run, label_of(r.cell.assignment)) for r in results if r.begun],
         groups=study.groups(results),
-        winner=study.winner(results),
+        winners=winners,
+        remark=remark,
         swept=swept,
     )
 
@@ -75,10 +75,8 @@ def numeric(values: Sequence[Any]) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
-def winner_text(seen: StudyView) -> str:
-    """What the winner sets, and its score with the number of seeds that it is the median of."""
-    group = seen.winner
-    assert group is not None
+def winner_text(seen: StudyView, group: Group) -> str:
+    """What a winner sets, and its score with the number of seeds that it is the median of."""
     what = ", ".join(f"{key} = {show(value)}" for key, value in group.assignment.items()) or "the recipe as it is"
     of = f"median of the best {seen.title} over {group.seeds}" if group.seeds else f"best {seen.title}"
     return f"{what}, {of}: {show(group.median, 'loss')}"
@@ -161,7 +159,7 @@ class Heat(NamedTuple):
 
 def heat_map(seen: StudyView) -> Heat | None:
     """The map of the best score, of a study with exactly two swept settings."""
-    if len(seen.swept) != 2 or seen.winner is None:
+    if len(seen.swept) != 2 or not any(group.scores for group in seen.groups):
         return None
     (row_key, rows), (column_key, columns) = sorted(seen.swept.items(), key=lambda item: len(item[1]))
     values: list[list[float | None]] = [[None] * len(columns) for _ in rows]

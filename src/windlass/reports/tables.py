@@ -34,6 +34,8 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "eval_perplexity": ("Final perplexity", "loss", lambda v: last_value(v.evals.get("loss"), "perplexity")),
     "best_eval_loss": ("Best evaluation loss", "loss", lambda v: best(v, LOSS, LOSS)[0]),
     "best_eval_step": ("Step of the best evaluation", "count", lambda v: best(v, LOSS, LOSS)[1]),
+    "eval_bits_per_byte": ("Final bits per byte", "loss", lambda v: last_value(v.evals.get(LOSS), "bits_per_byte")),
+    "best_bits_per_byte": ("Best bits per byte", "loss", lambda v: best(v, LOSS, "bits_per_byte")[0]),
     "best_measure": ("Best checkpoint by", "", lambda v: best_score(v)[0]),
     "best_score": ("Best score of that measure", "score", lambda v: best_score(v)[1]),
     "best_score_step": ("Step of that score", "count", lambda v: best_score(v)[2]),
@@ -66,7 +68,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
 """Every measure of a run by its name in CSV: the label for people, the kind of number (see `text.show`), its value."""
 
 PRINCIPAL = (
-    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_measure", "best_score",
+    "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_bits_per_byte", "best_measure", "best_score",
     "train_tokens_per_s", "mfu", "peak_mem_mb", "util_pct", "goodput", "runtime_s", "device_hours",
 )  # fmt: skip
 """The measures that a table of several runs shows on the page; its CSV has all of them."""
@@ -95,12 +97,19 @@ def measures(view: RunView) -> dict[str, Value]:
 
 
 def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
-    """The best value of an evaluation, and its step: the lowest loss, or the highest of anything else."""
+    """The best value of an evaluation, and its step: the lowest of the loss, or the highest of anything else.
+
+    Evaluations on another number of samples than the last one has do not count.
+    """
     track = view.evals.get(suite)
     if track is None or not track.has(column):
         return None, None
-    finite = np.where(np.isfinite(track[column]), track[column], np.nan)
-    place = int(np.nanargmin(finite) if column == LOSS else np.nanargmax(finite))
+    samples = track["samples"]
+    good = np.isfinite(track[column]) & ((samples == samples[-1]) | np.isnan(samples))
+    if not good.any():
+        return None, None
+    finite = np.where(good, track[column], np.nan)
+    place = int(np.nanargmin(finite) if suite == LOSS else np.nanargmax(finite))
     return float(finite[place]), int(track["step"][place])
 
 

@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.estimate.time import PredictedAndActual, predicted_and_actual
+from windlass.recipe import typed
 from windlass.run import Line, Run, effective, read_lines
+from windlass.study.compare import Evaluated, evaluated
 from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
 
 Numbers = NDArray[np.float64]
@@ -85,6 +87,7 @@ class Restart(NamedTuple):
     tokens: float
     hours: float
     time: str  # of day, as in the ledger
+    text: str  # what happened, for people
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class RunView:
     samples: Sequence[Line]
     events: Sequence[Line]
     start: Line  # the last event of starting, with what it lacks from those before
+    evaluated: Evaluated | None  # what its validation loss was measured on
     summary: Line
     speed: Throughput | None
     wall: Mapping[str, float]  # seconds by phase over all starts, and their `total`
@@ -174,14 +178,20 @@ def view(run: Run, label: str | None = None) -> RunView:
     events = [line for line in ledger if line["kind"] == "event"]
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     start: Line = {}
-    for line in reversed(starts.values()):
+    for _, line in sorted(starts.items()):  # an extension may start at an earlier step than a resume before it
         start |= line
     restarts = []
     for attempt in clock.attempts[1:]:
         if begun := starts.get(attempt.number):
             step = float(begun["step"])
             tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
-            restarts.append(Restart(STARTS[begun["event"]], step, tokens, attempt.before / 3600, begun["time"]))
+            before = begun.get("extended_from")
+            what = "extended" if before else STARTS[begun["event"]]
+            text = f"extended from {before:,} to {begun['steps']:,} steps" if before else what
+            own = [x for x in events if x.get("event") == "settings_changed" and x.get("attempt") == attempt.number]
+            changes = [change for x in own for change in x.get("settings", {}).items()]
+            text += "".join(f"; {key} = {typed(new)} from here on, not {typed(old)}" for key, (old, new) in changes)
+            restarts.append(Restart(what, step, tokens, attempt.before / 3600, begun["time"], text))
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
     ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]
     return RunView(
@@ -196,6 +206,7 @@ def view(run: Run, label: str | None = None) -> RunView:
         samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None],
         events=events,
         start=start,
+        evaluated=evaluated(run, run.recipe, ledger),
         summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
         speed=throughput(ledger),
         wall=wall_time(raw),

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,23 +33,23 @@ class Cell:
 
     assignment: Assignment
     recipe: Recipe
+    key: str  # identifies it: the recipe's hash, with what the hash leaves out (strategy, ranks) where it is not the base's
+    directory: str  # its run directory, relative to the study's: readable, safe as a file name, unique
 
-    @cached_property
-    def key(self) -> str:
-        """Identifies the cell: the recipe's hash, with what the hash leaves out (strategy, ranks) where that is set."""
-        other = {k: v for k, v in sorted(self.assignment.items()) if k.startswith((WORLD, *NON_SEMANTIC))}
-        text = json.dumps([self.recipe.config_hash, other])
-        return hashlib.sha256(text.encode()).hexdigest()[:12] if other else self.recipe.config_hash
+    @staticmethod
+    def of(base: Recipe, assignment: Assignment, directory: str = "") -> Cell:
+        """The cell of an assignment; raises UserError where its recipe is invalid."""
+        recipe, usual = base.with_overrides(**{k: v for k, v in assignment.items() if k != WORLD}), base.flat()
+        outside = [k for k in sorted(assignment) if k.startswith((WORLD, *NON_SEMANTIC))]
+        other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
+        text = json.dumps([recipe.config_hash, other])
+        key = hashlib.sha256(text.encode()).hexdigest()[:12] if other else recipe.config_hash
+        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", label(assignment)).strip("-")[:80]
+        return Cell(assignment, recipe, key, directory or f"runs/{words}-{key[:8]}")
 
     @property
     def label(self) -> str:
         return label(self.assignment)
-
-    @property
-    def directory(self) -> str:
-        """Its run directory, relative to the study's: readable, safe as a file name, unique."""
-        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", self.label).strip("-")[:80]
-        return f"runs/{words}-{self.key[:8]}"
 
     @property
     def overrides(self) -> list[str]:
@@ -64,7 +63,8 @@ class Cell:
 
 def label(assignment: Assignment) -> str:
     """Settings on one line, by the last part of their keys: `lr=0.001 kind=wsd`."""
-    return " ".join(f"{k.rsplit('.', 1)[-1]}={f'{v:g}' if isinstance(v, float) else v}" for k, v in assignment.items())
+    texts = ((k.rsplit(".", 1)[-1], f"{v:g}" if isinstance(v, float) else v) for k, v in assignment.items())
+    return " ".join(f"{name}={text}" for name, text in texts if text is not None)
 
 
 def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
@@ -84,10 +84,9 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
         try:
             if type(world) is not int or world < 1:
                 raise UserError(f"{WORLD} is a number of ranks, not {world!r}")
-            recipe = base.with_overrides(**{key: value for key, value in assignment.items() if key != WORLD})
+            cells.append(Cell.of(base, assignment))
             if WORLD in assignment:
-                recipe.batch(world)  # raises where the global batch is not divisible by the world size
-            cells.append(Cell(assignment, recipe))
+                cells[-1].recipe.batch(world)  # raises where the global batch is not divisible by the world size
         except UserError as error:
             problems.append(f"{' '.join(f'{k}={v}' for k, v in assignment.items())}: {error}")
     if problems:

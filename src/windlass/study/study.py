@@ -1,13 +1,12 @@
 """A study on disk: `studies/<name>`, a directory of runs (`runs/<cell>`) of one recipe and a grid. No torch.
 
-`recipe.toml` has what all cells share, `study.json` the axes as they were typed and each cell's run directory, and
-`statuses.json` what a sweep decided about cells: diverged, pruned, failed, interrupted, each with its reason. All else
-(states, losses, the winner) is computed from the runs' ledgers when it is asked for.
+`recipe.toml` has what all cells share, `study.json` the cells (what each sets, and its run directory) and the values that
+their settings take, and `statuses.json` what a sweep decided about cells: diverged, pruned, failed, interrupted, each with
+its reason. All else (states, losses, the winners) is computed from the runs' ledgers when it is asked for.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shlex
@@ -16,21 +15,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from windlass.checkpoint.retention import best, better, scores_by_step
+from windlass.checkpoint.retention import LOSS, best, better, scores_by_step
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
-from windlass.recipe import Recipe, presets, typed
+from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
 from windlass.run import Line, Run, effective, read_lines
+from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated, same_samples
 from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
 
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
+# settings by which a lower loss is no better choice: more is computed, or the same in another way
+NO_CHOICE = (
+    *NON_SEMANTIC, WORLD, SEED, "model.layers", "model.heads", "model.kv_heads", "model.width", "model.ff_width",
+    "model.context", "train.steps", "train.tokens_per_parameter", "train.global_batch", "train.precision", "train.tf32",
+    "data.max_documents", "data.max_tokens", "data.train_size",
+)  # fmt: skip
 Axes = Sequence[str] | Mapping[str, Sequence[Any]]  # `["optim.lr=1e-2,1e-3"]` as typed, or `{"optim.lr": [1e-2, 1e-3]}`
 
 
@@ -57,6 +63,7 @@ class CellResult:
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure`, step 0 included
     evaluations: tuple[tuple[str, int, float], ...] = ()  # time (sorts as text), step > 0, and value of `measure`
+    evaluated: Evaluated | None = None  # what the loss was measured on
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
     device_hours: float | None = None
@@ -73,7 +80,7 @@ class CellResult:
 
     def row(self) -> dict[str, Any]:
         """What the cell sets and how it stands, as plain values for a table or JSON."""
-        left_out = ("cell", "run", "measure", "last_step", "first_loss", "evaluations")
+        left_out = ("cell", "run", "measure", "last_step", "first_loss", "evaluations", "evaluated")
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -105,45 +112,52 @@ class Group:
         return text if SEED in self.results[0].cell.assignment else ""
 
 
+class Winners(NamedTuple):
+    """The best groups of a study, and why there is none, or by what they were compared."""
+
+    groups: list[Group]  # one for each choice of the NO_CHOICE settings that the study varies
+    remark: str
+
+
 @dataclass(frozen=True)
 class Study:
-    """A study's directory. The recipe (what all cells share) and the axes never change; the runs and statuses grow."""
+    """A study's directory, to which cells are added, and runs and statuses as a sweep goes through them."""
 
     path: Path
     recipe: Recipe
-    axes: list[str]
     cells: list[Cell] = field(repr=False)
+    notes: list[str] = field(default_factory=list, repr=False, compare=False)  # how it grew when it was given again
     _ledgers: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def create(recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True) -> Study:
-        """The study of a recipe (without its `run.dir` and `run.name`) and a grid: opened where it exists, else created.
+        """The study of a recipe (without its `run.dir` and `run.name`) and a grid: created, or what is there grown by it.
 
-        `path` None: `studies/<preset>-<hash of recipe and axes>`. `write` False: nothing is written to disk. Raises
-        UserError where the directory holds another study, or a cell's recipe is invalid.
+        `path` None: `studies/<preset>-<hash of the recipe>`. Without axes the study that is there is opened. `write` False:
+        nothing is written to disk. Raises UserError where a cell's recipe is invalid, or the directory holds a study of
+        another preset.
         """
         if isinstance(axes, Mapping):
             axes = [f"{key}={','.join(typed(value) for value in values)}" for key, values in axes.items()]
-        base = recipe.with_overrides("run.dir=''", "run.name=''")
-        name = hashlib.sha256(json.dumps([base.config_hash, list(axes)]).encode()).hexdigest()[:8]
-        path = path or Path("studies") / f"{base.preset}-{name}"
-        parsed = [parse_axis(text) for text in axes]
-        study = Study(path, base, list(axes), expand(base, parsed))
-        if Study.is_study(path):
-            existing = Study.open(path)
-            old = existing.recipe.flat()
-            differ = [f"{k}={typed(v)} (there {typed(old.get(k))})" for k, v in base.flat().items() if v != old.get(k)]
-            if [parse_axis(text) for text in existing.axes] != parsed:
-                differ = [f"its axes are {' '.join(existing.axes)}"]
-            if differ:
-                what = ", ".join(differ)
-                raise UserError(f"{path} holds another study: {what}. Leave out what differs, or give another --dir")
-            return existing
-        if write:
+        # every setting by name, as recipe.toml has them: none follows from another one in a cell
+        base = recipe.with_overrides(**recipe.flat() | {"run.dir": "", "run.name": ""})
+        path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
+        grid = expand(base, map(parse_axis, axes)) if axes else []
+        if not grid and not Study.is_study(path):
+            raise UserError(f"{path} is no study yet: name what its cells vary, for example optim.lr=1e-2,1e-3")
+        if not write:
+            return Study.open(path)._grown(base, grid) if Study.is_study(path) else Study(path, base, grid)
+        try:
             path.mkdir(parents=True, exist_ok=True)
-            write_atomic(path / "recipe.toml", base.toml())
-            listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
-            write_atomic(path / "study.json", json.dumps({"axes": study.axes, "cells": listed}, indent=1))
+            with FileLock(path / ".study.lock"):
+                before = Study.open(path) if Study.is_study(path) else None
+                study = before._grown(base, grid) if before else Study(path, base, grid)
+                if study != before:  # the recipe first: its keys in study.json are what tells that it was edited
+                    write_atomic(path / "recipe.toml", study.recipe.toml())
+                    listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
+                    write_atomic(path / "study.json", json.dumps({"axes": study.values, "cells": listed}, indent=1))
+        except OSError as error:
+            raise UserError(f"the study {path} cannot be written: {error.strerror}; give another --dir") from None
         return study
 
     @staticmethod
@@ -152,15 +166,44 @@ class Study:
         path = Path(path)
         if not Study.is_study(path):
             raise UserError(f"{path} is no study: it has no study.json")
-        stored, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
-        axes = stored.get("axes", [])
-        cells = expand(recipe, [parse_axis(text) for text in axes])
-        if [cell.key for cell in cells] != [cell.get("key") for cell in stored.get("cells", [])]:
+        stored, recipe = read_json(path / "study.json").get("cells", []), Recipe.load(path / "recipe.toml")
+        cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
+        if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
             raise UserError(
                 f"{path}: its cells have other recipes than at its start: {why}. Restore it, or use another --dir"
             )
-        return Study(path, recipe, axes, cells)
+        return Study(path, recipe, cells)
+
+    def _grown(self, base: Recipe, grid: Sequence[Cell]) -> Study:
+        """This study with the cells of a grid that it does not have; those it has keep their order and directories.
+
+        Where the grid's recipe differs from the study's, its cells set the difference. But what changes no result (how
+        often is saved or logged, where it runs) is taken over for all cells, unless the study varies it.
+        """
+        old, new = self.recipe.flat(), base.flat()
+        for key in ("preset", "model.kind"):
+            if new[key] != old[key]:
+                raise UserError(f"{self.path} is a study with {key} = {old[key]}, not {new[key]}: give another --dir")
+        differ = {key: value for key, value in new.items() if value != old[key]}
+        own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
+        recipe = self.recipe.with_overrides(**{k: v for k, v in differ.items() if k not in own})
+        assignments = [*(cell.assignment for cell in self.cells), *(own | cell.assignment for cell in grid)]
+        places = [*(cell.directory for cell in self.cells), *[""] * len(grid)]
+        shared, keys = recipe.flat(), dict.fromkeys(key for one in assignments for key in one)
+        cells: dict[str, Cell] = {}
+        for assignment, place in zip(assignments, places, strict=True):
+            cell = Cell.of(recipe, {key: assignment.get(key, shared.get(key)) for key in keys}, place)
+            cells.setdefault(cell.key, cell)
+        notes, added = [], len(cells) - len(self.cells)
+        if added:
+            notes.append(f"the study grows: {added} new cells beside {len(self.cells)} that are there")
+        for key, value in differ.items():
+            if key not in own:
+                notes.append(f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells")
+            elif added:
+                notes.append(f"{key} = {typed(value)} makes other cells than those with {key} = {typed(old[key])}")
+        return Study(self.path, recipe, list(cells.values()), notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
@@ -168,11 +211,19 @@ class Study:
 
     @property
     def measure(self) -> str:
-        return self.recipe.checkpoint.best
+        """What cells are compared by: `checkpoint.best`, but bits per byte instead of the loss of several tokenizers."""
+        several = any(len(self.values.get(key, ())) > 1 for key in TOKENIZER)
+        return BITS if several and self.recipe.checkpoint.best == LOSS else self.recipe.checkpoint.best
 
     @property
     def keys(self) -> list[str]:
         return list(self.cells[0].assignment)
+
+    @property
+    def values(self) -> dict[str, list[Any]]:
+        """The settings that cells set, each with its values in the order of the cells."""
+        by_key = {key: [cell.assignment[key] for cell in self.cells] for key in self.keys}
+        return {key: list({repr(value): value for value in values}.values()) for key, values in by_key.items()}
 
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
@@ -191,7 +242,9 @@ class Study:
         if run.path not in self._ledgers or self._ledgers[run.path][0] != version:  # a sweep looks twice a second
             raw = list(read_lines(run.metrics_path))
             events = [line for line in raw if line["kind"] == "event"]
-            self._ledgers[run.path] = version, events, summarize(effective(raw), self.measure)
+            lines = effective(raw)
+            values = summarize(lines, self.measure) | {"evaluated": evaluated(run, cell.recipe, lines)}
+            self._ledgers[run.path] = version, events, values
         _, events, values = self._ledgers[run.path]
         state, reason = cell_state(run.state_by(events), events, self.statuses().get(cell.key))
         if values["steps"] is None:
@@ -222,11 +275,33 @@ class Study:
             groups.setdefault(repr(rest), Group(rest, [])).results.append(result)
         return list(groups.values())
 
-    def winner(self, results: Sequence[CellResult] | None = None) -> Group | None:
-        """The group with the best median score; groups with all their seeds finished come before the others."""
-        sign = 1 if better(0.0, 1.0, self.measure) else -1
-        groups = [group for group in self.groups(results) if group.scores]
-        return min(groups, key=lambda x: (len(x.scores) < len(x.results), sign * (x.median or 0.0)), default=None)
+    def winners(self, results: Sequence[CellResult] | None = None) -> Winners:
+        """The groups with the best median score; groups with all their seeds finished come before the others.
+
+        There is none where the study varies nothing that a lower loss decides, or the losses cannot be compared.
+        """
+        results = self.results() if results is None else results
+        varied = [key for key, values in self.values.items() if len(values) > 1 and key != SEED]
+        choices = [key for key in varied if not key.startswith(NO_CHOICE)]
+        remark = ""
+        if self.measure in (LOSS, BITS):
+            finished = [r.evaluated for r in results if r.state == "finished"]
+            measure, remark = common_measure(finished)
+            if not measure:
+                return Winners([], remark)
+        if not choices:
+            what = f"{', '.join(varied)}: how much is computed, or how" if varied else "the seed alone"
+            return Winners([], f"No best is named: the study varies {what}, which a lower loss does not decide.")
+        rivals: dict[str, list[Group]] = {}
+        for group in self.groups(results):
+            place = {key: value for key, value in group.assignment.items() if key not in choices}
+            rivals.setdefault(repr(place), []).append(group)
+        sign, best_of = 1 if better(0.0, 1.0, self.measure) else -1, []
+        for groups in rivals.values():
+            scored = [group for group in groups if group.scores] if len(groups) > 1 else []
+            if scored:
+                best_of.append(min(scored, key=lambda x: (len(x.scores) < len(x.results), sign * (x.median or 0.0))))
+        return Winners(best_of, remark)
 
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
         """The command that trains an assignment in full on `world` ranks (or as many as it sets itself), and a remark.
@@ -243,7 +318,7 @@ class Study:
             if "train.steps" not in assignment and isinstance(steps, int) and (isinstance(full, str) or steps < full):
                 del settings["train.steps"]
                 remark = f"The study's cells had {steps} steps; this is the preset's full length, {full}."
-        settings |= assignment
+        settings |= {key: value for key, value in assignment.items() if value is not None}
         world = settings.pop(WORLD, world)
         words = ["windlass", "train", source, *(f"{key}={typed(value)}" for key, value in settings.items())]
         return shlex.join([*words, "--world", str(world)] if world > 1 else words), remark
@@ -271,8 +346,9 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     # JSON has non-finite numbers as text
     losses = [float(x["loss"]) for x in evals if x.get("suite", "loss") == "loss" and "loss" in x]
     suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
-    own = [x for x in evals if x.get("suite", "loss") == suite and x.get(name or suite) is not None and x["step"] > 0]
-    scores, speed = scores_by_step(lines, measure), throughput(lines)
+    alike = same_samples(lines)
+    own = [x for x in alike if x.get("suite", "loss") == suite and x.get(name or suite) is not None and x["step"] > 0]
+    scores, speed = scores_by_step(alike, measure), throughput(lines)
     best_step, last = best(scores, measure), train[-1] if train else {}
     return {
         "step": last.get("step", 0),
@@ -281,7 +357,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "loss": float(last["loss"]) if "loss" in last else None,
         "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
         "eval_loss": losses[-1] if losses else None,
-        "best_loss": min(filter(math.isfinite, losses), default=None),
+        "best_loss": min(scores_by_step(alike, LOSS).values(), default=None),
         "score": None if best_step is None else scores[best_step],
         "evaluations": tuple((str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own),
         "tokens": int(last.get("tokens", 0)),

@@ -45,18 +45,21 @@ def sweep(
     """Train every cell of a grid that is not done yet, and return the study.
 
     `recipe` is what all cells share, `axes` the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to
-    values, `path` the study's directory (None: `studies/<preset>-<hash>`). A cell has `world` ranks where it does not set
+    values, `path` the study's directory (None: `studies/<preset>-<hash>`). A study that is there grows by the cells that it
+    does not have, and all that are open are trained. A cell has `world` ranks where it does not set
     `parallel.world`; `workers` cells run side by side, each with an equal share of the cores and devices of its own.
     `stop_diverged` stops a cell whose loss diverged (`study.diverged`), `halving` is asynchronous successive halving by
     `checkpoint.best`, `retry_failed` trains failed and diverged cells again, `only` is the number of the one cell to work
     on. `show` is called with the study twice a second, `notify` with messages for the user.
 
-    Raises UserError where the directory holds another study or a cell's recipe is invalid, Stopped after a signal.
+    Raises UserError where the directory holds another preset's study or a cell's recipe is invalid, Stopped after a signal.
     """
     if halving:
         require("optuna", "--halving")
     recipe.check_packages()
     study = Study.create(recipe, axes, path)
+    for note in study.notes:
+        notify(note)
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
     cells = study.cells if only is None else [study.cells[only]]
@@ -290,6 +293,8 @@ def submit_sweep(
     if halving:
         raise UserError("--halving compares cells while one sweep runs them: it does not go with --submit")
     study = Study.create(recipe, axes, path, write=not dry_run)
+    for note in study.notes:
+        notify(note)
     states = [result.state for result in study.results()]
     wanted = ("waiting", "interrupted", *(("failed", "diverged") if retry_failed else ()))
     cells = [number for number, state in enumerate(states) if state in wanted]
@@ -342,8 +347,7 @@ def array_script(
         return " ".join(re.split(r"[=\s]+", text)[: 2 if text.startswith("-l") else 1])
 
     header = [*(text for text in asked if option(text) not in map(option, arguments)), *arguments]
-    words = [python, "-m", "windlass", "sweep", str(study.path / "recipe.toml"), *study.axes]
-    words += ["--dir", str(study.path), "--world", str(world), *flags]
+    words = [python, "-m", "windlass", "sweep", str(study.path), "--world", str(world), *flags]
     return "\n".join([
         "#!/bin/bash", *(f"{mark} {text}" for text in header), "",
         f"cd {shlex.quote(str(directory))}",

@@ -103,6 +103,8 @@ class MLflow:
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
             tags = {"windlass.id": id, "mlflow.runName": path.name, "mlflow.note.content": settings["run.notes"]}
+            tags |= dict.fromkeys(settings["telemetry.tags"], "true")
+            tags |= {"group": settings["telemetry.group"]} if settings["telemetry.group"] else {}
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
         params = [Param(k, str(v)[:MAX_PARAM_LENGTH]) for k, v in settings.items() if k not in data.params]
@@ -149,7 +151,8 @@ class WandB:
         why = os.environ.get("WANDB_MODE", "online")
         arguments: dict[str, Any] = {
             "project": settings["telemetry.project"], "id": id, "name": run.path.resolve().name, "config": settings,
-            "notes": settings["run.notes"] or None, "dir": str(run.path), "settings": wandb.Settings(**WANDB_SETTINGS),
+            "entity": settings["telemetry.entity"] or None, "group": settings["telemetry.group"] or None,
+            "tags": settings["telemetry.tags"] or None, "notes": settings["run.notes"] or None, "dir": str(run.path), "settings": wandb.Settings(**WANDB_SETTINGS),
         }  # fmt: skip
         if why == "online":
             try:
@@ -158,7 +161,9 @@ class WandB:
                 why = scrub(first_line(error))
                 wandb.teardown()
         self._run = self._run or wandb.init(**arguments, mode="offline")
-        self._run.define_metric("*", step_metric="step")
+        for name in ("train/*", "throughput/*", "time/*", "eval/*", "run/*"):
+            self._run.define_metric(name, step_metric="step")
+        self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
         if self._run.settings._offline:
             directory = run.path / "wandb" / Path(self._run.settings.sync_dir).name
             self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {why})"
@@ -172,7 +177,11 @@ class WandB:
         import wandb
 
         for point in points:
-            row = {**point.scalars, "step": point.step, "_timestamp": point.time, f"marks/{point.stream}": point.step}
+            row = {"step": point.step, "_timestamp": point.time, f"marks/{point.stream}": point.step}
+            if point.stream == "summary":  # columns of W&B's table of runs, and no charts of one point
+                self._run.summary.update({key.removeprefix("summary/"): x for key, x in point.scalars.items()})
+            else:
+                row |= point.scalars
             row |= {tag: wandb.Html(f"<pre>{html.escape(x)}</pre>", inject=False) for tag, x in point.texts.items()}
             # the server would refuse a row before its last one; under the next free number it still has its own `step`
             self._run.log(row, step=point.step if point.step >= self._run.step else None)

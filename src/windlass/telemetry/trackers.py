@@ -32,7 +32,23 @@ from windlass.telemetry.environment import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
-NO_METRIC = {"kind", "step", "time", "attempt", "suite", "index"}
+TRAIN = {
+    "loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "tokens": "train/tokens",
+    "epoch": "train/epoch", "loss_scale": "train/loss_scale", "tokens_per_s": "throughput/tokens_per_s",
+    "mfu": "throughput/mfu", "step_ms": "time/step_ms", "data_ms": "time/data_ms", "attempt": "run/attempt",
+}  # fmt: skip
+"""What a tracker gets of a `train` line; the ledger has the rest."""
+SUMMARY = {
+    "final_loss": "final_train_loss", "final_eval_loss": "final_val_loss", "best_eval_loss": "best_val_loss",
+    "best_score": "best_score", "tokens": "tokens", "tokens_per_s_mean": "tokens_per_s", "mfu_mean": "mfu",
+    "device_hours": "device_hours", "runtime_s": "duration_s",
+}  # fmt: skip
+"""What it gets of the `summary` line: a run's headline in a table of runs."""
+# fields of an `eval` line that are no score
+NO_SCORE = {
+    "kind", "step", "time", "attempt", "suite", "epoch", "samples", "samples_trained", "tokens", "items", "examples",
+    "runtime_s", "samples_per_s", "tokens_per_s",
+}  # fmt: skip
 
 
 class Note(NamedTuple):
@@ -141,23 +157,24 @@ def point(line: Line) -> Point:
     """What a line gives a tracker."""
     sequence, texts = stream(line), {}
     if line["kind"] == "train":
-        scalars = {"run/attempt": float(line.get("attempt", 0))}
-        scalars |= {f"goodput/{key}_s": value for key, value in numbers(line.get("seconds", {})).items()}
-        for key, value in numbers(line).items():
-            group = "time" if key.endswith("_ms") else "throughput" if "per_s" in key or key == "mfu" else "train"
-            scalars[f"{group}/{key}"] = value
+        scalars = {TRAIN[key]: value for key, value in numbers(line).items() if key in TRAIN}
     elif line["kind"] == "sample":
         scalars, texts = {}, {f"samples/{line.get('index', 0)}": str(line.get("text", ""))}
+    elif line["kind"] == "summary":
+        left_out = () if line.get("best_measure", "loss") != "loss" else ("best_score",)
+        named = {SUMMARY[key]: value for key, value in numbers(line).items() if key in SUMMARY and key not in left_out}
+        scalars = {f"summary/{key}": value for key, value in named.items()}
     else:
-        prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten({**line, "seconds": None})
-        scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in numbers(fields).items()}
+        prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten(line)
+        scores = {key: value for key, value in numbers(fields).items() if key not in NO_SCORE and key[:8] != "seconds."}
+        scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in scores.items()}
     return Point(line["step"], datetime.fromisoformat(line["time"]).timestamp(), sequence, scalars, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The numeric fields of a line; the words that stand for non-finite numbers become floats again."""
     numeric = {k: v for k, v in line.items() if isinstance(v, int | float) or v in ("NaN", "Infinity", "-Infinity")}
-    return {key: float(v) for key, v in numeric.items() if key not in NO_METRIC and not isinstance(v, bool)}
+    return {key: float(v) for key, v in numeric.items() if not isinstance(v, bool)}
 
 
 class Follower:
@@ -192,6 +209,9 @@ class Follower:
             lines, recipe = effective(self._raw), self.run.recipe
             world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
             settings = {key: scrub(value) if isinstance(value, str) else value for key, value in recipe.flat().items()}
+            study = self.run.path.resolve().parents[1]
+            if (study / "study.json").is_file():
+                settings["telemetry.group"] = settings["telemetry.group"] or study.name
             settings |= {"world": world, "strategy": recipe.strategy(world), "config_hash": recipe.config_hash}
             # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
             id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
