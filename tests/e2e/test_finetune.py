@@ -55,7 +55,7 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
     tree = {
         "preset": "lesson", "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
         "data": {
-            "format": "squad", "source": few, "eval_source": few, "tokenizer": f"hf:{lesson / 'bloom'}",
+            "format": "squad", "source": few, "eval_source": few,
             "dir": str(lesson / "data"),
         },
         "train": {"steps": 4, "global_batch": 12, "micro_batch": 3},

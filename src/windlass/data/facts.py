@@ -22,9 +22,9 @@ def describe(data: Data) -> Facts:
     """
     facts: Facts = {"vocab": data.vocab}
     if (index := data.index) is not None:
-        sources = [index.source.get(stream, {}) for stream in ("shard", "eval-shard")]
+        files = {file["file"] for source in index.source.values() for file in source.get("files", ())}
         facts |= {
-            "source": index.settings["source"], "files": sum(len(source.get("files", ())) for source in sources),
+            "source": index.settings["source"], "files": len(files),
             "items": ITEMS[index.settings.get("format", "text")], "tokenizer": index.settings["tokenizer"],
         }  # fmt: skip
     for name, samples in (("train", data.train), ("val", data.val)):

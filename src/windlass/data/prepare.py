@@ -84,9 +84,10 @@ def prepare(recipe: Recipe) -> Prepared:
         tokenizer = vocabulary.load_tokenizer(recipe, directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
             raise UserError(f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}")
+        vocabulary.check_tokenizer(recipe, tokenizer, progress.note if _is_rank_0() else lambda text: None)
         shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
         corpora = [d["name"] for d in index.source.values() if not made and has_changed(d["name"], d)]
-        if corpora and os.environ.get("RANK", "0") == "0":
+        if corpora and _is_rank_0():
             progress.note(f"{corpora[0]} has changed since it was prepared; delete {directory} to prepare it again")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -95,6 +96,10 @@ def prepare(recipe: Recipe) -> Prepared:
     finally:
         progress.close()
     return Prepared(directory, index, tokenizer, made, time.perf_counter() - started)
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:

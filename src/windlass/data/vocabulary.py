@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from windlass.data.sources import sha256_of
 from windlass.data.tokenizer import DESCRIPTION, END_OF_TEXT, FOLDER, JSON_FILE, Description, Tokenizer, byte_letters
 from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
+from windlass.recipe.load import own_tokenizer
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -33,7 +34,7 @@ def kind_of(setting: str) -> str:
     if kind not in kinds or (colon and not place):
         raise UserError(
             f"data.tokenizer: there is no tokenizer {setting!r}; write byte, char, gpt2, gpt2:DIR (with vocab.bpe and "
-            "encoder.json), hf:NAME_OR_DIR, or bpe (trained on the corpus)"
+            "encoder.json), hf:NAME_OR_DIR, bpe (trained on the corpus), or auto (the model's own)"
         )
     return kind
 
@@ -67,6 +68,31 @@ def named_tokenizer(setting: str) -> Tokenizer:
     """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`."""
     kind, place = kind_of(setting), setting.partition(":")[2]
     return byte_tokenizer() if kind == "byte" else gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place)
+
+
+def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
+    """Raise UserError where `tokenizer` gives other ids than the one that the model's weights were trained with; only say so where
+    they are as many, or the weights are not used."""
+    model, own, wanted = recipe.model, own_tokenizer(recipe.model), recipe.data.tokenizer
+    if own in (wanted, "byte"):
+        return
+    try:
+        theirs = named_tokenizer(f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own)
+    except UserError:  # the model comes without one, or is gone
+        return
+    ids, known = tokenizer.inner.get_vocab(with_added_tokens=True), theirs.inner.get_vocab(with_added_tokens=True)
+    if known.items() <= ids.items():  # the same one, or with tokens added
+        return
+    origin = model.init_from or model.name
+    text = (
+        f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not the tokenizer of {origin} ({theirs.vocab:,} ids)"
+    )
+    if model.from_scratch:
+        notify(f"{text}; its weights are not used, so that this can be meant")
+    elif theirs.vocab == tokenizer.vocab:
+        notify(f"{text}: its weights were trained with that; leave data.tokenizer out to use it")
+    else:
+        raise UserError(f"{text}: its weights were trained with that; leave data.tokenizer out, or write {own}")
 
 
 def tokenizer_files(setting: str) -> dict[str, str]:
@@ -175,7 +201,12 @@ def hf_tokenizer(place: str) -> Tokenizer:
             whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
             return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
         except Exception as error:  # of any kind, from the libraries behind it
-            raise UserError(f"data.tokenizer: {place} has no {JSON_FILE} nor others: {first_line(error)}") from None
+            raise UserError(
+                f"data.tokenizer: {place} has no {JSON_FILE} nor another tokenizer's files; name one: {first_line(error)}"
+            ) from None
+    if (file.parent / DESCRIPTION).is_file():  # of a run: also bytes and characters
+        saved = Description.model_validate_json((file.parent / DESCRIPTION).read_bytes())
+        return Tokenizer(saved.kind, _read_json(file), saved.eot)
     named = [eos for config in CONFIG_FILES if (eos := read_json(file.parent / config).get("eos_token"))]
     names = [*(eos["content"] if isinstance(eos, dict) else eos for eos in named), *END_TOKENS]
     inner = _read_json(file)

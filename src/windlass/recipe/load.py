@@ -7,6 +7,7 @@ problems of a recipe are reported together, each with its key and the nearest va
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -66,6 +67,14 @@ class Recipe(BaseModel):
             optim = self.optim.model_copy(update={"lr": default_lr(self.model)})
             optim.model_fields_set.discard("lr")
             self.__dict__["optim"] = optim
+        return self
+
+    @model_validator(mode="after")
+    def _resolve_tokenizer(self) -> Recipe:
+        if self.data.tokenizer == "auto" or "tokenizer" not in self.data.model_fields_set:  # as the learning rate
+            data = self.data.model_copy(update={"tokenizer": own_tokenizer(self.model)})
+            data.model_fields_set.discard("tokenizer")
+            self.__dict__["data"] = data
         return self
 
     def with_overrides(self, *overrides: str, **values: Any) -> Recipe:
@@ -150,6 +159,21 @@ def default_lr(model: sections.ModelSettings) -> float:
     if model.kind == "gpt" or model.from_scratch:
         return 1e-3
     return 2e-4 if model.lora.rank else 5e-5
+
+
+def own_tokenizer(model: sections.ModelSettings) -> str:
+    """What `data.tokenizer = "auto"` stands for: the tokenizer of the weights or of the model that is named, else `byte`."""
+    origin = model.init_from
+    if origin.startswith("hf:"):
+        return origin
+    path = Path(origin.partition("@")[0]).expanduser()
+    for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            name = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))["data"]["tokenizer"]
+            return f"hf:{run / 'tokenizer'}" if name in ("bpe", "char") else str(name)  # those are of the run's corpus
+    if origin and any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return f"hf:{path}"
+    return f"hf:{model.name}" if model.kind == "hf" else "byte"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -155,12 +155,12 @@ class DataSettings(Section):
     (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (`datasets`), `squad` or `squad:FILE.json`, or token shards of other
     tools: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin)."""
     eval_source: str = ""
-    """Validation corpus, written like `source`; empty: held out from `source`. With one, `max_documents` and
-    `max_tokens` limit it to `val_fraction` of themselves."""
+    """Validation corpus, as `source`; empty: held out from it. It has `val_fraction` of `max_documents` and `max_tokens`."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """The SHA-256 that a downloaded `source` must have."""
-    tokenizer: str = "byte"
-    """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe` (trained on the corpus)."""
+    tokenizer: str = "auto"
+    """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe` (trained on the corpus);
+    `auto`: the one that comes with the model (`model.name`, `model.init_from`), else `byte`."""
     tokenizer_vocab: int = Field(4096, ge=258)
     """With `bpe`: the size of the vocabulary to train."""
     text_key: str = "text"
