@@ -20,6 +20,15 @@ recipe --list` the presets that ship with the package ({presets}), and `windlass
 editor. A file may begin with `extends = "c4-30m"` and change what differs; on the command line a setting is written
 `optim.lr=3e-4`. An unknown key is an error, and all problems are reported together.
 
+`windlass init mine.toml` writes a short commented recipe to edit (`--data book.txt` for your own text, `--model NAME` to fine-tune a model
+of `transformers`). `windlass recipe --explain optim.lr` says what a key means and which values it takes, `--explain optim` the same of a
+section; with a recipe before it (`windlass recipe mine.toml --explain optim.lr`) also where the value came from. A wrong key is answered
+with the right one, also where it is that of [nanoGPT](from-nanogpt.md), [Trainer, TRL or axolotl](from-trainer.md), or
+[litgpt](from-litgpt.md).
+
+`windlass --install-completion` makes bash, zsh or fish complete verbs, options, presets, run directories, and keys with their values: `windlass
+train quickstart optim.l` and Tab gives `optim.lr=`. `windlass --show-completion` prints the script instead.
+
 A **duration** is a number of steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`), which fires at the
 first step at or past the edge; `0` is never.
 """

@@ -17,9 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.errors import UserError
+
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 PIECE_BYTES = 16 * 2**20  # in one write: large, so that a background writer rarely asks for the interpreter's lock
+
+
+def make_dir(path: Path, instead: str) -> None:
+    """Make a directory that the user named, where it is not there; UserError where nothing can be written to it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); {instead}") from None
 
 
 @dataclass

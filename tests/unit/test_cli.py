@@ -5,8 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import TINY, overrides, windlass
+from helpers import TINY, overrides, refused, tiny_recipe, windlass
+from windlass import Recipe, Study, evaluate, export, prepare, report, train
+from windlass.recipe.explain import write_first_recipe
 from windlass.run import Run
+
+NANOGPT = {
+    "model__position": "learned",
+    "model__norm": "layernorm",
+    "model__activation": "gelu_tanh",
+    "model__qk_norm": False,
+}
 
 
 def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, corpus: Path) -> None:
@@ -53,6 +62,81 @@ def test_help_and_version_import_no_torch() -> None:
     for call in (["--help"], ["recipe", "quickstart"], ["recipe", "--list"]):
         done = subprocess.run([sys.executable, "-c", code, *call], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1] == "set()"
+
+
+def complete(*words: str, cwd: Path, shell: str = "bash") -> list[str]:
+    """What the shell offers for the last of the words, in a process that prints the heavy modules it imported."""
+    code = "import sys; from windlass.cli import main\ntry: main()\nexcept SystemExit: print({'torch', 'numpy'} & {*sys.modules})"
+    env = {"_WINDLASS_COMPLETE": f"complete_{shell}", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    env |= {"_TYPER_COMPLETE_ARGS": " ".join(words)}
+    process = [sys.executable, "-c", code]
+    done = subprocess.run(process, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    *offers, imported = done.stdout.splitlines()
+    assert imported == "set()", done.stderr
+    return offers
+
+
+def test_a_shell_completes_verbs_recipes_settings_and_runs(tmp_path: Path) -> None:
+    for name in ("runs/one", "runs/two", "elsewhere/three"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "recipe.toml").touch()
+    (tmp_path / "quick.toml").touch()
+    assert complete("windlass", "pl", cwd=tmp_path) == ["plan"]
+    assert complete("windlass", "train", "qui", cwd=tmp_path) == ["quickstart", "quick.toml"]
+    assert complete("windlass", "train", "quickstart", "optim.l", cwd=tmp_path) == ["optim.lr=", "optim.lr=0.003"]
+    # bash takes the key, the = and the value for three words, zsh for one
+    assert complete("windlass", "train", "quickstart", "optim.lr", "=", cwd=tmp_path) == ["0.003"]
+    zsh = complete("windlass", "train", "quickstart", "model.norm=", cwd=tmp_path, shell="zsh")
+    assert [word in " ".join(zsh) for word in ("model.norm=rmsnorm", "model.norm=layernorm")] == [True, True]
+    assert complete("windlass", "report", "runs/", cwd=tmp_path) == ["runs/one", "runs/two"]
+    assert complete("windlass", "sample", "else", cwd=tmp_path) == ["elsewhere/three"]
+
+
+def test_completion_is_installed_under_the_commands_own_name(tmp_path: Path) -> None:
+    windlass(
+        "--install-completion", "bash", env={"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    )
+    assert "-F _windlass_completion windlass" in (tmp_path / ".bash_completions" / "windlass.sh").read_text()
+
+
+def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path: Path, corpus: Path) -> None:
+    windlass("init", "mine.toml", "--data", corpus, cwd=tmp_path)
+    text = (tmp_path / "mine.toml").read_text()
+    keys = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
+    assert len(keys) <= 16 and all(" # " in line for line in keys)
+    recipe = Recipe.load(tmp_path / "mine.toml")
+    assert (recipe.data.source, recipe.model.vocab, recipe.name[:5]) == (str(corpus), 0, "mine-")
+    train(Recipe.load(tmp_path / "mine.toml", overrides(TINY | {"run.dir": str(tmp_path / "run"), "train.steps": 1})))
+    again = windlass("init", "mine.toml", code=2, cwd=tmp_path)
+    assert "mine.toml" in again.stderr and (tmp_path / "mine.toml").read_text() == text
+    windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
+    tuned = Recipe.load(tmp_path / "tune.toml")
+    assert (tuned.model.name, tuned.data.source, tuned.data.format) == ("org/name", "talk.jsonl", "chat")
+    assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
+
+
+def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpus: Path) -> None:
+    run = train(tiny_recipe(corpus, tmp_path / "run", train__steps=1, **NANOGPT))
+    under = corpus / "below"  # a file is no directory, for root neither
+    with refused(str(under), "another run.dir"):
+        train(run.recipe.with_overrides(f"run.dir={under}"))
+    with refused(str(under), "another data.dir"):
+        prepare(tiny_recipe(corpus, tmp_path / "x").with_overrides(f"data.dir={under}"))
+    with refused(str(under), "another --dir"):
+        Study.create(run.recipe, ["optim.lr=1,2"], under)
+    with refused(str(under), "another directory"):
+        export(run.path, under)
+    with refused(str(under), "another place with --out"):
+        evaluate(run.path, ["loss"], out=under)
+    with refused(str(under), "another place with --out"):
+        report(run.path, out=str(under))
+    with refused(str(under), "another name"):
+        write_first_recipe(under / "mine.toml")
+
+
+def test_an_unknown_device_is_answered_with_the_table(tmp_path: Path) -> None:
+    error = windlass("plan", "quickstart", "--device", "foo", code=2).stderr
+    assert all(word in error for word in ("foo", "--memory", "cpu", "H100-PCIe", "RTX-4090"))
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:

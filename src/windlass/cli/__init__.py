@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 
 from windlass import __version__, errors
+from windlass.cli import complete
 
 VERBS = {
-    "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
+    "init": "recipes", "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
     "sweep": "sweep", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
     "verify": "train",
 }  # fmt: skip
@@ -22,10 +23,18 @@ VERBS = {
 
 RECIPE_HELP = "A preset's name, a .toml file or a run directory."
 OVERRIDES_HELP = "Settings to change, as optim.lr=3e-4."
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, show_default=False)]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, show_default=False, autocompletion=complete.recipes)
+]
 Overrides = Annotated[
     list[str],
-    typer.Argument(metavar="[KEY=VALUE]...", help=OVERRIDES_HELP, default_factory=list, show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help=OVERRIDES_HELP,
+        default_factory=list,
+        show_default=False,
+        autocompletion=complete.overrides,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -33,7 +42,6 @@ app = typer.Typer(
     name="windlass",
     help="Train and fine-tune language models on whatever hardware there is, from one file, and prove what was done.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,7 +89,7 @@ def _outputs() -> Iterator[None]:
 
 def _run(arguments: list[str] | None) -> None:
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
         sys.exit(130)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.cli import Json, Overrides
+from windlass.cli import Json, Overrides, complete
 
 UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
 MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers, or hf:NAME."
-Model = Annotated[str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP)]
+Model = Annotated[str, typer.Argument(metavar="RUN|HF_DIR", help=MODEL_HELP, autocompletion=complete.runs)]
 
 
 def evaluate(
@@ -111,7 +111,9 @@ def _write(text: str) -> None:
 
 
 def export(
-    run: str = typer.Argument(..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best."),
+    run: str = typer.Argument(
+        ..., metavar="RUN", help="A run (its newest checkpoint), RUN@STEP, RUN@best.", autocompletion=complete.runs
+    ),
     directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
     adapter: bool = typer.Option(False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."),
 ) -> None:

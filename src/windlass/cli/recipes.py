@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import json
 from itertools import takewhile
+from pathlib import Path
 
 import typer
 
-from windlass.cli import Json, Overrides, RecipeName
+from windlass.cli import Json, Overrides, RecipeName, complete
 from windlass.errors import UserError
+
+
+def init(
+    file: Path = typer.Argument("mine.toml", metavar="[FILE]", help="The file to write."),
+    data: str = typer.Option("", metavar="SOURCE", help="Your data, as data.source takes it."),
+    model: str = typer.Option("", metavar="NAME", help="Fine-tune this model of the Hub, or of a directory, instead."),
+) -> None:
+    """Write a short recipe with a comment on each line, to edit and train; it overwrites nothing."""
+    from windlass.recipe.explain import write_first_recipe
+
+    write_first_recipe(file, data, model)
+    typer.echo(f"wrote {file}: edit it, then `windlass plan {file}` and `windlass train {file}`")
 
 
 def recipe(
@@ -18,7 +31,11 @@ def recipe(
     list_: bool = typer.Option(False, "--list", help="List the presets."),
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a recipe, for editors."),
     key: str = typer.Option(
-        "", "--explain", metavar="KEY", help="Print what a setting or section means, or is in RECIPE."
+        "",
+        "--explain",
+        metavar="KEY",
+        help="What a setting or section means, or is in RECIPE.",
+        autocompletion=complete.keys,
     ),
 ) -> None:
     """Print a recipe with every setting resolved; list the presets; print the schema; explain a setting."""

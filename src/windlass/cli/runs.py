@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from windlass.cli import Json
+from windlass.cli import Json, complete
 from windlass.errors import FAILED, UserError, installed, needs
 
 STYLES = {"running": "green", "failed": "red", "preempted": "yellow"}
@@ -69,7 +69,7 @@ def _print_table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def checkpoints(
-    run: Path = typer.Argument(..., metavar="RUN", help="A run directory."),
+    run: Path = typer.Argument(..., metavar="RUN", help="A run directory.", autocompletion=complete.runs),
     verify: bool = typer.Option(False, "--verify", help="Read every byte and compare it with what was written."),
     json_: Json = False,
 ) -> None:
@@ -111,7 +111,9 @@ def checkpoints(
 
 
 def report(
-    paths: list[str] = typer.Argument(..., metavar="RUN|STUDY...", help="Run directories, or a study."),
+    paths: list[str] = typer.Argument(
+        ..., metavar="RUN|STUDY...", help="Run directories, or a study.", autocompletion=complete.runs
+    ),
     out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),
     skip: int = typer.Option(-1, min=-1, metavar="N", help="Steps left out of the second loss plot; -1: a tenth."),
     plots: bool | None = typer.Option(
@@ -141,7 +143,7 @@ def report(
 
 
 def track(
-    run: str = typer.Argument(..., metavar="RUN", help="A run directory."),
+    run: str = typer.Argument(..., metavar="RUN", help="A run directory.", autocompletion=complete.runs),
     to: str = typer.Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
     timeout: float = typer.Option(0.0, min=0, help="Give up after so many seconds; 0: wait as long as it takes."),
 ) -> None:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli import Json
+from windlass.cli import Json, complete
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
@@ -36,8 +36,14 @@ Axes, which are crossed:
 NAMES = {"loss": "validation loss", "loss.bits_per_byte": "bits per byte"}
 
 
+RECIPE_HELP = "The recipe that all cells share, or a study."
+RecipeOrStudy = Annotated[
+    str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.recipes)
+]
+
+
 def sweep(
-    recipe: str = typer.Argument(..., metavar="RECIPE|STUDY", help="The recipe that all cells share, or a study."),
+    recipe: RecipeOrStudy,
     axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
     dir_: Path = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError
-from windlass.estimate.devices import Device, find_device, this_device
+from windlass.estimate.devices import TABLE, Device, find_device, this_device
 from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommend
 from windlass.estimate.milestones import TIMED, MilestoneRow, checkpoints_to_come, milestone_rows, milestones
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
@@ -171,6 +171,11 @@ def subject_of(
     name = device or str((start_event(past[0]) if past and not run else started).get("device") or "")
     if name and name.lower() != "cpu":
         where = find_device(name, memory_bytes)
+        if device and not where.memory_bytes:
+            names = ", ".join(short for short, *_ in TABLE)
+            raise UserError(
+                f"--device {device} is not in the table; add its memory (--memory GB), or write cpu, {names}"
+            )
     else:
         where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
     recipe.batch(ranks, where.kind)  # raises where the global batch is not divisible by the world size

@@ -28,7 +28,7 @@ from windlass.evaluation import likelihood
 from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
-from windlass.fileio import read_json, write_atomic
+from windlass.fileio import make_dir, read_json, write_atomic
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
@@ -134,9 +134,10 @@ def evaluate(
         settings["train.precision"] = "fp32"
     recipe = source.recipe.with_overrides(**settings)
     recipe.check_packages()
+    if folder := out or (source.run.path / "eval" if source.run else None):
+        make_dir(folder, "give another place with --out")
     with init_ranks(env, recipe) as ranks:
         result = measure(replace(source, recipe=recipe), ranks, on_result)
-        folder = out or (source.run.path / "eval" if source.run else None)
         return write(result, folder) if ranks.main and folder else result
 
 
@@ -182,7 +183,6 @@ def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: s
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
     """Add results to the record of their step in `folder`, and SQuAD's predictions as the official script reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_step_name(result.step)}.json"
     record: dict[str, Any] = {key: getattr(result, key) for key in ("model", "step", "results", "measured")}
     before = read_json(path)

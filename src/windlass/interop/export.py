@@ -22,7 +22,7 @@ from windlass.data.chat import Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
-from windlass.fileio import read_json
+from windlass.fileio import make_dir, read_json
 from windlass.model import convert, hf_files
 from windlass.run import Run
 
@@ -55,7 +55,8 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
         convert.architecture(model)  # refuses a model that is neither GPT-2 nor Llama
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_dir(directory, "name another directory")
+    partial.mkdir()
     try:
         if adapter:
             _write_adapter(source, partial)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,3 +57,22 @@ def _resolved(recipe: Recipe, key: str) -> str:
     names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir), "data.tokenizer": recipe.tokenizer}
     value = names.get(key, getattr(_part(recipe, section), f"{name}_", None) if section else None)
     return "" if value is None or value == _part(recipe, key) else typed(value)
+
+
+def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
+    """Write a short commented recipe to edit, of a small GPT or, with a model, of its fine-tuning; refuses to overwrite."""
+    if file.suffix != ".toml":
+        raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
+    template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
+    text = template.read_text(encoding="utf-8").replace("THIS_FILE", str(file))
+    changes = {"name": model, "source": data, "format": "text" if data.endswith(".txt") else ""}
+    for key, value in changes.items():
+        pattern = rf'^({key} = ".*?")( *)(?=#)' if value else r"(?!)"
+        text = re.sub(pattern, lambda m: f"{key} = {json.dumps(value)}".ljust(len(m[0]) - 1) + " ", text, flags=re.M)  # noqa: B023
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError:
+        raise UserError(f"{file} is there already, and is not overwritten; give another name") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}); give another name") from None

@@ -125,6 +125,15 @@ def _wanted(error: Any, key: str, field: Any) -> str:
     return f"it takes {values(field)}"
 
 
+def choices(field: Any) -> list[str]:
+    """The few values that a setting takes, where they are few."""
+    if field.annotation is bool:
+        return ["true", "false"]
+    return (
+        [str(value) for value in get_args(field.annotation)] if "Literal" in str(get_origin(field.annotation)) else []
+    )
+
+
 def values(field: Any) -> str:
     """The values that a setting takes, in words."""
     words = _values(field.annotation)

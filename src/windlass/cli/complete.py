@@ -1,0 +1,67 @@
+"""What a shell completes behind a verb: presets and recipes, run directories, settings with their values. Needs no torch."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Presets, `.toml` files and run directories."""
+    from windlass.recipe import presets
+
+    files = [str(path) for path in Path().glob(f"{incomplete}*.toml")] if "*" not in incomplete else []
+    return [*presets(), *files, *runs(incomplete)]
+
+
+def runs(incomplete: str) -> list[str]:
+    """Run and study directories under `runs/`, `studies/` and what was typed."""
+    patterns = ("runs/*", "studies/*", f"{incomplete}*", f"{incomplete}*/*")
+    marks = (
+        path
+        for pattern in patterns
+        for mark in ("recipe.toml", "study.json")
+        for path in Path().glob(f"{pattern}/{mark}")
+    )
+    return list(dict.fromkeys(str(path.parent) for path in marks if str(path.parent) != "."))
+
+
+def keys(incomplete: str) -> list[tuple[str, str]]:
+    """The keys of all settings."""
+    from windlass.recipe import settings
+
+    return [(key, _hint(field)) for key, field in settings().items()]
+
+
+def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Keys with their `=`, and behind it the values that the setting takes, or the one that it has.
+
+    Bash takes `=` for the end of a word, so that a key that was typed may be the word before.
+    """
+    from windlass.errors import UserError
+    from windlass.recipe import Recipe, settings, typed
+    from windlass.recipe.keys import choices
+
+    fields = settings()
+    before = [word for word in context.params.get("overrides") or () if word != "="]
+    key, equals, _ = incomplete.partition("=")
+    split = not equals and bool(before) and before[-1] in fields
+    if split:
+        key, equals = before[-1], "="
+    found = [key] if equals else [k for k in fields if k.startswith(incomplete)]
+    offers = [] if equals else [(f"{k}=", _hint(fields[k])) for k in found]
+    if len(found) == 1 and found[0] in fields:  # with two offers bash sets no space behind the `=`
+        try:
+            flat = Recipe.load(context.params.get("recipe") or "quickstart").flat()
+        except UserError:
+            flat = {}
+        values = choices(fields[found[0]]) or [typed(flat.get(found[0], fields[found[0]].default))]
+        offers += [(value if split else f"{found[0]}={value}", "") for value in values]
+    return offers
+
+
+def _hint(field: Any) -> str:
+    return textwrap.shorten(str(field.description), 60, placeholder=" ...")  # a shell shows it in a line
