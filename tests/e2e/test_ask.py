@@ -96,7 +96,10 @@ def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch:
     assert [m["content"] for m in sampler.messages[1::2]] == [answer.strip() for answer in answers]
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
     assert typed("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0") == 0
-    assert capsys.readouterr().out == f"> the cat\n{answers[0]}\n> the dog\n{answers[1]}\n"
+    assert capsys.readouterr().out == f"{answers[0]}\n{answers[1]}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("the dog\n"))  # is not read: a prompt has one answer
+    assert typed("sample", run, "--chat", "--prompt", "the cat", "--max-tokens", "4", "--temperature", "0") == 0
+    assert capsys.readouterr().out == f"{answers[0]}\n"
 
 
 def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,12 +1,16 @@
 """The command line: what it prints, its exit codes, and that it starts without torch."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train
+from windlass.cli import models
 from windlass.recipe.explain import write_first_recipe
 from windlass.run import Run
 
@@ -143,3 +147,12 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     for call in ("train quikstart", "train quickstart optim.lrr=1", "report none", "trian", "recipe --nope", "recipe"):
         done = windlass(*call.split(), code=2, cwd=tmp_path)
         assert done.stderr.strip() and "Traceback" not in done.stderr
+
+
+def test_a_sample_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, shown in ((True, r"a\x1b[2J\x07b"), (False, "a\x1b[2J\x07b")):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr("sys.stdout", stream)
+        models._write("a\x1b[2J\x07b")
+        assert stream.getvalue() == shown

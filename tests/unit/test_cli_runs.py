@@ -1,4 +1,10 @@
+import contextlib
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -10,6 +16,7 @@ from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.reports.overview import overview
 from windlass.run import Run
+from windlass.study.study import Study
 from windlass.telemetry.ledger import Ledger
 
 
@@ -85,3 +92,35 @@ def test_where_runs_are_and_are_not_looked_for(top):
     for arguments, word in ((["nowhere"], "no directory"), (["runs", "--sort", "x"], "speed")):
         error = call(*arguments).exception
         assert isinstance(error, UserError) and word in str(error)
+
+
+def test_a_study_is_one_row(top):
+    study = Study.create(Recipe.load("quickstart", ["train.steps=70"]), ["run.seed=1,2,3"], top / "sweeps" / "seeds")
+    (row,) = [row for row in overview(top) if row.cells]
+    assert (row.run, row.state, row.cells, row.cells_done) == ("sweeps/seeds", "new", 3, 0)
+    make(study.run_of(study.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
+    make(study.run_of(study.cells[1]).path, 70, 20, "preempted", [(20, 3.75)])
+    (row,) = [row for row in overview(top) if row.cells]
+    assert (row.run, row.state, row.step, row.steps, row.best_loss) == ("sweeps/seeds", "interrupted", 90, 210, 3.5)
+    (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
+    assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
+    assert [row.run for row in overview(study.path)] == [cell.directory for cell in study.cells[:2]]
+    (study.path / "recipe.toml").write_text("[train]\nsteps = 71\n")
+    assert next(row.state for row in overview(top) if row.run == "sweeps/seeds") == "damaged"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_line_is_wider_than_the_terminal(top, width):
+    terminal, inner = pty.openpty()
+    command = [sys.executable, "-m", "windlass", "runs"]
+    done = subprocess.Popen(
+        command, stdout=inner, cwd=top.parent, env={**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    )
+    os.close(inner)
+    shown = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 65536):
+            shown += part
+    assert done.wait(30) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    assert max(map(len, lines)) <= width and "100/100" in "".join(lines) and "3.2500" in "".join(lines)

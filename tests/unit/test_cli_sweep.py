@@ -5,10 +5,11 @@ import json
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from helpers import write_ledger
 from windlass.cli import main
-from windlass.cli.sweep import table
+from windlass.cli.sweep import _show, cells_table
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.study import Study
@@ -30,17 +31,30 @@ def finish(study, number, loss):
     )
 
 
-def drawn(study):
+def drawn(study, width=110):
     out = io.StringIO()
-    Console(file=out, width=110).print(table(study, study.results()))
+    Console(file=out, width=width, highlight=False).print(cells_table(study, study.results(), width))
     return out.getvalue()
 
 
 def test_the_table(study):
     finish(study, 0, 2.5)
     row = next(line for line in drawn(study).splitlines() if "finished" in line)
-    cells = [part.strip() for part in row.strip("│ ").split("│")]
-    assert cells[:9] == ["0.01", "1", "finished", "400/400", "2.5000", "2.5000", "2.5000", "123,457", "0.0123"]
+    assert row.split() == ["1", "0.01", "1", "finished", "400/400", "2.5000", "2.5000", "2.5000", "123k", "0.0123"]
+
+
+def test_a_cell_that_trains_shows_its_step_and_time_left(study):
+    run = study.run_of(study.cells[0])
+    lines = ({"kind": "train", "step": step, "loss": 2.0, "tokens": step, "step_ms": 9.0} for step in (100, 200, 300))
+    write_ledger(run, {"kind": "event", "event": "started", "steps": 400}, *lines)  # a second between two lines
+    run.heartbeat_path.touch()
+    row = next(line for line in drawn(study).splitlines() if "running" in line)
+    assert row.split()[3:6] == ["running", "300/400", "1s"]
+    out, shown = io.StringIO(), {}
+    with Live(console=Console(file=out, width=200), auto_refresh=False) as live:
+        for _ in range(2):
+            _show(live, shown, study)
+    assert out.getvalue() == "[1/4] lr=0.01 seed=1: running, step 300/400, 1s left\n"
 
 
 def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
@@ -64,7 +78,7 @@ def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, caps
         finish(study, number, 3.0 - number / 10)
     call = ["sweep", "quickstart", *axes, "--set", "train.steps=10", "--dir", str(folder), "--world", "2"]
     out, _ = output_of(capsys, *call)
-    assert "─┘\nbest: " in out
+    assert "\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out
     assert "this is the preset's full length, 400" in out
     out, errors = output_of(capsys, *call, "--json")

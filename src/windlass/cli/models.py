@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,13 +42,14 @@ def evaluate(
         return launch([sys.executable, "-m", "windlass", *sys.argv[1:]], parse_worlds(world)[:1])
     from windlass import evaluate as evaluate_model
     from windlass.evaluation.source import find_source
+    from windlass.telemetry.terminal import print_table
 
     def show(name: str, numbers: dict[str, Any]) -> None:
         if not json_:
-            typer.echo(name)
-            for key, value in numbers.items():
-                text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-                typer.echo(f"  {key:<15} {text:>16} {UNITS.get(key, '')}".rstrip())
+            rows = [
+                (k, f"{v:,.4f}" if isinstance(v, float) else f"{v:,}", UNITS.get(k, "")) for k, v in numbers.items()
+            ]
+            print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides)
     if env.rank == 0 and not json_:
@@ -68,7 +71,9 @@ def sample(
     top_k: int = typer.Option(0, "--top-k", min=0, help="Choose among the k likeliest tokens; 0: among all."),
     top_p: float = typer.Option(1.0, "--top-p", help="Choose among the likeliest that together have this probability."),
     seed: int = typer.Option(None, help="Determines the texts; default: the run's own."),
-    chat: bool = typer.Option(False, "--chat", help="Talk: each line you write is a turn, until the end of input."),
+    chat: bool = typer.Option(
+        False, "--chat", help="Talk: each line you write is a turn, until the end of input; or answer --prompt, once."
+    ),
     device: str = typer.Option("", metavar="cpu|cuda", help="Where to compute; default: cuda where there is one."),
 ) -> None:
     """Generate text.
@@ -84,19 +89,15 @@ def sample(
     settings |= {} if seed is None else {"seed": seed}
     source = find_source(run)
     typer.echo(f"# {source.title}", err=True)
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if chat:
-        sampler, terminal = TextSampler(source, device, **settings), sys.stdin.isatty()
-        while True:
-            try:
-                message = input("> " if terminal else "").strip()
-            except EOFError:
-                return
-            if message:
-                _write("" if terminal else f"> {message}\n")  # so that what is written shows both sides
-                for piece in sampler.reply(message):
-                    _write(piece)
-                _write("\n")
-    text, shown = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt, -1
+        sampler, asks = TextSampler(source, device, **settings), sys.stdin.isatty()
+        for message in [text] if text else _messages("> " if asks else ""):
+            for piece in sampler.reply(message):
+                _write(piece)
+            _write("\n")
+        return
+    shown = -1
     for number, piece in windlass.sample(source, text, n, device, **settings):
         if number > shown:
             _write("\n" * (number > 0) + (f"=== {number + 1} of {n} ===\n" if n > 1 else "") + text)
@@ -105,9 +106,22 @@ def sample(
     _write("\n")
 
 
+def _messages(prompt: str) -> Iterator[str]:
+    """The lines of the standard input, without empty ones."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if message := input(prompt).strip():
+                yield message
+
+
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """Write a piece of text at once: as it is into a file, without characters that steer a terminal into one."""
+    from windlass.telemetry.terminal import printable
+
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+    if getattr(sys.stdout, "gone", False):  # nobody reads on
+        raise typer.Exit
 
 
 def export(

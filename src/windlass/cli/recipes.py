@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -94,12 +95,11 @@ def plan(
     device's published peak and an assumed MFU; the output says which. A run directory gives the plan of what is left of it, by
     its own ledger. What is not known before the data is prepared is shown as such.
     """
-    from rich.console import Console
-
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.text import print_plan
     from windlass.run import Run
     from windlass.study.study import Study
+    from windlass.telemetry.terminal import rich_console
 
     past = [run for path in from_ for run in (Study.open(path).runs() if Study.is_study(path) else [Run.open(path)])]
     size = int(memory * 1e9) or None
@@ -107,4 +107,4 @@ def plan(
     if json_:
         typer.echo(json.dumps(result.as_dict(), indent=1))
     else:
-        print_plan(result, Console(highlight=False))
+        print_plan(result, rich_console(sys.stdout))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import typer
 from windlass.cli import Json, complete
 from windlass.errors import FAILED, UserError, installed, needs
 
-STYLES = {"running": "green", "failed": "red", "preempted": "yellow"}
+STYLES = {"running": "green", "failed": "red", "preempted": "yellow", "interrupted": "yellow", "damaged": "red"}
 KEPT = {
     "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
 }  # fmt: skip
@@ -23,12 +22,16 @@ def runs(
     sort: str = typer.Option("name", metavar="KEY", help="One of name, state, step, left, loss, best, speed, changed."),
     json_: Json = False,
 ) -> None:
-    """List runs: state, step, time left, losses, speed. The JSON has seconds, tokens a second and full names."""
-    from rich.markup import escape
+    """List runs and studies: state, cells done, step, time left, losses, speed. `windlass runs STUDY` lists its cells.
+
+    The JSON has seconds, tokens a second and full names.
+    """
+    from rich.text import Text
 
     from windlass.reports.overview import SORTS, overview
     from windlass.telemetry.console import duration, short
     from windlass.telemetry.ledger import plain
+    from windlass.telemetry.terminal import print_table
 
     if sort not in SORTS:
         raise UserError(f"--sort {sort}: there are {', '.join(SORTS)}")
@@ -40,32 +43,19 @@ def runs(
         return
     cells = [
         (
-            escape(row.run),
-            f"[{STYLES[row.state]}]{row.state}[/]" if row.state in STYLES else row.state,
-            f"{row.step}/{'?' if row.steps is None else row.steps}",
+            row.run,
+            Text(row.state, STYLES.get(row.state, "")),
+            "" if row.cells is None else f"{row.cells_done}/{row.cells}",
+            "" if row.step is None else f"{row.step}/{'?' if row.steps is None else row.steps}",
             "" if row.left_s is None else duration(row.left_s),
             *("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.best_loss)),
             "" if row.tokens_per_s is None else short(row.tokens_per_s),
         )
         for row in rows
     ]
-    _print_table(("run", "state", "step", "left", "loss", "best", "tok/s"), cells or [("no runs here",)])
-
-
-def _print_table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
-    """Numbers to the right, all else to the left; in a narrow terminal rows continue on the next line, uncut."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names:
-        is_text = name in ("run", "state", "saved (UTC)", "kept because")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.width = max(120, console.width) if console.is_terminal else 200
-    console.print(table)
+    if not cells:
+        typer.echo("no runs here")
+    print_table(("run", "state", "cells", "step", "left", "loss", "best", "tok/s"), cells, text=("run", "state"))
 
 
 def checkpoints(
@@ -76,6 +66,7 @@ def checkpoints(
     """List the checkpoints of a run: step, time, size, loss, why each is kept, good or bad. Exit 1 if one is bad."""
     from windlass.checkpoint.commit import format_bytes
     from windlass.checkpoint.load import list_checkpoints
+    from windlass.telemetry.terminal import print_table
 
     listing = list_checkpoints(run, verify)
     rows, bad = listing.checkpoints, [row for row in listing.checkpoints if row.problem]
@@ -97,7 +88,8 @@ def checkpoints(
             )
             for row in rows
         ]
-        _print_table(("step", "saved (UTC)", "size", *measures, "kept because", "state"), cells)
+        head = ("step", "saved (UTC)", "size", *measures, "kept because", "state")
+        print_table(head, cells, text=("saved (UTC)", "kept because", "state"))
         for row in bad:
             typer.echo(f"step {row.step} is bad: {row.problem}")
         total = format_bytes(sum(row.bytes or 0 for row in rows))
@@ -130,15 +122,15 @@ def report(
     from windlass.reports.page import report as write_report
     from windlass.reports.tables import results
     from windlass.reports.text import curve, last_sample
+    from windlass.telemetry.terminal import print_table
 
     if plots is None and not installed("matplotlib"):
         typer.echo(f"page and tables alone: a PNG plot {needs('matplotlib')}")
     written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
     for view in written.views if text else ():
-        rows = results(view, for_people=True).rows
-        width = max(len(name) for name, _ in rows)
-        table = "\n".join(f"{name:<{width}}  {value:>14}" for name, value in rows)
-        typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view), table) if part) + "\n")
+        typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view)) if part) + "\n")
+        print_table(("measure", ""), results(view, for_people=True).rows, text=("measure",))
+        typer.echo()
     typer.echo(f"report: {written.page}")
 
 

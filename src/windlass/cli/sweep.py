@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,12 +16,12 @@ from windlass.cli import Json, complete
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
-    from rich.table import Table
 
     from windlass.study.study import CellResult, Study
 
+PROGRESS_SECONDS = 30.0  # between two lines of a cell that trains, where there is no terminal
 AXES = """\b
 Axes, which are crossed:
     optim.lr=1e-2,1e-3,1e-4              three values
@@ -68,12 +70,12 @@ def sweep(
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
-    from rich.console import Console
     from rich.live import Live
 
     from windlass.recipe import Recipe
     from windlass.study import sweep as studies
     from windlass.study.study import Study
+    from windlass.telemetry.terminal import rich_console
 
     base, axes = Recipe.load(recipe, set_), axes or []
     dir_ = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
@@ -86,35 +88,46 @@ def sweep(
         return DONE
     if submit_arg or dry_run:
         raise UserError("--submit-arg and --dry-run go with --submit slurm or --submit pbs")
-    one, states = only if only >= 0 else None, dict[str, str]()
-    console = Console(stderr=json_, highlight=False)  # with --json stdout is for JSON alone
-    console.width = console.width if console.is_terminal else 140  # a file has no width
+    one, shown = only if only >= 0 else None, dict[str, tuple[str, float]]()
+    console = rich_console(sys.stderr if json_ else sys.stdout)  # with --json stdout is for JSON alone
     with Live(console=console, auto_refresh=False) as live:
         study = studies.sweep(
-            base, axes, **settings, workers=workers, only=one, show=partial(_show, live, states), notify=console.out
+            base, axes, **settings, workers=workers, only=one, show=partial(_show, live, shown), notify=console.out
         )
     results = study.results()
     if json_:
         typer.echo(json.dumps([result.row() for result in results], indent=1))
-    if not console.is_terminal:
-        console.print(table(study, results))
+    if not console.is_interactive:
+        console.print(cells_table(study, results, console.width))
     _print_end(console, study, world)
     worked_on = results if one is None else [results[one]]
     return DONE if all(result.state in studies.DONE_STATES for result in worked_on) else FAILED
 
 
-def _show(live: Live, states: dict[str, str], study: Study) -> None:
-    """Draw the table anew in a terminal; elsewhere print a line for each cell whose state is not that in `states`."""
+def _show(live: Live, shown: dict[str, tuple[str, float]], study: Study) -> None:
+    """Draw the table anew in a terminal; elsewhere print a line for each cell whose state changed, or that trains on.
+
+    `shown`: by cell the state that was printed last, and when.
+    """
+    from windlass.telemetry.console import duration
+    from windlass.telemetry.terminal import size
+
     results = study.results()
-    if live.console.is_terminal:
-        live.update(table(study, results), refresh=True)
+    if live.console.is_interactive:
+        live.console.width = size(live.console.file).columns
+        live.update(cells_table(study, results, live.console.width), refresh=True)
         return
     for number, result in enumerate(results, 1):
         key, state = result.cell.key, result.state
-        if state != states.get(key, "waiting"):
-            states[key] = state
-            reason = f" ({result.reason})" if result.reason else ""
-            live.console.out(f"[{number}/{len(results)}] {result.cell.label}: {state}{reason}")
+        before, when = shown.get(key, ("waiting", 0.0))
+        trains = state == "running" and result.step and time.monotonic() - when > PROGRESS_SECONDS
+        if state != before or trains:
+            shown[key] = state, time.monotonic()
+            left = "" if result.left_s is None else f", {duration(result.left_s)} left"
+            more = f" ({result.reason})" if result.reason else ""
+            if trains:
+                more = f", step {result.step}/{result.steps}{left}"
+            live.console.out(f"[{number}/{len(results)}] {result.cell.label}: {state}{more}")
 
 
 def _print_end(console: Console, study: Study, world: int) -> None:
@@ -133,20 +146,21 @@ def _print_end(console: Console, study: Study, world: int) -> None:
     console.out(f"report: windlass report {study.path}")
 
 
-def table(study: Study, results: Sequence[CellResult]) -> Table:
-    """The study as a table for a terminal; in a narrow one numbers continue on the next line."""
-    from rich.table import Table
+def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Group:
+    """The study as a table for a terminal of that width."""
+    from windlass.telemetry.console import duration, short
+    from windlass.telemetry.terminal import table
 
     best = "best" if study.measure == "loss" else f"best {NAMES.get(study.measure, study.measure)}"
-    names = ["state", "step", "loss", "val loss", best, "tokens/s", "device-h", "reason"]
-    drawn = Table(title=str(study.path), title_justify="left")
-    for name in [*(key.rsplit(".", 1)[-1] for key in study.keys), *names]:
-        drawn.add_column(name, justify="left" if name in ("state", "reason") else "right", overflow="fold")
-    for r in results:
+    keys = [key.rsplit(".", 1)[-1] for key in study.keys]
+    head = ["cell", *keys, "state", "step", "left", "loss", "val loss", best, "tok/s", "device-h", "reason"]
+    rows = []
+    for number, r in enumerate(results, 1):
         settings = [f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()]
         step = f"{r.step}/{r.steps or '?'}" if r.step or r.steps else ""
+        left = "" if r.left_s is None else duration(r.left_s)
         numbers = ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]
-        speed = f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else ""
+        speed = "" if r.tokens_per_s is None else short(r.tokens_per_s)
         hours = "" if r.device_hours is None else f"{r.device_hours:.3g}"
-        drawn.add_row(*settings, r.state, step, *numbers, speed, hours, r.reason)
-    return drawn
+        rows.append((str(number), *settings, r.state, step, left, *numbers, speed, hours, r.reason))
+    return table(head, rows, width, text=("state", "reason"), title=str(study.path))

@@ -114,14 +114,22 @@ def verify(
     Exit codes: 0 all proved, 1 a proof failed, 2 bad input.
     """
     import torch
+    from rich.table import Table
+    from rich.text import Text
 
     from windlass import verification
+    from windlass.telemetry.terminal import rich_console
+
+    console = rich_console(sys.stdout)
 
     def show(proof: Proof) -> None:
         word, color = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}[proof.passed]
-        typer.echo(f"{typer.style(f'{word:<9}', fg=color)} {proof.claim} ({proof.seconds:.0f} s)")
-        typer.echo("\n".join(f"          {line}" for line in proof.measured.splitlines()))
-        sys.stdout.flush()
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(min_width=9)
+        grid.add_column(overflow="fold")
+        grid.add_row(Text(word, color), f"{proof.claim} ({proof.seconds:.0f} s)")
+        grid.add_row("", proof.measured)
+        console.print(grid)
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
     conditions = (
@@ -129,7 +137,7 @@ def verify(
         f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
     )
     if not json_:
-        typer.echo(f"{conditions}\n")
+        console.print(f"{conditions}\n")
     proofs = verification.verify(recipe, overrides, world, kills, keep or None, (lambda proof: None) if json_ else show)
     failed = [proof.name for proof in proofs if proof.passed is False]
     if json_:

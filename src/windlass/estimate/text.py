@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from windlass.estimate.memory import PARTS
 from windlass.telemetry.console import duration, short
+from windlass.telemetry.terminal import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,11 +30,11 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.milestones:
         seconds = [(m.first_seconds, m.last_seconds) for m in plan.milestones]
         times = [["?" if s is None else duration(s) if s else "now" for s in pair] for pair in seconds]
-        table = [
+        cells = [
             (m.what, f"{m.first:,}", first, *((f"{m.left:,}", f"{m.last:,}", last) if m.left > 1 else ("", "", "")))
             for m, (first, last) in zip(plan.milestones, times, strict=True)
         ]
-        _section(console, "Milestones", [], ("what", "next at step", "in", "left", "last at step", "in"), table)
+        _section(console, "Milestones", [], ("what", "next at step", "in", "left", "last at step", "in"), cells)
     if size := plan.size.checkpoint_bytes:
         disk = [("a checkpoint", _scaled(size, "B"))]
         if plan.checkpoints:
@@ -80,16 +81,16 @@ def _print_memory(plan: Plan, console: Console) -> None:
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     digits = sum(most < limit * size for limit in ((100,) if unit == "MB" else (200, 20)))
-    table = []
+    cells = []
     for row in rows:
         shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
         if not ours:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
-        strategy = "offload" if row.layout.offload else row.layout.strategy
+        strategy = ("offload" if row.layout.offload else row.layout.strategy) + " *" * row.chosen
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
-        table.append((strategy, row.layout.checkpointing, *shown, fits, largest))
-    notes = ["max: the largest micro-batch that fits. The recipe's own layout is highlighted."]
+        cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
+    notes = ["max: the largest micro-batch that fits. *: the recipe's own layout."]
     if not ours:
         notes = ["Of a Hugging Face model weights, gradients and AdamW state are known, activations are not."]
     if host := max(row.memory.host for row in rows):
@@ -102,7 +103,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     title = f"Memory of a rank at the peak of a step in {unit}: {micro}, {first.precision}, {budget}"
     head = ("strategy", "act ckpt", "param", "grad", "optim", "act", "logit", "buf", "all", "fits", "max")
     strong = [i for i, row in enumerate(rows) if row.chosen]
-    _section(console, title, [], head, table, text_columns=2, strong=strong, notes=notes)
+    _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
 
 
 def _time(plan: Plan) -> list[Fact]:
@@ -129,7 +130,6 @@ def _section(
     text_columns: int = 1, strong: Sequence[int] = (), notes: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Print a title, facts as pairs, a table whose first columns are text, and notes."""
-    from rich import box
     from rich.table import Table
     from rich.text import Text
 
@@ -142,12 +142,8 @@ def _section(
     if grid.row_count:
         console.print(grid)
     if rows:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
-        for i, name in enumerate(head):
-            table.add_column(name, justify="left" if i < text_columns else "right", no_wrap=i < text_columns)
-        for i, row in enumerate(rows):
-            table.add_row(*row, style="bold cyan" if i in strong else None)
-        console.print(table)
+        styles = ["bold cyan" if i in strong else "" for i in range(len(rows))]
+        console.print(table(head, rows, console.width, text=head[:text_columns], styles=styles, keys=text_columns))
     for note in notes:
         console.print(Text(note, style="italic"))
     console.print()

@@ -1,18 +1,21 @@
-"""How the runs under a directory stand, from their ledgers: what `windlass runs` lists."""
+"""How the runs and studies under a directory stand, from their ledgers: what `windlass runs` lists."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from windlass.checkpoint.retention import LOSS
+from windlass.errors import UserError
 from windlass.run import Run
-from windlass.study.study import summarize
+from windlass.study.compare import common_measure
+from windlass.study.study import Study, summarize, time_left
+from windlass.study.sweep import DONE_STATES
 
 DEPTH = 3  # how deep below the directory runs are looked for: a study keeps its runs in directories of its own
-RECENT = 10  # logged steps that the time left is taken from
 
 SORTS = {
     "name": ("run", False), "state": ("state", False), "step": ("step", True), "left": ("left_s", False),
@@ -22,21 +25,26 @@ SORTS = {
 
 
 class RunRow(NamedTuple):
-    """How a run stands; None where there is no value (yet)."""
+    """How a run, or a study with all its cells together, stands; None where there is no value (yet)."""
 
     run: str  # its path below the directory that was asked about
     state: str
-    step: int
+    step: int | None
     steps: int | None
     left_s: float | None  # seconds to the end, of a run that is running
     loss: float | None  # the last training loss, in nats
-    best_loss: float | None  # the lowest evaluation loss
+    best_loss: float | None  # the lowest evaluation loss; of a study only where its cells' losses can be compared
     tokens_per_s: float | None
     changed: str | None  # the time of its last line
+    cells: int | None = None  # of a study, and how many of them are done
+    cells_done: int | None = None
 
 
 def overview(directory: Path, sort: str = "name") -> list[RunRow]:
-    """A row for each run at or under a directory, sorted by one of SORTS; rows without that value come last."""
+    """A row for each run and each study at or under a directory, sorted by one of SORTS; rows without that value come last.
+
+    Of a directory that is a study itself, a row for each of its runs.
+    """
     field, largest_first = SORTS[sort]
     rows = [_row(path, directory) for path in find_runs(directory)]
     without = [row for row in rows if (value := getattr(row, field)) is None or value != value]  # noqa: PLR0124 (NaN)
@@ -45,16 +53,43 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
 
 
 def find_runs(top: Path) -> Iterator[Path]:
-    """The run directories at or under a directory, in the order of their names."""
-    runs: set[Path] = set()
+    """The directories of runs at or under a directory, and of studies under it, in the order of their names."""
+    found: set[Path] = set()
     for depth in range(DEPTH + 1):
         for path in sorted(file.parent for file in top.glob("*/" * depth + "recipe.toml")):
-            if not (path / "study.json").is_file() and runs.isdisjoint(path.parents):
-                runs.add(path)
+            if found.isdisjoint(path.parents) and (depth or not Study.is_study(path)):
+                found.add(path)
                 yield path
 
 
+def _study_row(path: Path, name: str) -> RunRow:
+    try:
+        study = Study.open(path)
+    except UserError:
+        return RunRow(name, "damaged", *[None] * 7)
+    results = study.results()
+    states, losses = {r.state for r in results}, [r.best_loss for r in results if r.best_loss is not None]
+    comparable = common_measure([r.evaluated for r in results])[0] == LOSS
+    if states <= set(DONE_STATES):
+        state = "finished"
+    else:
+        state = next(
+            (s for s in ("running", "failed") if s in states), "new" if states == {"waiting"} else "interrupted"
+        )
+    changed = [run.metrics_path.stat().st_mtime for run in study.runs() if run.metrics_path.is_file()]
+    return RunRow(
+        run=name, state=state, step=sum(r.step for r in results),
+        steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None, left_s=None, loss=None,
+        best_loss=min(losses, default=None) if comparable else None, tokens_per_s=None,
+        changed=f"{datetime.fromtimestamp(max(changed), UTC):%FT%T.%fZ}" if changed else None,
+        cells=len(results), cells_done=sum(r.state in DONE_STATES for r in results),
+    )  # fmt: skip
+
+
 def _row(path: Path, top: Path) -> RunRow:
+    name = str(path.relative_to(top)) if path != top else path.resolve().name
+    if Study.is_study(path):
+        return _study_row(path, name)
     run = Run(path)
     lines, state, left = run.ledger(), run.state, None
     train = [line for line in lines if line["kind"] == "train"]
@@ -63,14 +98,10 @@ def _row(path: Path, top: Path) -> RunRow:
     if steps is None:
         with suppress(ValueError):  # a recipe of another version: the ledger is still worth a row
             steps = run.recipe.train.steps if isinstance(run.recipe.train.steps, int) else None
-    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
-    if state == "running" and steps and len(own) > 1:
-        # by the clock and not by the time of steps: evaluations and saves come again too
-        first, last = (datetime.fromisoformat(line["time"]) for line in (own[0], own[-1]))
-        pace = (last - first).total_seconds() / (own[-1]["step"] - own[0]["step"])
-        left = max(steps - own[-1]["step"], 0) * pace
+    if state == "running":
+        left = time_left(train, steps)
     return RunRow(
-        run=str(path.relative_to(top)) if path != top else path.resolve().name,
+        run=name,
         state=state,
         step=max((line["step"] for line in lines), default=0),
         steps=steps,

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ NO_CHOICE = (
     "model.context", "train.steps", "train.tokens_per_parameter", "train.global_batch", "train.precision", "train.tf32",
     "data.max_documents", "data.max_tokens", "data.train_size",
 )  # fmt: skip
+RECENT = 10  # logged steps that the time left is taken from
 Axes = Sequence[str] | Mapping[str, Sequence[Any]]  # `["optim.lr=1e-2,1e-3"]` as typed, or `{"optim.lr": [1e-2, 1e-3]}`
 
 
@@ -67,6 +69,7 @@ class CellResult:
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
     device_hours: float | None = None
+    left_s: float | None = None  # seconds to the last step, while it runs
 
     @property
     def begun(self) -> bool:
@@ -242,15 +245,17 @@ class Study:
         if run.path not in self._ledgers or self._ledgers[run.path][0] != version:  # a sweep looks twice a second
             raw = list(read_lines(run.metrics_path))
             events = [line for line in raw if line["kind"] == "event"]
-            lines = effective(raw)
+            lines = list(effective(raw))
+            train = [line for line in lines if line["kind"] == "train"][-RECENT:]
             values = summarize(lines, self.measure) | {"evaluated": evaluated(run, cell.recipe, lines)}
-            self._ledgers[run.path] = version, events, values
-        _, events, values = self._ledgers[run.path]
+            self._ledgers[run.path] = version, events, train, values
+        _, events, train, values = self._ledgers[run.path]
         state, reason = cell_state(run.state_by(events), events, self.statuses().get(cell.key))
         if values["steps"] is None:
             with suppress(UserError):  # where the number follows from data that is not prepared yet
                 values["steps"] = resolve_steps(cell.recipe)
-        return CellResult(cell, run, self.measure, state, reason, **values)
+        left = time_left(train, values["steps"]) if state == "running" else None
+        return CellResult(cell, run, self.measure, state, reason, left_s=left, **values)
 
     def statuses(self) -> dict[str, dict[str, str]]:
         """By a cell's key what was decided about it: `state` (diverged, pruned, failed or interrupted) and `reason`."""
@@ -338,6 +343,16 @@ def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str]
     if run_state == "running" or not decided[0]:
         return {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(run_state, run_state), ""
     return decided
+
+
+def time_left(train: Sequence[Line], steps: int | None) -> float | None:
+    """Seconds to the last step, by the clock of the last `train` lines: evaluations and saves come again, too."""
+    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
+    if not steps or len(own) < 2:
+        return None
+    first, last = (datetime.fromisoformat(line["time"]) for line in (own[0], own[-1]))
+    pace = (last - first).total_seconds() / (own[-1]["step"] - own[0]["step"])
+    return max(steps - own[-1]["step"], 0) * pace
 
 
 def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:

@@ -6,14 +6,17 @@ import codecs
 import contextlib
 import os
 import re
+import sys
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
+    from rich.text import Text
 
 WIDE = 1000  # columns of an output that is no terminal: nothing wraps there
-NARROWEST = 12  # columns that text is wrapped in
+NARROWEST = 13  # columns that text is wrapped in
 # What a terminal obeys, what turns its direction of writing, and what has no bytes in UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SUBSTITUTES = {
@@ -96,40 +99,45 @@ def rich_console(stream: TextIO) -> Console:
     return Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False)
 
 
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str | Text]], **options: Any) -> None:
+    """Print a `table` on the standard output, as wide as its terminal."""
+    console = rich_console(sys.stdout)
+    console.print(table(head, rows, console.width, **options))
+
+
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, text: Collection[str] = (),
-    styles: Sequence[str] = (), title: str = "",
+    head: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, text: Collection[str] = (),
+    styles: Sequence[str] = (), title: str = "", keys: int = 1,
 ) -> Group:  # fmt: skip
     """A table no wider than `width`. The columns of `text` wrap, a number is never cut, a column without values is left out.
 
-    Where the numbers alone are wider, the last columns follow under the others, with the first one again in front.
+    Where the numbers alone are wider, the last columns follow under the others, with the first `keys` again in front.
     `styles`: of each row, in the style language of `rich`.
     """
     from rich.cells import cell_len
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    longest = {i: max((cell_len(row[i]) for row in rows), default=0) for i in range(len(head))}
+    longest = {i: max((cell_len(str(row[i])) for row in rows), default=0) for i in range(len(head))}
     columns = [i for i in longest if longest[i]]
     wraps = {i: head[i] in text and longest[i] > NARROWEST for i in columns}
     natural = sum(2 + max(longest[i], len(head[i])) for i in columns) - 2
-    headings = {i: head[i] if natural <= width or wraps[i] else head[i].replace(" ", "\n") for i in columns}
-    least = {i: NARROWEST if wraps[i] else max(longest[i], *map(len, headings[i].split("\n"))) for i in columns}
+    least = {i: max([longest[i], *map(len, head[i].split())]) if not wraps[i] else NARROWEST for i in columns}
+    headings = {i: head[i] if natural <= width or wraps[i] else textwrap.fill(head[i], least[i]) for i in columns}
     gap = 2 if sum(least.values()) + 2 * len(columns) - 2 <= width else 1
-    blocks = [columns[:1]]
-    for i in columns[1:]:
-        if len(blocks[-1]) > 1 and sum(least[k] + gap for k in blocks[-1]) + least[i] > width:
-            blocks.append(columns[:1])
+    blocks = [columns[:keys]]
+    for i in columns[keys:]:
+        if len(blocks[-1]) > keys and sum(least[k] + gap for k in blocks[-1]) + least[i] > width:
+            blocks.append(columns[:keys])
         blocks[-1].append(i)
-    drawn = []
+    drawn: list[Any] = [Text(title, "bold")] if title else []
     for block in blocks if columns else ():
         part = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
-        part.title = title if title and not drawn else None
-        part.title_justify, part.title_style = "left", "bold"
         for i in block:
             justify: Any = "left" if head[i] in text else "right"
             part.add_column(headings[i], justify=justify, no_wrap=not wraps[i], overflow="fold")
         for i, row in enumerate(rows):
             part.add_row(*(row[k] for k in block), style=styles[i] if styles else None)
-        drawn += ["", part] if drawn else [part]
+        drawn += [part] if block is blocks[0] else ["", part]
     return Group(*drawn)
