@@ -6,9 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from windlass.recipe import Recipe, presets
+from windlass.recipe import Recipe, presets, settings
 from windlass.recipe.keys import other_tools, values
-from windlass.recipe.load import settings
 
 PAGE = Path(__file__).parent / "recipe.md"
 HEAD = """# The recipe

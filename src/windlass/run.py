@@ -82,7 +82,7 @@ class Run:
         """The run at `path`; raises UserError where there is none."""
         run = Run(path)
         if not run.recipe_path.is_file():
-            raise UserError(f"{path} is no run directory: it has no recipe.toml; `windlass runs` lists the runs")
+            raise UserError(f"{path} is no run directory: it has no recipe.toml; by default the runs lie in runs/")
         return run
 
     @cached_property

@@ -68,8 +68,8 @@ def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(corpus, tmp
 def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
     train(recipe)
-    for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "--extend-to")):
-        with refused(words, "--fresh"):
+    for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "extend_to=")):
+        with refused(words, "fresh=True"):
             train(recipe.with_overrides(change))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     run = train(recipe.with_overrides("telemetry.every=2"))
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):
     origin = train(recipe_of(corpus, tmp_path / "origin", **{"train.steps": 6}))
     path = origin.checkpoints_dir / "step-00000003"
     resume = {"checkpoint.resume": f"'{path}'"}
-    with refused("checkpoint.resume", "optim.lr: 0.003 -> 0.5", "--branch-from"):
+    with refused("checkpoint.resume", "optim.lr: 0.003 -> 0.5", "branch_from="):
         train(recipe_of(corpus, tmp_path / "other", **{"optim.lr": 0.5, **resume}))
     assert not (tmp_path / "other").exists()
     longer = train(recipe_of(corpus, tmp_path / "longer", **resume))  # 12 steps: the length may differ

@@ -273,7 +273,7 @@ def test_a_start_that_failed_is_not_in_the_way_of_the_next(corpus, tmp_path, mon
 
 def test_a_new_run_does_not_start_among_other_files(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with refused("--fresh"):
+    with refused("fresh=True"):
         resolve_start(Recipe.load("quickstart", [f"run.dir='{tmp_path}'"]))
 
 

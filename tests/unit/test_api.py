@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import windlass
-from helpers import curve, tiny_recipe
+from helpers import curve, refused, tiny_recipe
+from windlass import Recipe
+from windlass.cli import as_typed
 
 
 def test_every_verb_is_a_documented_function() -> None:
@@ -50,3 +55,49 @@ def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypa
     assert windlass.plan(recipe).world == 1
     exported = windlass.export(run, tmp_path / "hf")
     assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
+
+
+def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:
+    typed = Recipe.load("quickstart", ["train.steps=5", "optim.lr=0.5", "data.source=a.txt"])
+    changes = {"train.steps": np.int64(5), "optim": {"lr": 0.5}, "data.source": Path("a.txt")}
+    assert Recipe.load("quickstart", changes) == typed
+    assert Recipe.load("quickstart").replace(changes) == Recipe.load("quickstart").replace(**changes) == typed
+    assert Recipe.from_dict({"extends": "quickstart", **changes}) == Recipe.from_dict(typed.flat()) == typed
+    assert repr(typed) == str(typed) == "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5)"
+    assert repr(Recipe.load("quickstart")) == "Recipe(quickstart)"
+    with refused("train.stepz", "train.steps?"):
+        typed.replace({"train.stepz": 5})
+    with refused("tran"):
+        Recipe.from_dict({"tran": {"steps": 3}})
+
+
+def test_a_verb_takes_a_name_or_a_path_for_a_recipe(tmp_path: Path) -> None:
+    with refused("wiki.toml", "quickstart"):
+        windlass.train("wiki.toml")
+    with refused("dict is no recipe", "Recipe.from_dict"):
+        windlass.train({"train.steps": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("fresh=True renames it", "--fresh renames it"),
+        ("for other steps extend_to=400, stop_at=STEP", "for other steps --extend-to 400, --stop-at STEP"),
+        ('branch_from="RUN@3": write it', "--branch-from RUN@3: write it"),
+        ('suites=["loss", "squad"] or past=RUN', "--suite loss,squad or --from RUN"),
+        ('Recipe.load("quickstart", {"data.source": "a.txt"})', "windlass train quickstart data.source=a.txt"),
+        ("set parallel.device=cpu, data.path=x", "set parallel.device=cpu, data.path=x"),
+    ],
+)
+def test_the_command_line_says_an_argument_as_its_option(message: str, typed: str) -> None:
+    assert as_typed(message) == typed
+
+
+def test_no_error_of_the_api_speaks_of_the_command_line() -> None:
+    """Neither in what is raised nor in what it is put together of; `cli` and `launch` are the command line."""
+    source = Path(windlass.__file__).parent
+    for path in source.rglob("*.py"):
+        if path.parent.name not in ("cli", "launch") and path.name != "sweep.py":  # it submits the command itself
+            raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+            text = " ".join(str(n.value) for r in raised for n in ast.walk(r) if isinstance(n, ast.Constant))
+            assert not re.search(r"--[a-z]{2}|windlass (?!init)[a-z]+ ", text), path

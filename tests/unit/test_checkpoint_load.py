@@ -66,7 +66,7 @@ def test_what_resume_means(tmp_path: Path) -> None:
     assert chosen(run) == 15, "the newest commit, not the highest step"
     assert chosen(run, "best") == 5 and chosen(run, "best", measure="hellaswag.acc") == 10
     assert chosen(run, "5") == 5 == chosen(run, str(at(run, 5))) and chosen(run, up_to=12) == 10
-    for wrong, remedy in (("7", "5, 10, 15, 20"), ("never", "--fresh"), ("newest", "latest, best, a step")):
+    for wrong, remedy in (("7", "5, 10, 15, 20"), ("never", "fresh=True"), ("newest", "latest, best, a step")):
         with pytest.raises(UserError) as error:
             choose(run, wrong)
         assert remedy in str(error.value)

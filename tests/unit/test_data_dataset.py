@@ -95,7 +95,7 @@ def test_a_damaged_shard_is_refused_by_name(prepared):
     for content in (None, raw[:-2], raw + b"\0\0", raw[:-1] + bytes([raw[-1] ^ 1])):
         if content is not None:
             path.write_bytes(content)
-        with refused(str(path), "`windlass prepare`"):
+        with refused(str(path), "prepare the data again"):
             open_data(recipe)
 
 

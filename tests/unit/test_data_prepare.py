@@ -244,5 +244,5 @@ def test_a_damaged_index(tmp_path):
     changed = {**whole, "streams": {"shard": [{**whole["streams"]["shard"][0], "tokens": 9}]}}
     for tree in ("{", {**whole, "format": 99}, changed, {k: v for k, v in whole.items() if k != "tokenizer"}):
         path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
-        with refused("index.json", "`windlass prepare`"):
+        with refused("index.json", "prepare the data again"):
             prepare(recipe)

@@ -134,7 +134,7 @@ def test_there_is_no_such_tokenizer(tmp_path):
         with refused("data.tokenizer", repr(setting), "hf:NAME_OR_DIR"):
             load(setting)
     for setting in ("char", "bpe"):
-        with refused("data.tokenizer", "`windlass prepare`"):
+        with refused("data.tokenizer", "prepare the data first"):
             load(setting, tmp_path)
         with refused("data.tokenizer", "shards:"):  # shards that others wrote come without one
             load(setting)

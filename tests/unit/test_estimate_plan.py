@@ -45,7 +45,7 @@ def test_steps_for_every_way_they_are_written():
     assert resolve_steps(epochs, samples_per_epoch=1000) == 5  # 2,500 samples at 512 a step
     assert resolve_steps(epochs, samples_per_epoch=1) == 1
     for overrides, remedy in [
-        (["train.steps=1 epoch"], "windlass prepare"), (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
+        (["train.steps=1 epoch"], "prepare"), (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
         (["model.kind=hf", "model.name=x", "data.tokenizer=hf:x"], "train.steps"),
     ]:  # fmt: skip
         with pytest.raises(UserError) as error:
@@ -92,7 +92,7 @@ def test_what_is_not_known_is_none_and_has_a_reason():
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
     assert epochs.size.parameters == 820_480 and epochs.memory and epochs.checkpoints is None
     assert epochs.steps is epochs.seconds is None and epochs.milestones == [] and epochs.seconds_per_step > 0
-    assert "windlass prepare" in epochs.unknown["steps"]
+    assert "prepare them first" in epochs.unknown["steps"]
 
 
 def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):

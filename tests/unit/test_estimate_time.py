@@ -102,7 +102,7 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     assert plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"  # the first run's
     with pytest.raises(UserError) as error:
         plan("quickstart", ["model.layers=8"], past=[gpu])
-    assert "--from" in str(error.value) and "--device" in str(error.value)
+    assert "past=RUN" in str(error.value) and "device=NAME" in str(error.value)
 
 
 def test_assumed_speed():

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from helpers import refused, windlass
 from windlass.errors import UserError
-from windlass.recipe import Horizon, Recipe, RecipeError, explain, plan_batch, presets
+from windlass.recipe import Horizon, Recipe, RecipeError, explain, parse_override, plan_batch, presets, settings
 from windlass.recipe.keys import other_tools
-from windlass.recipe.load import parse_override, settings
 from windlass.recipe.units import epochs_in
 
 SUITES = 'eval.suites=["loss","squad"]'
@@ -180,10 +179,10 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
         ("loop.toml", [], ("loop.toml", "extends")),
         ("bad.toml", [], ("bad.toml", "TOML", "line 2", "quotation marks")),
         ("latin.toml", [], ("latin.toml", "line 2", "UTF-8")),
-        ("no.toml", [], ("no.toml", "recipe --list")),
+        ("no.toml", [], ("no.toml", "quickstart")),
         ("quickstrat", [], ("did you mean quickstart?",)),
         ("shakespear", [], ("did you mean shakespeare-char?",)),
-        ("wiki.txt", [], ("windlass train quickstart data.source=wiki.txt",)),
+        ("wiki.txt", [], ('Recipe.load("quickstart", {"data.source": "wiki.txt"})',)),
         ("config.yaml", [], ("TOML", "windlass init")),
         ("empty", [], ("empty is a directory without a recipe",)),
         ("runs", [], ("runs is a directory without a recipe", "runs/a")),

@@ -161,7 +161,7 @@ def test_the_verb(one, tmp_path, capsys, monkeypatch):
         (cell / "recipe.toml").unlink()
     (tmp_path / "file").write_text("in the way")
     for sources, word in (
-        ((tmp_path,), "no recipe.toml"), ((study,), "windlass sweep"), ((one.run.path, "--out", "file/report"), "--out")
+        ((tmp_path,), "no recipe.toml"), ((study,), "sweep first"), ((one.run.path, "--out", "file/report"), "--out")
     ):  # fmt: skip
         code, _, error = call(*sources, "--no-plots")
         assert code == 2 and word in error

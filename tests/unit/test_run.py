@@ -69,4 +69,4 @@ def test_states(run):
     (run.path / "recipe.toml").unlink()
     with pytest.raises(UserError) as error:
         Run.open(run.path)
-    assert "recipe.toml" in str(error.value) and "windlass runs" in str(error.value)
+    assert "recipe.toml" in str(error.value) and "runs/" in str(error.value)

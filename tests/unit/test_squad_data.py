@@ -144,7 +144,7 @@ def test_rows_are_made_once_and_a_change_of_anything_is_noticed(tmp_path: Path) 
     raw = bytearray(npz.read_bytes())
     raw[len(raw) // 2] ^= 1
     npz.write_bytes(bytes(raw))
-    with refused("train.npz", "`windlass prepare`"):
+    with refused("train.npz", "prepare the data again"):
         open_data(wanted)
 
 

@@ -65,7 +65,7 @@ def test_another_recipe_makes_other_cells_and_says_so_but_not_what_changes_no_re
         key, _, value = setting.partition("=")
         assert [cell.key for cell in grown.cells] == [cell.key for cell in shorter.cells]
         assert str(grown.recipe.flat()[key]) == value and any(note.startswith(key) for note in grown.notes)
-    with refused("preset = quickstart", "c4-30m", "--dir"):
+    with refused("preset = quickstart", "c4-30m", "path=DIR"):
         Study.create(Recipe.load("c4-30m"), AXES, study.path)
     with refused("optim.lr=1e-2,1e-3"):
         Study.create(Recipe.load("quickstart"), [], study.path / "nothing")

@@ -138,7 +138,7 @@ def candidates(
         if not entries:
             return []
         raise UserError(
-            f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use --fresh to "
+            f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use fresh=True to "
             "set the run aside, or resume from it"
         )
     if resume == "latest":
@@ -201,7 +201,7 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
         notes.append(f"the checkpoint of step {entry.step} is damaged and passed over: {problem}")
     if not notes:
         return None
-    advice = "use --fresh to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
+    advice = "use fresh=True to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
     raise UserError("\n  ".join(["no checkpoint can be used:", *notes]) + f"\n{advice}")
 
 
@@ -220,7 +220,7 @@ def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
     text, at, which = os.fspath(source).rpartition("@")
     run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
     if not Path(run).is_dir():
-        raise UserError(f"there is no run and no checkpoint at {source}; `windlass runs` lists the runs")
+        raise UserError(f"there is no run and no checkpoint at {source}; by default the runs lie in runs/")
     paths = [Path(run)] if (Path(run) / format_.MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -46,6 +47,24 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+ARGUMENTS = re.compile(
+    r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|suites|device|past|path|out|only|halving)"
+    r'=(True|"[^"]*"|\[[^]]*\]|[^\s,;:)]+)'
+)
+OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument
+
+
+def as_typed(message: str) -> str:
+    """A message of the API in the words of the command line: `fresh=True` is `--fresh`, `extend_to=400` is `--extend-to 400`."""
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], re.sub(r'[]["]', "", match[2]).replace(", ", ",")
+        return f"--{OPTIONS.get(name, name).replace('_', '-')}" + ("" if value == "True" else f" {value}")
+
+    message = re.sub(r'Recipe\.load\("(.+?)", {"(.+?)": "(.+?)"}\)', r"windlass train \1 \2=\3", message)
+    return ARGUMENTS.sub(option, message)
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,7 +112,7 @@ def _run(arguments: list[str] | None) -> None:
     except typer.Abort:
         sys.exit(130)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
-        print(f"windlass: {error}", file=sys.stderr)
+        print(f"windlass: {as_typed(str(error))}", file=sys.stderr)
         kinds = {errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
         sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
     except Exception as error:

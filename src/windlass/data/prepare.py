@@ -25,7 +25,7 @@ from windlass.data.shards import EVAL, MAIN, Index, RowsFile, Stream
 from windlass.data.sources import describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, as_recipe
 
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.2
@@ -59,12 +59,13 @@ class Prepared:
         return self.index.splits[split].stop - self.index.splits[split].start if split in self.index.splits else 0
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare(recipe: Recipe | str | Path) -> Prepared:
     """Prepare the data of a recipe where they are not there yet, and check them.
 
     Of all processes of a file system one works; the others wait until it is done, or resume where it was killed. Raises UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were
     prepared with other settings; RunFailed where the disk is full or fails.
     """
+    recipe = as_recipe(recipe)
     started, settings, made, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
     directory = data_dir(recipe, settings)
     try:

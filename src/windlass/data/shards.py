@@ -118,7 +118,7 @@ class Index(BaseModel):
 
 
 def prepare_again(directory: Path) -> str:
-    return f"delete {directory} and run `windlass prepare` again"
+    return f"delete {directory} and prepare the data again"
 
 
 def on_disk(dtype: str) -> np.dtype[Any]:

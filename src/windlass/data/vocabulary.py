@@ -55,7 +55,7 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
         if tokenizer.fingerprint != saved.fingerprint:
             raise UserError(f"{folder / JSON_FILE} was changed after it was saved; prepare the data again")
     elif kind in ("char", "bpe"):
-        raise UserError(f"data.tokenizer: {kind} needs the corpus: run `windlass prepare`, or name another for shards:")
+        raise UserError(f"data.tokenizer: {kind} needs the corpus: prepare the data first, or name another for shards:")
     else:
         tokenizer = named_tokenizer(recipe.tokenizer)
     pretrained = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)

@@ -70,7 +70,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
     if variants := [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]:
-        raise UserError(f"--device {name} is not one device of the table; write one of {', '.join(variants)}")
+        raise UserError(f"device={name} is not one device of the table; write one of {', '.join(variants)}")
     return Device(name, "cuda", memory_bytes)
 
 

@@ -155,7 +155,7 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
         size = min(row.memory.total for row in rows) / 1e9
         return {}, (
             f"nothing fits: with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB. Use a device with "
-            f"more than {size / USABLE:.3g} GB, more ranks (--world), a lower train.precision, or a smaller "
+            f"more than {size / USABLE:.3g} GB, more ranks, a lower train.precision, or a smaller "
             "train.micro_batch or model.context"
         )
     layout, size_of_batch = row.layout, micro_batch or row.largest_micro_batch or 0

@@ -54,8 +54,8 @@ def resolve_steps(
     if steps != "compute-optimal":
         if not samples_per_epoch:
             raise UserError(
-                f'train.steps = "{steps}" needs the number of samples in the prepared data: run `windlass prepare` '
-                "first, or write a number of steps"
+                f'train.steps = "{steps}" needs the number of samples in the prepared data: prepare them first, or '
+                "write a number of steps"
             )
         return max(1, Horizon(0, samples_per_epoch, recipe.train.global_batch).steps_in(steps))
     if parameters is None:
@@ -67,7 +67,7 @@ def resolve_steps(
         if not (rows := recipe.model.vocab or vocab or recipe_vocab(recipe)):
             raise UserError(
                 f"the vocabulary of the tokenizer {recipe.data.tokenizer!r} is not fixed before the data is prepared: "
-                "run `windlass prepare` first, or set model.vocab"
+                "prepare it first, or set model.vocab"
             )
         parameters = count(recipe.model, rows).total
     return optimal_steps(recipe, parameters, tokens_per_sample)

@@ -20,7 +20,7 @@ from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_voca
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
 from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token
-from windlass.recipe import Horizon, Recipe
+from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run
 from windlass.telemetry.timing import peak_flops
 
@@ -122,7 +122,7 @@ class Plan:
 
 def plan(
     source: Recipe | Run | str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Changes = (),
     *,
     world: int = 0,
     device: str = "",
@@ -134,7 +134,7 @@ def plan(
 
     Args:
         source: a recipe, a run, or what a recipe can be loaded from.
-        overrides: settings to change, as typed.
+        overrides: settings to change, as typed or as a mapping.
         world: ranks; 0: one, or those of the run.
         device: a kind of device, as `A100-80GB`; empty: that of the run, of the past runs, or this machine's.
         memory_bytes: the device's memory, where it is not in the table.
@@ -145,14 +145,14 @@ def plan(
         is_run = (Path(source) / "recipe.toml").is_file() and not overrides
         source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and start_event(source) else None
-    recipe = (source.recipe if isinstance(source, Run) else source).with_overrides(*overrides)
+    recipe = as_recipe(source).replace(overrides)
     subject = subject_of(recipe, run, past, world, device, memory_bytes)
     speed = past_speed(subject, past or [run or Run(recipe.run_dir)])
     if past and speed is None:
         raise UserError(
-            f"--from: no steps of this model on {subject.device.name} are logged in "
-            f"{', '.join(str(run.path) for run in past)}: name a run of the same model, with --device where it was made on "
-            "another one, or leave --from out and have the speed assumed from the device's peak"
+            f"no steps of this model on {subject.device.name} are logged in "
+            f"{', '.join(str(run.path) for run in past)}: name a run of the same model, with device=NAME where it was made on "
+            "another one, or leave past=RUN out and have the speed assumed from the device's peak"
         )
     return assemble(subject, speed or assumed_speed(subject, mfu), run)
 
@@ -264,7 +264,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     if speed is None:
         peak = f"the peak of {subject.device.name} in {subject.precision} is not known"
         cause = peak if size.flops_per_token else "the FLOPs of a token are not known"
-        unknown["time"] = f"nothing was measured, and {cause}: give --from RUN, or a --device of the table"
+        unknown["time"] = f"nothing was measured, and {cause}: name a past run of this model, or a device of the table"
     tokens_per_step = batch * (subject.tokens_per_sample or float(context))
     plan = Plan(
         recipe=recipe.preset, config_hash=recipe.config_hash, run_dir=str(run.path if run else recipe.run_dir),

@@ -44,7 +44,7 @@ def run_harness(
     python, numpy = random.getstate(), np.random.get_state()
     devices = [ranks.device] if ranks.device.type == "cuda" else []
     try:
-        with hub.explained(f"--suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
+        with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
             report = simple_evaluate(
                 model=adapter(model, tokenizer, ranks, **how), tasks=[name for name in tasks.split("+") if name],
                 task_manager=task_manager, log_samples=False,
@@ -52,7 +52,7 @@ def run_harness(
     except Interrupted:
         return None
     except KeyError as error:  # how the harness says that there is no such task
-        raise UserError(f"--suite lm-eval:{tasks}: the harness has no task {error}") from None
+        raise UserError(f"the suite lm-eval:{tasks}: the harness has no task {error}") from None
     finally:
         random.setstate(python)
         np.random.set_state(numpy)

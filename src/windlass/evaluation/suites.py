@@ -119,7 +119,7 @@ def evaluate(
     source = model if isinstance(model, Source) else find_source(model, overrides)
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])
     if not suites:
-        raise UserError("name what to measure: --suite loss,hellaswag,squad or lm-eval:TASKS")
+        raise UserError('name what to measure, as suites=["loss"]; there are loss, hellaswag, squad and lm-eval:TASKS')
     if source.run is None and LOSS_SUITE in suites and not any(o.startswith("data.source=") for o in overrides):
         raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
     env = detect_env(os.environ)

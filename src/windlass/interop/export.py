@@ -50,7 +50,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
-        raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave --adapter out")
+        raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave adapter=True out")
     if model.kind == "gpt":
         convert.architecture(model)  # refuses a model that is neither GPT-2 nor Llama
     partial = directory.with_name(f".{directory.name}.partial")

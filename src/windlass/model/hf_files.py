@@ -180,5 +180,5 @@ def weights_directory(model: Any) -> Path:
     directory = hub.directory(origin["name"], origin["commit"] or origin["revision"], weights=True)
     config = directory / "config.json"
     if not config.is_file() or hashlib.sha256(config.read_bytes()).hexdigest() != origin["config_sha256"]:
-        raise UserError(f"{config} is not the configuration of this run: restore it, or start over with --fresh")
+        raise UserError(f"{config} is not the configuration of this run: restore it, or start over with fresh=True")
     return directory

@@ -1,11 +1,13 @@
 """Recipes: one TOML file that defines a run, every setting typed, documented and checked."""
 
 from windlass.recipe.explain import explain
-from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, parse_override, presets, settings, typed
+from windlass.recipe.layers import Changes, dotted, flatten, parse_override, presets, typed
+from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, as_recipe, settings
 from windlass.recipe.settings import DataSettings, ModelSettings, OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch
 
 __all__ = [
-    "NON_SEMANTIC", "BatchPlan", "DataSettings", "Duration", "Horizon", "ModelSettings", "OptimSettings", "Recipe",
-    "RecipeError", "ScheduleSettings", "explain", "parse_override", "plan_batch", "presets", "settings", "typed",
+    "NON_SEMANTIC", "BatchPlan", "Changes", "DataSettings", "Duration", "Horizon", "ModelSettings", "OptimSettings", "Recipe",
+    "RecipeError", "ScheduleSettings", "as_recipe", "dotted", "explain", "flatten", "parse_override", "plan_batch", "presets",
+    "settings", "typed",
 ]  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 
 from windlass.errors import UserError
 from windlass.recipe.keys import nearest, values
-from windlass.recipe.load import Recipe, flatten, layers, settings, typed
+from windlass.recipe.layers import flatten, layers, typed
+from windlass.recipe.load import Recipe, settings
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:

@@ -1,6 +1,6 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
-A name, a file's `extends` and the overrides are merged as plain TOML first, and validated once. Each setting is checked
+A name, a file's `extends` and the overrides are merged as plain TOML first (`layers.py`), and validated once. Each setting is checked
 where it is declared (`settings.py`); here are the combinations that cannot work, which no single setting can know. All
 problems of a recipe are reported together, each with its key and the nearest valid name.
 """
@@ -8,11 +8,10 @@ problems of a recipe are reported together, each with its key and the nearest va
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, require
 from windlass.recipe.keys import problems_of
+from windlass.recipe.layers import Changes, dotted, flatten, layers, merge, presets, typed
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
@@ -31,8 +31,7 @@ NON_SEMANTIC = (
 """Settings that change where and how a run computes, but not what: not in the config hash, free to differ on resume."""
 
 
-CONFIGS = (".yaml", ".yml", ".py")
-"""Files in which other tools have their settings."""
+REPR_SETTINGS = 8  # changed settings that the repr of a recipe has, at most
 
 
 class RecipeError(UserError):
@@ -45,7 +44,7 @@ class RecipeError(UserError):
 
 
 class Recipe(BaseModel):
-    """Everything that defines a run. Frozen: `with_overrides` makes a changed copy."""
+    """Everything that defines a run. Frozen: `replace` makes a changed copy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -77,11 +76,23 @@ class Recipe(BaseModel):
             self.__dict__["data"] = data
         return self
 
-    def with_overrides(self, *overrides: str, **values: Any) -> Recipe:
-        """A checked copy with dotted overrides, as text (`"optim.lr=3e-4"`) or as `{"optim.lr": 3e-4}` in keywords."""
+    def replace(self, *changes: Changes, **values: Any) -> Recipe:
+        """A checked copy with settings changed: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or as text."""
         tree = self.model_dump(mode="json", exclude_unset=True)
-        merge(tree, dict(map(parse_override, overrides)) | values)
+        merge(tree, {key: value for change in (*changes, values) for key, value in dotted(change).items()})
         return validate(tree, self.preset)
+
+    with_overrides = replace
+
+    def __repr__(self) -> str:
+        """Its preset, and what differs from that one, or from the defaults."""
+        before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
+        flat = self.flat().items()
+        changed = [f"{key}={typed(value)}" for key, value in flat if key != "preset" and value != before.get(key)]
+        shown = [*changed[:REPR_SETTINGS], f"and {len(changed) - REPR_SETTINGS} more"][: len(changed)]
+        return f"Recipe({self.preset}{': ' * bool(shown)}{', '.join(shown)})"
+
+    __str__ = __repr__
 
     def tree(self) -> dict[str, Any]:
         """Every setting that has an effect, as nested plain values."""
@@ -146,12 +157,37 @@ class Recipe(BaseModel):
         return tomli_w.dumps(self.tree())
 
     @staticmethod
-    def load(recipe: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-        """Read a preset by name, a `.toml` file or a run directory, apply overrides, check everything; UserError."""
+    def load(recipe: str | Path, overrides: Changes = ()) -> Recipe:
+        """Read a preset by name, a `.toml` file or a run directory, change settings, check everything; UserError.
+
+        `overrides`: a mapping (`{"train.steps": 5}`, nested or dotted), or text as on the command line (`["train.steps=5"]`).
+        """
         tree: dict[str, Any] = {}
         for _, layer in layers(recipe, overrides):
             merge(tree, layer)
         return validate(tree, str(recipe))
+
+    @staticmethod
+    def from_dict(settings: Mapping[str, Any]) -> Recipe:
+        """A recipe of settings as a file has them, nested or dotted; `extends` names the preset or file that they change."""
+        own = {key: value for key, value in dotted(settings).items() if key != "extends"}
+        if "extends" in settings:
+            return Recipe.load(settings["extends"], own)
+        merge(tree := dict[str, Any](), own)
+        return validate(tree, str(own.get("preset", "custom")))
+
+
+def as_recipe(source: Any) -> Recipe:
+    """What a verb was given as its recipe: a `Recipe`, a run, a preset's name, or the path of a file or a run."""
+    if isinstance(source, str | Path):
+        return Recipe.load(source)
+    recipe = getattr(source, "recipe", source)
+    if not isinstance(recipe, Recipe):
+        advice = "; Recipe.from_dict makes one of a dictionary" if isinstance(source, Mapping) else ""
+        raise UserError(
+            f"{type(source).__name__} is no recipe: give a Recipe, a preset's name or a .toml's path{advice}"
+        )
+    return recipe
 
 
 def default_lr(model: sections.ModelSettings) -> float:
@@ -176,14 +212,6 @@ def own_tokenizer(model: sections.ModelSettings) -> str:
     return f"hf:{model.name}" if model.kind == "hf" else "byte"
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
-
-
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
     """Every dotted key with its pydantic field, in the order of declaration."""
     fields: dict[str, Any] = {}
@@ -192,105 +220,6 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
         is_section = isinstance(inner, type) and issubclass(inner, sections.Section)
         fields |= settings(inner, f"{prefix}{name}.") if is_section else {prefix + name: field}  # type: ignore[arg-type]
     return fields
-
-
-def presets() -> dict[str, Path]:
-    """The recipes that ship with the package, by name."""
-    return {path.stem: path for path in sorted((Path(__file__).parent.parent / "presets").glob("*.toml"))}
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """`a.b=value` as key and TOML value; a value that is no TOML is taken as the text it is."""
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise UserError(f"{text!r} is no override; write KEY=VALUE, for example optim.lr=3e-4")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
-
-
-def typed(value: Any) -> str:
-    """A setting's value as it is typed after the `=`, so that `parse_override` reads the same value."""
-    if isinstance(value, str) and value == value.strip() and parse_override(f"key={value}")[1] == value:
-        return value
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *path, last = dotted.split(".")
-    for part in path:
-        tree = tree.setdefault(part, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"{dotted}: {part} is a setting, not a section")
-    tree[last] = value
-
-
-def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Put dotted settings into nested ones; another `model.kind` first takes out what was set for the old one's network."""
-    model = tree.get("model")
-    kind = changes.get("model.kind")
-    if isinstance(model, dict) and kind and kind != model.get("kind", "gpt"):
-        for key in set(model) - {"context"}:
-            del model[key]
-        if isinstance(optim := tree.get("optim"), dict):
-            optim.pop("lr", None)
-    for key, value in changes.items():
-        _put(tree, key, value)
-
-
-def _find(recipe: str | Path) -> Path:
-    """The file behind a preset's name, a path or a run directory; raises UserError with what was meant."""
-    shipped, path, name = presets(), Path(recipe), str(recipe)
-    for file in (path / "recipe.toml", path if path.suffix == ".toml" else None, shipped.get(name)):
-        if file and file.is_file():
-            return file
-    if path.is_dir():
-        inside = [str(file.parent) for file in sorted(path.glob("*/recipe.toml"))]
-        instead = "a run directory, a .toml file or a preset's name"
-        if (path / "config.json").is_file():
-            instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
-        raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {' or '.join(inside) or instead}")
-    if path.is_file():
-        what = "a recipe is a TOML file (`windlass init` writes one)" if path.suffix in CONFIGS else "it is no recipe"
-        train = "" if path.suffix in CONFIGS else f"; to train on it: windlass train quickstart data.source={name}"
-        raise UserError(f"{name}: {what}{train}")
-    if "=" in name:
-        raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
-    if name.endswith(".toml") or "/" in name:
-        raise UserError(f"there is no recipe or run {name}; `windlass recipe --list` shows the presets")
-    near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.6)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
-
-
-def layers(recipe: str | Path, overrides: Iterable[str] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Where a recipe's settings come from, in the order in which they apply: name and dotted settings of each place."""
-    path = _find(recipe)
-    shipped, preset = presets().values(), path.stem if path.stem != "recipe" else path.resolve().parent.name
-    files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
-    return [("file's name", {"preset": preset}), *files, ("command line", dict(map(parse_override, overrides)))]
-
-
-def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """A recipe's file after the files that it extends, each with its own settings under dotted keys."""
-    if path.resolve() in seen:
-        raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}: a byte in line {line} is not UTF-8; save the file as UTF-8") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"{error}; texts need quotation marks"
-        raise UserError(f"{path} cannot be read as TOML: {why}") from None
-    base = tree.pop("extends", None)
-    own = [(path, flatten(tree))]
-    if base is None:
-        return own
-    beside = path.parent / str(base)
-    return _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve())) + own
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:

@@ -27,7 +27,7 @@ from windlass import __version__
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError, installed, require
 from windlass.fileio import write_atomic
-from windlass.recipe.load import flatten
+from windlass.recipe import flatten
 from windlass.reports import tables
 from windlass.reports.charts import Chart, Series, charts, smoothing
 from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
@@ -93,7 +93,7 @@ def report(
         study = read_study(listed[0])
         seen, place = study.views, study.study.path / "report"
         if not seen:
-            raise UserError(f"no cell of {listed[0]} has begun yet; `windlass sweep` trains them")
+            raise UserError(f"no cell of {listed[0]} has begun yet; run the sweep first")
     else:
         runs: list[Run] = []
         for source in listed:
@@ -102,14 +102,14 @@ def report(
             else:
                 runs.append(source if isinstance(source, Run) else Run.open(source))
         if not runs:
-            raise UserError("there is no run to report on; `windlass runs` lists the runs")
+            raise UserError("there is no run to report on; by default the runs lie in runs/")
         seen, place = views(runs), runs[0].report_dir if len(runs) == 1 else Path("report")
     target = Path(out) if out else place
     try:
         target.mkdir(parents=True, exist_ok=True)
         return _write(target, seen, study, skip, plots)
     except OSError as error:
-        message = f"the report cannot be written to {target}: {error.strerror}; give another place with --out"
+        message = f"the report cannot be written to {target}: {error.strerror}; give another place as out=DIR"
         raise UserError(message) from None
 
 

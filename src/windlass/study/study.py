@@ -160,7 +160,7 @@ class Study:
                     listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
                     write_atomic(path / "study.json", json.dumps({"axes": study.values, "cells": listed}, indent=1))
         except OSError as error:
-            raise UserError(f"the study {path} cannot be written: {error.strerror}; give another --dir") from None
+            raise UserError(f"the study {path} cannot be written: {error.strerror}; give another path=DIR") from None
         return study
 
     @staticmethod
@@ -174,7 +174,7 @@ class Study:
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
             raise UserError(
-                f"{path}: its cells have other recipes than at its start: {why}. Restore it, or use another --dir"
+                f"{path}: its cells have other recipes than at its start: {why}. Restore it, or use another path=DIR"
             )
         return Study(path, recipe, cells)
 
@@ -187,7 +187,9 @@ class Study:
         old, new = self.recipe.flat(), base.flat()
         for key in ("preset", "model.kind"):
             if new[key] != old[key]:
-                raise UserError(f"{self.path} is a study with {key} = {old[key]}, not {new[key]}: give another --dir")
+                raise UserError(
+                    f"{self.path} is a study with {key} = {old[key]}, not {new[key]}: give another path=DIR"
+                )
         differ = {key: value for key, value in new.items() if value != old[key]}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
         recipe = self.recipe.with_overrides(**{k: v for k, v in differ.items() if k not in own})

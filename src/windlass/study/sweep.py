@@ -23,7 +23,7 @@ from types import FrameType
 
 from windlass.checkpoint.retention import better
 from windlass.errors import BAD_INPUT, DONE, STOPPED, RunFailed, Stopped, UserError, require
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, as_recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
 from windlass.study.study import Axes, CellResult, Study
@@ -38,7 +38,7 @@ SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 
 
 def sweep(
-    recipe: Recipe, axes: Axes, *, path: Path | None = None, world: int = 1, workers: int = 1,
+    recipe: Recipe | str | Path, axes: Axes, *, path: str | Path | None = None, world: int = 1, workers: int = 1,
     stop_diverged: bool = False, halving: bool = False, retry_failed: bool = False, only: int | None = None,
     show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
 ) -> Study:  # fmt: skip
@@ -55,13 +55,14 @@ def sweep(
     Raises UserError where the directory holds another preset's study or a cell's recipe is invalid, Stopped after a signal.
     """
     if halving:
-        require("optuna", "--halving")
+        require("optuna", "halving=True")
+    recipe = as_recipe(recipe)
     recipe.check_packages()
-    study = Study.create(recipe, axes, path)
+    study = Study.create(recipe, axes, Path(path) if path else None)
     for note in study.notes:
         notify(note)
     if only is not None and not 0 <= only < len(study.cells):
-        raise UserError(f"--only {only}: the cells are 0 to {len(study.cells) - 1}")
+        raise UserError(f"only={only}: the cells are 0 to {len(study.cells) - 1}")
     cells = study.cells if only is None else [study.cells[only]]
     Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, show, notify).run()
     return study
@@ -124,7 +125,7 @@ class Sweep:
                 signal.signal(number, handler)
         self.show(self.study)
         if self.stopping:
-            raise Stopped("stopped with everything saved; the same command resumes the sweep")
+            raise Stopped("stopped with everything saved; start the sweep again to continue")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.stopping and number == signal.SIGINT:  # a second Ctrl-C does not wait for saves

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from windlass.errors import RunFailed, UserError, first_line, require
-from windlass.recipe.load import flatten
+from windlass.recipe import flatten
 from windlass.run import Line, Run, effective
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.environment import scrub
@@ -135,8 +135,8 @@ def replay(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]
     such library, RunFailed where the tracker did not take all of it.
     """
     if name not in BACKENDS:
-        raise UserError(f"--to {name}: there are {', '.join(BACKENDS)}")
-    require(name, f"--to {name}")
+        raise UserError(f"there is no tracker {name}; there are {', '.join(BACKENDS)}")
+    require(name, f"the tracker {name}")
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")

@@ -33,7 +33,7 @@ from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan, Horizon, Recipe, as_recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
@@ -46,7 +46,7 @@ from windlass.training.trainer import OnStep, Trainer
 
 
 def train(
-    recipe: Recipe, model: nn.Module | None = None, data: Data | None = None, on_step: OnStep | None = None, *,
+    recipe: Recipe | Run | str | Path, model: nn.Module | None = None, data: Data | None = None, on_step: OnStep | None = None, *,
     fresh: bool = False, extend_to: int = 0, branch_from: str = "", stop_at: int = 0,
 ) -> Run:  # fmt: skip
     """Train a recipe in this process, as one rank among those of the launcher that started it; returns the run.
@@ -55,7 +55,7 @@ def train(
     the first step ends the process with exit code 75: nothing is lost.
 
     Args:
-        recipe: Everything that defines the run.
+        recipe: Everything that defines the run: a recipe, a preset's name, a `.toml` file, or a run.
         model: A module of the user's own, which is trained with the weights it has: `forward(tokens [B, T], labels
             [B, T])` gives the sum of the loss over labels that are not -100, `blocks()` the list of its repeated parts.
             With `vocab` it is checked against the data's, with `new_cache` (as `GPT` has it) it is sampled.
@@ -72,7 +72,7 @@ def train(
         Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
     """
     with StopSignals() as stop, ExitStack() as stack:
-        plan = resolve_start(recipe, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        plan = resolve_start(as_recipe(recipe), fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return plan.run
         plan.recipe.check_packages()
@@ -234,7 +234,7 @@ def load_checkpoint(
     fingerprint, kind, micro_batch = (checkpoint.meta.get(key) for key in ("data", "optimizer", "micro_batch"))
     if fingerprint != data.fingerprint:
         problem = f"the data is not what {path} was trained on (fingerprint {fingerprint}, here {data.fingerprint})"
-        raise UserError(f"{problem}: bring the old data back (data.dir), or start over with --fresh")
+        raise UserError(f"{problem}: bring the old data back (data.dir), or start over with fresh=True")
     ranks.mark(checkpoint.step, "load")
     if kind != recipe.optim.kind:  # a branch may change it
         notes.append(f"{recipe.optim.kind} cannot use the state of {kind}: the optimizer state starts over")

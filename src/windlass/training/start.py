@@ -65,13 +65,15 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and step.isdigit()):
-        raise UserError(f"--branch-from {branch_from!r}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300")
+        raise UserError(f'branch_from="{branch_from}": write RUN@STEP, for example runs/quickstart-1a2b3c4d@300')
     exists = run.recipe_path.is_file()
     restarted = exists and is_restart(run, os.environ)
     fresh = fresh and not restarted
     if fresh or not exists:
         if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
-            raise UserError(f"{run.path} is not empty and holds no run; give another run.dir, or --fresh to rename it")
+            raise UserError(
+                f"{run.path} is not empty and holds no run; give another run.dir, or fresh=True to rename it"
+            )
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
         checkpoint = _branch_checkpoint(recipe, Run.open(origin), int(step)) if branch_from else None
@@ -79,16 +81,18 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
         if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
             inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
             if inside or resume.isdigit() or not Path(resume).is_dir():
-                raise UserError(f"checkpoint.resume: a new {run.path} will not have {resume}; leave it or --fresh out")
+                raise UserError(
+                    f"checkpoint.resume: a new {run.path} will not have {resume}; leave it or fresh=True out"
+                )
         return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
     steps, extends_from = run.recipe.train.steps, 0
     if extend_to:
         if not isinstance(steps, int) or extend_to < steps:
-            raise UserError(f"--extend-to {extend_to} is not past the run's {steps} steps")
+            raise UserError(f"extend_to={extend_to} is not past the run's {steps} steps")
         recipe = recipe.with_overrides(f"train.steps={extend_to}")
         extends_from = steps if extend_to > steps else 0  # equal: the same command again
-    advice = "undo them, give another run.dir, or --fresh to rename the old run; for other steps --extend-to, --stop-at"
+    advice = "undo them, give another run.dir, or fresh=True to rename the old run; for other steps extend_to=STEPS, stop_at=STEP"
     allowed = ("train.steps",) if extends_from else ()
     refuse_changes(f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
@@ -189,7 +193,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
         if meta.get("line") != hash_without_steps(recipe):
             problem = f"checkpoint.resume: {paths[0]} is of another recipe:"
             if origin.recipe_path.is_file():
-                advice = "undo them, or use --branch-from RUN@STEP, which may change optimizer, schedule and steps"
+                advice = 'undo them, or use branch_from="RUN@STEP", which may change optimizer, schedule and steps'
                 refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
             raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
     return paths

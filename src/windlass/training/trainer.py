@@ -369,7 +369,7 @@ class Trainer:
         flush = self.recipe.telemetry.flush_seconds
         flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS)) if signalled else flush
         recorder.show(recorder.trackers.finish(flush))
-        raise Stopped(f"stopped by {reason} after step {step}, all saved; start the same command again to continue")
+        raise Stopped(f"stopped by {reason} after step {step}, all saved; start it again to continue")
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
