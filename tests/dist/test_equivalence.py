@@ -52,13 +52,13 @@ def settings(precision: str = "fp64", strategy: str = "auto", world: int = 1, ac
     )  # fmt: skip
 
 
-def reference(dtype=torch.float64):
+def reference(dtype=torch.float64, frozen=()):
     """Losses, gradient norms and final parameters of a plain loop over whole batches."""
     recipe = settings()
     model = build_model(recipe, VOCAB, device="cpu", dtype=dtype)
     initialise(model, recipe.run.seed)
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    trained = [p for name, p in model.named_parameters() if not name.startswith(frozen)] if frozen else [*model.parameters()]
+    decayed, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False)
     data, losses, norms = rows(), [], []
@@ -66,9 +66,9 @@ def reference(dtype=torch.float64):
         tokens, labels = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
         logits = model(torch.from_numpy(tokens))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten())
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 0.5)))
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * rate
         optimizer.step()
@@ -133,6 +133,18 @@ def test_every_strategy_in_float64(plain, world):
     for per_rank in run_ranks(every_cell, world, world, "fp64", timeout=240):
         for cell, outcome in per_rank.items():
             assert max(distance(outcome, plain)) < 1e-9, cell
+
+
+def frozen_cells(join):
+    freeze = {"model__freeze": ["blocks.0.*", "norm.*"]}
+    return [trained(join, settings("fp64", strategy, 2, 2, **freeze)) for strategy in CELLS[2]]
+
+
+@pytest.mark.dist
+def test_frozen_parts_stay_and_the_rest_trains_as_in_one_process():
+    wanted = reference(frozen=("blocks.0.", "norm."))
+    for per_rank in run_ranks(frozen_cells, 2):
+        assert [max(distance(outcome, wanted)) < 1e-9 for outcome in per_rank] == [True] * len(CELLS[2])
 
 
 @pytest.mark.dist

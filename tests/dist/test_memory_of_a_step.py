@@ -8,7 +8,7 @@ from memory_meter import measured
 
 import hf_fixtures
 from windlass.estimate.memory import layout_of, memory
-from windlass.model.hf import read_sizes
+from windlass.model.build import read_sizes
 
 SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     "logits": ({"layers": 4, "heads": 4, "width": 64, "context": 128}, 1000, 2),

@@ -12,7 +12,7 @@ import torch
 from windlass.estimate.memory import CHUNK_BYTES, Layout, Step, memory, memory_rows, recommend
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
-from windlass.model.size import HfSizes, count
+from windlass.model.size import CountedSizes, count
 from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
 
@@ -114,7 +114,7 @@ def test_static_memory_by_hand():
     assert gpt2_memory(strategy="hybrid_shard", world=8, shard=4).parameters == n
     offloaded = gpt2_memory(strategy="full_shard", world=8, shard=8, offload=True, device="cuda")
     assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(2 * n, rel=1e-6)
-    sizes = HfSizes(total=10**6, trained=10**5, vocab=1000)  # gradients and moments of what is trained
+    sizes = CountedSizes(total=10**6, trained=10**5, vocab=1000)  # gradients and moments of what is trained
     whole = memory(sizes, 1000, Layout("ddp", 4))
     assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
     assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4

@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_fixtures
 from windlass.model import size
-from windlass.model.build import build_model
+from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, Rotation, generator, initialise
-from windlass.model.hf import read_sizes
-from windlass.model.size import HfSizes, Parameters, block_matrices, block_parameters, count, flops_per_token
+from windlass.model.size import CountedSizes, Parameters, block_matrices, block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ModelSettings
 
@@ -240,11 +239,11 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
     tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
     total = AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).num_parameters()
     whole = read_sizes(Recipe.model_validate({"model": tree}))
-    assert whole == HfSizes(total, total, hf_fixtures.VOCAB)
+    assert whole == CountedSizes(total, total, hf_fixtures.VOCAB)
     assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
     if kind == "llama":
         targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
         lora, adapters = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})), 3 * 4 * (64 + 48)
-        assert lora == HfSizes(total + adapters, adapters, hf_fixtures.VOCAB)
+        assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB)
         assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters  # a frozen matrix has no gradient
         assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters

@@ -17,7 +17,7 @@ STEP = (
 def show(console):
     console.header(
         run="runs/x", recipe="quickstart", config_hash="0123abcd", device="cpu", world=2, strategy="ddp",
-        precision="fp32", parameters=10_745_088, tokens_per_step=4096, first_step=50,
+        precision="fp32", model="10,745,088 parameters", tokens_per_step=4096, first_step=50,
         data={"data": "wiki.txt", "training": "4,096 tokens", "validation": "none", "tokenizer": "byte, 257 ids"}, epochs=2.0,
     )  # fmt: skip
     console.tick(99)

@@ -6,11 +6,15 @@ import json
 import sys
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from windlass.cli import Json, Overrides, RecipeName, complete
 from windlass.errors import UserError
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
 
 
 def init(
@@ -55,9 +59,23 @@ def recipe(
             typer.echo(f"{name:<{width}}  {sentence}.")
     elif recipe:
         loaded = Recipe.load(recipe, overrides)
-        typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n\n{loaded.toml()}")
+        network = f"# network: {network_of(loaded)}\n" if loaded.model.kind == "hf" else ""
+        typer.echo(
+            f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}\n{loaded.toml()}"
+        )
     else:
         raise UserError("name a recipe, as `windlass recipe quickstart`, or use --list, --schema or --explain KEY")
+
+
+def network_of(recipe: Recipe) -> str:
+    """What the configuration of a recipe's Hugging Face model says, or why it cannot be read."""
+    from windlass.model.build import read_sizes
+    from windlass.model.size import describe_sizes
+
+    try:
+        return describe_sizes(read_sizes(recipe))
+    except UserError as error:
+        return str(error)
 
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:

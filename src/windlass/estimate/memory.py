@@ -13,13 +13,13 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from windlass.estimate.devices import USABLE
-from windlass.model.size import HfSizes, block_matrices, block_parameters, count
+from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
 from windlass.recipe.settings import ModelSettings
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-Network = ModelSettings | HfSizes
+Network = ModelSettings | CountedSizes
 """What is trained: our own GPT's settings, or the counted parameters of a model of `transformers`."""
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
@@ -88,7 +88,7 @@ def shard_size(strategy: str, world: int, setting: int = 0) -> int:
 
 def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
     """The memory of one rank at the peak of a step; of a model of `transformers` without activations."""
-    if isinstance(model, HfSizes):  # AdamW; frozen weights have neither gradients nor optimizer state
+    if isinstance(model, CountedSizes):  # AdamW; frozen weights have neither gradients nor optimizer state
         master = max(4, COMPUTE_BYTES[layout.precision])
         weights, trained = (-(-master * n // layout.shard) for n in (model.total, model.trained))
         if layout.offload:
@@ -122,7 +122,9 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     Recomputation costs up to a third more arithmetic. Sharding moves parameters over the network: `shard_grad_op` less than
     `full_shard`; `hybrid_shard` gathers among half of the ranks. Offload moves everything over the host's bus.
     """
-    ours = not isinstance(model, HfSizes)  # else activations are not known: states may be too large, never surely fit
+    ours = not isinstance(
+        model, CountedSizes
+    )  # else activations are not known: states may be too large, never surely fit
     base = base if ours else replace(base, checkpointing="none")
     several = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
     strategies = several if base.world > 1 else ["single"]

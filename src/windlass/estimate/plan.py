@@ -19,7 +19,7 @@ from windlass.estimate.milestones import TIMED, MilestoneRow, checkpoints_to_com
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
-from windlass.model.size import HfSizes, checkpoint_bytes, count, flops_per_token
+from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run
 from windlass.telemetry.timing import peak_flops
@@ -34,11 +34,12 @@ class Size:
 
     vocab: int | None = None
     parameters: int | None = None
-    trained: int | None = None  # fewer than all with low-rank adapters
+    trained: int | None = None  # fewer than all with low-rank adapters or `model.freeze`
     non_embedding: int | None = None  # in blocks and norms; None for a Hugging Face model, which has no parts here
     parts: dict[str, int] = field(default_factory=dict)
     flops_per_token: int | None = None  # with attention over the whole context; of a Hugging Face model by the rule 6 N
     checkpoint_bytes: int | None = None
+    network: dict[str, Any] = field(default_factory=dict)  # of a Hugging Face model: architecture, layers, heads, width
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,18 @@ class Subject:
     reason: str = "unknown until the data is prepared"  # why the three above are not known
     done: int = 0  # steps done
     steps: int | None = None  # of a run that has begun
-    hf: HfSizes | None = None  # of a Hugging Face model, where its configuration could be read
+    counted: CountedSizes | None = (
+        None  # of a Hugging Face model, where its configuration could be read, or with `freeze`
+    )
     hf_reason: str = ""  # why it could not
 
     @property
     def size(self) -> Size:
         """The model's size: all of it, or without the vocabulary its blocks."""
-        recipe, model, hf = self.recipe, self.recipe.model, self.hf
-        if hf is not None:
-            return Size(hf.vocab, hf.total, hf.trained, None, {}, hf.flops_per_token(), hf.checkpoint_bytes())
+        recipe, model, own = self.recipe, self.recipe.model, self.counted
+        if own is not None:
+            flops, on_disk = own.flops_per_token(), own.checkpoint_bytes()
+            return Size(own.vocab, own.total, own.trained, None, {}, flops, on_disk, own.network)
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
@@ -187,27 +191,37 @@ def subject_of(
         no_bf16 = peak_flops(where.name, "fp16") is not None and peak_flops(where.name, "bf16") is None
         precision = "fp32" if where.kind == "cpu" else "fp16" if no_bf16 else "bf16"
     subject = Subject(recipe, ranks, where, precision)
-    if recipe.model.kind == "hf":
-        try:
-            from windlass.model.hf import read_sizes  # needs torch
-
-            subject = replace(subject, hf=read_sizes(recipe))
-        except (ImportError, UserError) as error:
-            needs = f"counting a Hugging Face model {missing_package(error)}" if isinstance(error, ImportError) else ""
-            subject = replace(subject, hf_reason=needs or str(error))
     if run is None:
-        return with_prepared_data(subject)
+        return with_counted_sizes(with_prepared_data(subject))
     train = run.lines("train")
     last, parameters = train[-1] if train else {}, started.get("parameters")
     vocab = None
     if parameters and recipe.model.kind == "gpt":  # linear in the rows of the embedding
         without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
         vocab = (int(parameters) - without) // (with_one - without)
-    return replace(
+    subject = replace(
         subject, vocab=vocab, samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None,
         done=int(last.get("step", started["step"])), steps=int(started["steps"]),
     )  # fmt: skip
+    return with_counted_sizes(subject)
+
+
+def with_counted_sizes(subject: Subject) -> Subject:
+    """The subject with sizes that only the parameters tell: of a Hugging Face model, or with `model.freeze`."""
+    recipe, model = subject.recipe, subject.recipe.model
+    vocab = 0 if model.kind == "hf" else model.vocab or subject.vocab or recipe_vocab(recipe) or 0
+    if model.kind == "gpt" and not (model.freeze and vocab):
+        return subject
+    try:
+        from windlass.model.build import read_sizes  # needs torch
+
+        return replace(subject, counted=read_sizes(recipe, vocab))
+    except (ImportError, UserError) as error:
+        if model.kind == "gpt":
+            raise
+        needs = f"counting a Hugging Face model {missing_package(error)}" if isinstance(error, ImportError) else ""
+        return replace(subject, hf_reason=needs or str(error))
 
 
 def with_prepared_data(subject: Subject) -> Subject:
@@ -278,7 +292,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         speed=speed, seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None, unknown=unknown,
     )  # fmt: skip
     if size.parameters and size.flops_per_token:
-        network = subject.hf or recipe.model
+        network = subject.counted or recipe.model
         layout = layout_of(recipe, subject.world, subject.device.kind, subject.precision)
         rows = memory_rows(network, size.vocab or 0, recipe.optim.kind, layout, subject.device.usable_bytes)
         settings, advice = recommend(rows, recipe.train.micro_batch)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from windlass.estimate.memory import PARTS
+from windlass.model.size import describe_network, trainable
 from windlass.telemetry.console import duration, short
 from windlass.telemetry.terminal import table
 
@@ -53,7 +54,10 @@ def _facts(plan: Plan) -> list[Fact]:
     if size.parts:
         facts.append(("", ", ".join(f"{name.replace('_', '-')} {n:,}" for name, n in size.parts.items() if n)))
     if size.trained != size.parameters:
-        facts.append(("trained", f"{size.trained:,}: the adapters alone have gradients and optimizer state"))
+        what = trainable(size.trained or 0, size.parameters or 0)
+        facts.append(("trainable", f"{what}: the rest has neither gradients nor optimizer state"))
+    if size.network:
+        facts.append(("network", describe_network(size.network)))
     if "size" in plan.unknown:
         facts.append(("unknown", f"parameters in all, FLOPs, memory, checkpoint size: {plan.unknown['size']}"))
     if plan.steps is None:
@@ -92,7 +96,9 @@ def _print_memory(plan: Plan, console: Console) -> None:
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["max: the largest micro-batch that fits. *: the recipe's own layout."]
     if not ours:
-        notes = ["Of a Hugging Face model weights, gradients and AdamW state are known, activations are not."]
+        notes = [
+            "Of a Hugging Face model, and with model.freeze, weights, gradients and AdamW state are known, activations are not."
+        ]
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB more of the host's memory")
     settings = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.recommended.items())

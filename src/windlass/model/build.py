@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT
+from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 
 
@@ -29,10 +33,53 @@ def build_model(
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
 
-        return build_hf(recipe, vocab, device, dtype, run)
+        hf = build_hf(recipe, vocab, device, dtype, run)
+        freeze(hf.model, recipe.model.freeze)
+        return hf
     rows = recipe.model.vocab or vocab
     if rows < vocab:
         raise UserError(f"model.vocab = {rows} is too small for the tokenizer: write {vocab} or more, or 0")
     with torch.device("meta"):
         model = GPT(recipe.model, rows).to(dtype)
+    freeze(model, recipe.model.freeze)
     return model if torch.device(device).type == "meta" else model.to_empty(device=device)
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Take the parameters whose names match a pattern out of training; UserError where one matches none, or all match."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one by each of its names
+    for pattern in patterns:
+        names = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3) or list(parameters)[:4]
+            raise UserError(f"model.freeze: no parameter is named {pattern}; there are {', '.join(near)}")
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"model.freeze: {', '.join(patterns)} leave no parameter to train; leave one out")
+
+
+def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
+    """The sizes of a recipe's model, counted without weights; our own needs the vocabulary. Raises UserError."""
+    return sizes_of(build_model(recipe, vocab))
+
+
+def sizes_of(model: nn.Module) -> CountedSizes:
+    """Count a model's parameters, each once; they may be on the meta device, but not yet parallelized."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    config = getattr(model, "config", None)
+    network = {} if config is None else hf_network(config.get_text_config())
+    vocab = int(getattr(model, "vocab", 0))  # a user's own model may not say it
+    return CountedSizes(sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained), vocab, network)
+
+
+def hf_network(config: Any) -> dict[str, Any]:
+    """What a configuration of `transformers` says of the network, in the words of `[model]`."""
+    names = {
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "hidden_size": "width",
+        "vocab_size": "vocab",
+    }
+    network = {own: value for there, own in names.items() if isinstance(value := getattr(config, there, None), int)}
+    return {"architecture": config.model_type, **network}

@@ -18,7 +18,6 @@ from windlass import hub
 from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
-from windlass.model.size import HfSizes
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX, LoraSettings, ModelSettings
 
@@ -202,18 +201,6 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
         raise UserError(f"{what}: {remedy if 'trust_remote_code' in str(error) else reason}") from None
     model.tie_weights()  # type: ignore[operator]
     return model
-
-
-def sizes_of(model: HfModel) -> HfSizes:
-    """Count a model's parameters, each once; they may be on the meta device, but not yet parallelized."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return HfSizes(sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained), model.vocab)
-
-
-def read_sizes(recipe: Recipe) -> HfSizes:
-    """The sizes of a recipe's model, from its configuration alone: no weights are read. Raises UserError."""
-    settings = recipe.model
-    return sizes_of(open_hf(hub.directory(settings.name, settings.revision), settings))
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

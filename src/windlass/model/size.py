@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from windlass.recipe.settings import ModelSettings
 
@@ -84,12 +85,16 @@ def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adam
 
 
 @dataclass(frozen=True)
-class HfSizes:
-    """The size of a model of `transformers`, counted on its own parameters by `windlass.model.hf.sizes_of`."""
+class CountedSizes:
+    """The size of a model that is counted on its own parameters by `windlass.model.build.sizes_of`: of `transformers`, or
+    our GPT with a part of it frozen."""
 
     total: int  # all parameters, each tensor once; with low-rank adapters those too
-    trained: int  # that get gradients: all, or the adapters alone
+    trained: int  # that get gradients: all, the adapters alone, or those that `model.freeze` leaves
     vocab: int  # rows of its embedding
+    network: dict[str, Any] = field(
+        default_factory=dict
+    )  # of `transformers`: the architecture, layers, heads, width and vocabulary
 
     def flops_per_token(self) -> int:
         """FLOPs of a token's forward and backward pass, attention not counted: 6 N, and 4 N of the frozen weights."""
@@ -98,3 +103,21 @@ class HfSizes:
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint with AdamW: all weights in fp32, and two moments of those that are trained."""
         return BYTES_FP32 * (self.total + 2 * self.trained)
+
+
+def describe_network(network: dict[str, Any]) -> str:
+    """`CountedSizes.network` in words: llama, 5 layers, 4 heads, width 64, vocabulary 512."""
+    words = {"layers": "{} layers", "heads": "{} heads", "width": "width {}", "vocab": "vocabulary {:,}"}
+    return ", ".join([network["architecture"], *(text.format(network[k]) for k, text in words.items() if k in network)])
+
+
+def describe_sizes(sizes: CountedSizes) -> str:
+    """Parameters, those trained where they are not all, and of a model of `transformers` its network."""
+    all_of_them = f"{sizes.total:,} parameters"
+    text = all_of_them if sizes.trained == sizes.total else f"trainable {trainable(sizes.trained, sizes.total)}"
+    return f"{text}: {describe_network(sizes.network)}" if sizes.network else text
+
+
+def trainable(trained: int, total: int) -> str:
+    """What of a model is trained, as a report says it."""
+    return f"{trained:,} of {total:,} ({100 * trained / total:.1f} %)"

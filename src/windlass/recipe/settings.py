@@ -64,7 +64,7 @@ class LoraSettings(Section):
     """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
 
 
-ALL_KINDS = ("kind", "context", "init_from")
+ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "lora")
 """Keys of `[model]` that every kind of model has, and those that are for `kind = "hf"` alone."""
 
@@ -130,6 +130,8 @@ class ModelSettings(Section):
     """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
     init_from: str = ""
     """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
+    freeze: list[str] = []
+    """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`, `"model.layers.0.*"`."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
 

@@ -269,7 +269,12 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
     elif len(views) == 1:
         (view,), (own,) = views, values
         lede = [f"{view.step:,} of {view.start.get('steps', view.step):,} steps"]
-        lede += [f"{show(own['parameters'], 'count')} parameters"] if "parameters" in own else []
+        sizes = f"{show(own['parameters'], 'count')} parameters" if "parameters" in own else ""
+        lede += [
+            text
+            for text in (own.get("network"), f"{own['trainable']} trained" if "trainable" in own else sizes)
+            if text
+        ]
         extensions = [r.text for r in view.restarts if r.what == "extended"]
         starts = 1 + len(view.restarts) - len(extensions)
         lede += [*extensions, *([f"started {starts} times and drawn as one curve"] if starts > 1 else [])]

@@ -7,13 +7,14 @@ line where there is one, else from the samples in `devices/`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS
+from windlass.model.size import describe_network, trainable
 from windlass.recipe import Recipe, settings
 from windlass.recipe.units import epochs_in
 from windlass.reports.text import csv_text, markdown_table, show
@@ -28,6 +29,8 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "tokens": ("Tokens", "count", lambda v: first(v.summary.get("tokens"), last_value(v.train, "tokens"))),
     "samples": ("Samples", "count", lambda v: first(v.summary.get("samples"), last_value(v.train, "samples"))),
     "parameters": ("Parameters", "count", lambda v: first(v.summary.get("parameters"), v.start.get("parameters"))),
+    "trainable": ("Trainable parameters", "", lambda v: trained_part(v.start)),
+    "network": ("Network", "", lambda v: describe_network(v.start["network"]) if v.start.get("network") else None),
     "world": ("Ranks", "count", lambda v: first(v.summary.get("world"), v.start.get("world"), len(v.ranks) or None)),
     "train_loss": ("Final training loss", "loss", lambda v: last_value(v.train, "loss")),
     "eval_loss": ("Final evaluation loss", "loss", lambda v: last_value(v.evals.get("loss"), "loss")),
@@ -119,6 +122,12 @@ def best_score(view: RunView) -> tuple[str | None, float | None, int | None]:
     suite, _, name = measure.partition(".")
     score, step = best(view, suite, name)
     return None if score is None else measure, score, step
+
+
+def trained_part(start: Mapping[str, Any]) -> str | None:
+    """What is trained of a model where a part of it is frozen."""
+    total, trained = (start.get(name) for name in ("parameters", "trained"))
+    return trainable(trained, total) if total and trained and trained != total else None
 
 
 def first(*values: Any) -> float | None:

@@ -62,7 +62,7 @@ class Console:
 
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
-        parameters: int, tokens_per_step: int, data: Mapping[str, str], epochs: float, first_step: int = 0,
+        model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, first_step: int = 0,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens = short(self.steps * tokens_per_step)
@@ -72,7 +72,7 @@ class Console:
         facts = {
             "run": run, "recipe": f"{recipe} ({config_hash})",
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
-            "model": f"{parameters:,} parameters",
+            "model": model,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
             **{key: data[key] for key in ("lengths", "cut") if key in data},
             "work": f"{self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}",

@@ -21,7 +21,7 @@ from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
 from windlass.checkpoint.save import Outcome, Saver
 from windlass.data.facts import Facts, lines
-from windlass.model.size import HfSizes
+from windlass.model.size import CountedSizes, describe_sizes
 from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Horizon
 from windlass.run import read_lines
@@ -95,11 +95,11 @@ class LossScaler:
 class ModelFacts:
     """Numbers of the model and its device, for the ledger and the checkpoints."""
 
-    parameters: int  # trained parameters
+    sizes: CountedSizes
     precision: str  # arithmetic, with `auto` resolved
     dropout: bool  # whether it draws random numbers in training
     ties: list[list[str]]  # names of weights that were tied before the model was parallelized
-    hf: HfSizes | None  # sizes of a model of `transformers`
+    hf: bool  # whether it is a model of `transformers` that the recipe names
     flops_per_token: float | None  # forward and backward, 6N plus attention; None where not known
     device_name: str
     peak_flops: float | None  # FLOP/s of the device; None where not known
@@ -139,18 +139,19 @@ class Recorder:
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
         shared: dict[str, Any] = {
             "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
-            "parameters": facts.parameters, "device": facts.device_name,
+            "device": facts.device_name,
         }  # fmt: skip
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            tokens_per_step=batch.tokens_per_step, first_step=state.step, data=lines(facts_of_data, plan.recipe.model.context),
+            model=describe_sizes(facts.sizes), tokens_per_step=batch.tokens_per_step, first_step=state.step, data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, **shared,
         )  # fmt: skip
         for note in notes:
             self.console.warning(note)
         how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
         self.event(
-            how, **shared, steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
+            how, **shared, parameters=facts.sizes.total, trained=facts.sizes.trained, network=facts.sizes.network or None,
+            steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
             global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
             data=facts_of_data, extended_from=plan.extends_from or None, branched_from=str(branched.absolute()) if branched else None,
         )  # fmt: skip
@@ -236,7 +237,7 @@ class Recorder:
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None), best_measure=measure, best_step=best_step,
             best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],
             wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
-            parameters=self.facts.parameters, updates_skipped=state.updates_skipped,
+            parameters=self.facts.sizes.total, trained=self.facts.sizes.trained, updates_skipped=state.updates_skipped,
             attempts=self.ledger.attempt + 1, **means, **summarise_devices(run),
         )  # fmt: skip
 

@@ -25,9 +25,9 @@ from windlass.evaluation.suites import Suites
 from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
-from windlass.model.build import build_model
+from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel, read_sizes, sizes_of
+from windlass.model.hf import HfModel
 from windlass.model.size import flops_per_token
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
@@ -90,9 +90,11 @@ def set_up(
     data = open_data(recipe) if data is None else data
     init_process_group(ranks, recipe)
     batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
+    # What is wrong with the model is said before anything is written.
+    built = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path) if custom is None else custom
     attempt, token, choice, notes = open_run_directory(plan, ranks, data, horizon, stack)
 
-    model, facts = prepare_model(recipe, plan.run, ranks, data, custom, choice)
+    model, facts = prepare_model(recipe, plan.run, ranks, data, built, custom is not None, choice)
     replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
     optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated)
     state = TrainState()
@@ -111,7 +113,7 @@ def set_up(
     origin = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
     recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
     if ranks.main:  # the optimizer has no state before its first step: 8 bytes a parameter are to come
-        size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.parameters)
+        size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.sizes.trained)
         present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
         count = checkpoints_to_come(recipe, horizon, state.step, present)
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
@@ -194,33 +196,32 @@ def open_run_directory(
 
 
 def prepare_model(
-    recipe: Recipe, run: Run, ranks: Ranks, data: Data, custom: nn.Module | None, choice: Choice | None
+    recipe: Recipe, run: Run, ranks: Ranks, data: Data, model: nn.Module, custom: bool, choice: Choice | None
 ) -> tuple[nn.Module, ModelFacts]:
     """The model on this rank, parallelized, with its initial weights; a user's own module with the weights it has."""
     torch.use_deterministic_algorithms(recipe.train.deterministic)
-    model = build_model(recipe, data.vocab, device="meta", run=run.path) if custom is None else custom
     # The rows of a user's own model: by its attribute `vocab`, or of its embedding, if it has one alone.
-    tables = [m.num_embeddings for m in model.modules() if custom is not None and isinstance(m, nn.Embedding)]
+    tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
     rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)
     if data.vocab > rows:
         raise UserError(f"model.vocab: {rows:,} token embeddings for {data.vocab:,} tokens of the data; set 0 or more")
     precision = resolve_precision(recipe.train.precision, ranks.device)
     device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-    hf = sizes_of(model) if isinstance(model, HfModel) and custom is None else None
-    flops = hf.flops_per_token() if hf else None
-    if custom is None and recipe.model.kind == "gpt":
+    sizes, hf = sizes_of(model), isinstance(model, HfModel) and not custom
+    flops = sizes.flops_per_token() if hf or recipe.model.freeze else None
+    if not custom and flops is None:
         flops = flops_per_token(recipe.model, data.vocab)
     facts = ModelFacts(
-        sum(p.numel() for p in model.parameters() if p.requires_grad), precision, uses_dropout(model),
-        tie_groups(model), hf, flops, device_name, peak_flops(device_name, precision, tf32=recipe.train.tf32),
+        sizes, precision, uses_dropout(model), tie_groups(model), hf, None if custom else flops, device_name,
+        peak_flops(device_name, precision, tf32=recipe.train.tf32),
     )  # fmt: skip
     model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
         decide_on_rank_0(ranks, "origin", lambda: hf_files.save_origin(unwrap(model), run.path))
     init_from = recipe.model.init_from and choice is None
-    if custom is None and not (hf and (init_from or choice)):  # a base of `transformers` may be gone by a resume
+    if not custom and not (hf and (init_from or choice)):  # a base of `transformers` may be gone by a resume
         initialise(unwrap(model), recipe.run.seed)
-    if custom is None and init_from:
+    if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
     return model, facts
 
