@@ -15,7 +15,7 @@ from helpers import refused
 from windlass.interop.init_from import fill_from_hf
 from windlass.model import convert
 from windlass.model.gpt import GPT, initialise
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 VOCAB, LENGTH = 101, 48
 SMALL: dict[str, Any] = {"layers": 3, "heads": 4, "width": 48, "context": 64, "ff_width": 100}

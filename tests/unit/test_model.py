@@ -19,7 +19,7 @@ from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, Rotation, generator, initialise
 from windlass.model.size import CountedSizes, Parameters, block_matrices, block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
 VOCAB = 19

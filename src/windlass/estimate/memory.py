@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from windlass.estimate.devices import USABLE
 from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe

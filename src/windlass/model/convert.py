@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import UserError
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 Read = Callable[[str], Tensor]  # gives the tensor of a name, whole, on the CPU
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}  # our names, and GPT-2's

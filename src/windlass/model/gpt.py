@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.loss import cross_entropy_sum, head_logits
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 
 class LayerCache:

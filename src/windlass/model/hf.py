@@ -19,7 +19,8 @@ from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
 from windlass.recipe import Recipe
-from windlass.recipe.settings import IGNORE_INDEX, LoraSettings, ModelSettings
+from windlass.recipe.network import LoraSettings, ModelSettings
+from windlass.recipe.settings import IGNORE_INDEX
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the context of such a model (ALiBi, for one), where the recipe does not set it

@@ -22,7 +22,7 @@ from windlass import hub
 from windlass.errors import UserError, first_line
 from windlass.fileio import read_json, to_json
 from windlass.model.gpt import assign
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 FOLDER, RECORD = "origin", "origin.json"
 CONFIG_FILES = ("config.json", "generation_config.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.recipe.settings import ModelSettings
+from windlass.recipe.network import ModelSettings
 
 BYTES_FP32 = 4
 

@@ -3,7 +3,8 @@
 from windlass.recipe.explain import explain
 from windlass.recipe.layers import Changes, dotted, flatten, parse_override, presets, typed
 from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, as_recipe, settings
-from windlass.recipe.settings import DataSettings, ModelSettings, OptimSettings, ScheduleSettings
+from windlass.recipe.network import ModelSettings
+from windlass.recipe.settings import DataSettings, OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch
 
 __all__ = [

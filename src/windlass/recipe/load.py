@@ -21,6 +21,7 @@ import windlass.recipe.settings as sections
 from windlass.errors import UserError, require
 from windlass.recipe.keys import problems_of
 from windlass.recipe.layers import Changes, dotted, flatten, layers, merge, presets, typed
+from windlass.recipe.network import ModelSettings, Section
 from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
@@ -51,7 +52,7 @@ class Recipe(BaseModel):
     preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
     """The preset or file this recipe came from: the first half of the run's name."""
     run: sections.RunSettings = sections.RunSettings()
-    model: sections.ModelSettings = sections.ModelSettings()
+    model: ModelSettings = ModelSettings()
     data: sections.DataSettings = sections.DataSettings()
     train: sections.TrainSettings = sections.TrainSettings()
     optim: sections.OptimSettings = sections.OptimSettings()
@@ -190,14 +191,14 @@ def as_recipe(source: Any) -> Recipe:
     return recipe
 
 
-def default_lr(model: sections.ModelSettings) -> float:
+def default_lr(model: ModelSettings) -> float:
     """The peak learning rate where a recipe sets none."""
     if model.kind == "gpt" or model.from_scratch:
         return 1e-3
     return 2e-4 if model.lora.rank else 5e-5
 
 
-def own_tokenizer(model: sections.ModelSettings) -> str:
+def own_tokenizer(model: ModelSettings) -> str:
     """What `data.tokenizer = "auto"` stands for: the tokenizer of the weights or of the model that is named, else `byte`."""
     origin = model.init_from
     if origin.startswith("hf:"):
@@ -217,7 +218,7 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
-        is_section = isinstance(inner, type) and issubclass(inner, sections.Section)
+        is_section = isinstance(inner, type) and issubclass(inner, Section)
         fields |= settings(inner, f"{prefix}{name}.") if is_section else {prefix + name: field}  # type: ignore[arg-type]
     return fields
 
@@ -233,7 +234,7 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
     return recipe
 
 
-def _impossible_model(m: sections.ModelSettings, vocab: int) -> Iterator[tuple[str, str]]:
+def _impossible_model(m: ModelSettings, vocab: int) -> Iterator[tuple[str, str]]:
     """The same inside `[model]`; `vocab`: the tokenizer's, or 0."""
     if m.kind == "hf" and not m.name:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'

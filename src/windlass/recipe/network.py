@@ -1,0 +1,123 @@
+"""The section `[model]` of a recipe: the network. And what every section of a recipe is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _names(value: object) -> object:
+    """The names in a list as it is easily typed into a shell: `wandb`, `wandb,mlflow`, `[wandb]`."""
+    if not isinstance(value, str):
+        return value
+    inner = value.strip().removeprefix("[").removesuffix("]")
+    parts = [inner] if ":" in inner else inner.split(",")  # lm-eval:TASK,TASK is one name
+    return [name for part in parts if (name := part.strip().strip("'\""))]
+
+
+Names = BeforeValidator(_names)
+
+
+class Section(BaseModel):
+    """A part of a recipe; unknown keys are errors, and every field's docstring is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+
+
+class LoraSettings(Section):
+    """Low-rank adapters on a Hugging Face model (arXiv 2106.09685), through `peft`."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: float = Field(16.0, gt=0)
+    """Scale of the adapters' output: alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the adapters."""
+    targets: Annotated[list[str], Names] = []
+    """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
+
+
+ALL_KINDS = ("kind", "context", "init_from", "freeze")
+HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "lora")
+"""Keys of `[model]` that every kind of model has, and those that are for `kind = "hf"` alone."""
+
+
+class ModelSettings(Section):
+    """The network."""
+
+    kind: Literal["gpt", "hf"] = "gpt"
+    """`gpt`: the GPT of this package, shaped by the keys below; `hf`: a causal LM of `transformers`."""
+    name: str = ""
+    """With `hf`: a model's name on the Hub or a local directory."""
+    revision: str = ""
+    """With `hf`: the Hub commit, tag or branch; empty: the default branch."""
+    trust_remote_code: bool = False
+    """With `hf`: whether code that comes with the model may run here."""
+    from_scratch: bool = False
+    """With `hf`: take the architecture from the model's configuration, and fresh weights from the seed."""
+    layers: int = Field(6, ge=1)
+    """Number of transformer blocks."""
+    heads: int = Field(6, ge=1)
+    """Attention heads; they divide the width."""
+    kv_heads: int = Field(0, ge=0)
+    """Key and value heads of grouped-query attention (arXiv 2305.13245); they divide `heads`; 0: as many as `heads`."""
+    width: int = Field(384, ge=1)
+    """Size of the residual stream."""
+    ff_width: int = Field(0, ge=0)
+    """Hidden size of the feed-forward layer; 0: 4 x width."""
+    context: int = Field(256, ge=1)
+    """Longest sequence, in tokens: the length of a training sample."""
+    vocab: int = Field(0, ge=0)
+    """Rows of the embedding; 0: the tokenizer's vocabulary. May be larger than it (padding for speed), not smaller."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each sub-layer."""
+    final_norm: bool = True
+    """A normalisation between the last block and the head."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance in every normalisation."""
+    position: Literal["learned", "rope", "none"] = "learned"
+    """Position encoding: a learned table, rotary embedding (arXiv 2104.09864), or none."""
+    rope_theta: float = Field(10_000.0, gt=0)
+    """Base of the rotary embedding's wavelengths."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"
+    """`gelu_tanh`: GPT-2's approximation; `relu2`: squared (arXiv 2109.08668); `swiglu`: gated (arXiv 2002.05202)."""
+    attn_bias: bool = True
+    """Biases in the attention's projections."""
+    ff_bias: bool = True
+    """Biases in the feed-forward layer."""
+    norm_bias: bool = True
+    """A bias in each LayerNorm (RMSNorm never has one)."""
+    head_bias: bool = False
+    """A bias in the head."""
+    tie_head: bool = True
+    """The head is the embedding's transpose, one tensor."""
+    qk_norm: bool = False
+    """RMS normalisation of queries and keys, without weights (arXiv 2302.05442)."""
+    logit_cap: float = Field(0.0, ge=0)
+    """Softcap of the logits: `cap * tanh(logits / cap)`; 0: none."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """After the embedding, in attention, and at the end of each sub-layer."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights; output projections get it divided by sqrt(2 x layers), as in GPT-2."""
+    zero_init_output: bool = False
+    """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
+    init_from: str = ""
+    """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
+    freeze: list[str] = []
+    """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`, `"model.layers.0.*"`."""
+    lora: LoraSettings = LoraSettings()
+    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
+
+    @property
+    def unused(self) -> list[str]:
+        """The keys that mean nothing for this `kind`."""
+        return [k for k in type(self).model_fields if k not in ALL_KINDS and (k in HF_ONLY) == (self.kind == "gpt")]
+
+    @property
+    def kv_heads_(self) -> int:  # with 0 resolved
+        return self.kv_heads or self.heads
+
+    @property
+    def ff_width_(self) -> int:  # with 0 resolved
+        return self.ff_width or 4 * self.width
