@@ -105,7 +105,7 @@ def points(path):
 
 
 @pytest.mark.parametrize("name", ["one", "two", "bad", "empty", "many", "study"])
-@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (400, "dark")])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (768, "light"), (390, "dark")])
 def test_every_page_opens_without_a_complaint_and_fits_its_window(browser, reports, name, width, theme):
     outside = """nodes => nodes.filter(n => { const [t, s] = [n, n.ownerSVGElement].map(x => x.getBoundingClientRect());
         return t.left < s.left - 0.5 || t.right > s.right + 0.5; }).map(n => n.textContent)"""

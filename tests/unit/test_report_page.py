@@ -2,18 +2,19 @@ import base64
 import csv
 import hashlib
 import json
+import math
 import re
 import struct
 from html.parser import HTMLParser
 
 import matplotlib
 import pytest
-from report_fixtures import NASTY, build_run, build_study
+from report_fixtures import NASTY, build_run, build_study, edit
 
 from windlass.cli import main
 from windlass.reports.charts import charts
 from windlass.reports.page import page, report
-from windlass.reports.view import view
+from windlass.reports.view import view, views
 
 
 class Page(HTMLParser):
@@ -92,7 +93,8 @@ def rows(path):
 
 
 def test_a_report_has_a_page_tables_and_plots(written, one):
-    assert {path.name for path in written.tables} == {"results.csv", "train.csv", "evaluations.csv", "settings.csv"}
+    names = {"results.csv", "train.csv", "evaluations.csv", "settings.csv", "results.tex", "evaluations-loss.tex"}
+    assert {path.name for path in written.tables} == {*names, "evaluations-hellaswag.tex"}
     plots = {"loss", "loss-late", "lr", "grad_norm", "throughput", "step_time", "mfu", "memory", "utilisation"}
     assert plots <= set(written.plots)
     assert written.page == one.run.report_dir / "index.html" and written.page.stat().st_size
@@ -104,11 +106,14 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
         width, height = struct.unpack(">II", raw[16:24])
         assert raw.startswith(b"\x89PNG") and width == 1280 and height >= 250 and len(raw) < 300_000
         assert not [kind for kind in (b"tEXt", b"iTXt", b"zTXt", b"tIME") if kind in raw]
+        pdf = path.with_suffix(".pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and pdf.rstrip().endswith(b"%%EOF") and b"CreationDate" not in pdf
 
 
 def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one, tmp_path):
     def contents(made):
-        return {p.name: p.read_bytes() for p in (made.page, made.markdown, *made.tables, *made.plots.values())}
+        plots = [path.with_suffix(kind) for path in made.plots.values() for kind in (".png", ".pdf")]
+        return {p.name: p.read_bytes() for p in (made.page, made.markdown, *made.tables, *plots)}
 
     with matplotlib.rc_context({"figure.facecolor": "red", "lines.linewidth": 9, "savefig.dpi": 30}):
         again = report(one.run.path, tmp_path / "elsewhere")
@@ -123,7 +128,35 @@ def test_several_runs_are_stacked_under_their_names(one, tmp_path):
     assert [row["run"] for row in rows(tmp_path / "train.csv")] == ["one"] * 40 + ["other"] * 10
     suites = {(row["run"], row["suite"]) for row in rows(tmp_path / "evaluations.csv")}
     assert suites == {(run, suite) for run in ("one", "other") for suite in ("loss", "hellaswag")}
+    assert [a.get("class") for a in Page(made.page.read_text()).all("p")].count("notes") == 0, "nothing to say"
     assert "optim.lr" in made.markdown.read_text().split("## Results")[1].splitlines()[2]
+
+
+def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_no_best(one, tmp_path):
+    """4 nats at 4 bytes a token are 1 / ln 2 bits per byte, and 2 nats at one are 2 / ln 2."""
+
+    def measured(size):
+        def change(line):
+            return line | ({"bits_per_byte": line["loss"] / size / math.log(2)} if "perplexity" in line else {})
+
+        return change
+
+    runs = [
+        build_run(tmp_path / name, *more, steps=100)
+        for name, more in (("a", ()), ("b", ("data.tokenizer=gpt2", "model.vocab=0")))
+    ]
+    for run, size in zip(runs, (1, 4), strict=True):
+        edit(run, measured(size))
+    a, b = views(runs)
+    loss = charts([a, b])[0]
+    assert loss.unit == "bits per byte"
+    assert loss.series[0].y == pytest.approx(a.train["loss"] / math.log(2))
+    assert loss.series[2].y == pytest.approx(b.train["loss"] / 4 / math.log(2))
+    text = page([a, b], charts([a, b]))
+    assert "Best bits per byte" in text and "The tokenizers differ" in text and "Best validation loss" not in text
+    other = view(build_run(tmp_path / "c", "data.source=elsewhere", steps=100))
+    text = page([a, other], charts([a, other]))
+    assert "no best is named" in text and "data.source" in text and "Best validation loss" not in text
 
 
 def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tmp_path):
@@ -131,6 +164,7 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     command = "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine"
     assert {"loss-against-lr", "loss-against-kind", "heat-map", "loss", "loss-late"} <= set(made.plots)
     assert command in made.markdown.read_text()
+    assert "cosine & 2.2" in (tmp_path / "seeds.tex").read_text() and (tmp_path / "cells.tex").is_file()
     assert [row["state"] for row in rows(tmp_path / "cells.csv")].count("finished") == 10
     assert len(rows(tmp_path / "seeds.csv")) == 6 and rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
     parsed = Page(made.page.read_text())

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, edit, loss_at
 
 from windlass.reports.tables import all_settings, comparison, curves, evaluation_names, evaluations, measures, results
-from windlass.reports.text import csv_text, curve, last_sample, markdown_cell, printable
+from windlass.reports.text import csv_text, curve, last_sample, latex_table, markdown_cell, printable
 from windlass.reports.view import Track, view, views
 
 
@@ -112,6 +113,13 @@ def test_control_characters_pipes_and_tags_are_made_safe():
 def test_csv_reads_back_exactly(rows):
     lines = list(csv.reader(io.StringIO(csv_text(["x", "y"], rows), newline="")))
     assert lines[0] == ["x", "y"] and [(float(x), y) for x, y in lines[1:]] == rows
+
+
+@given(st.lists(st.text("ab&%$#_{}~^\\", min_size=1), min_size=2, max_size=2))
+def test_latex_is_escaped_as_by_pandas(cells):
+    pandas = pytest.importorskip("pandas")
+    expected = pandas.DataFrame([cells], columns=["x_1", "50%"]).to_latex(index=False, escape=True)
+    assert latex_table(["x_1", "50%"], [cells]) == re.sub(r"(\\text[a-z]+) ", r"\1{}", expected)
 
 
 def test_the_curve_and_the_last_sample_of_a_run(one):

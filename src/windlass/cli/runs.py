@@ -109,14 +109,14 @@ def report(
     out: str = typer.Option("", metavar="DIR", help="Where to write; default: report/ in the run or study, else here."),
     skip: int = typer.Option(-1, min=-1, metavar="N", help="Steps left out of the second loss plot; -1: a tenth."),
     plots: bool | None = typer.Option(
-        None, help="Draw the PNG files, or page and tables alone; default: with matplotlib."
+        None, help="Draw the PNG and PDF files, or page and tables alone; default: with matplotlib."
     ),
     text: bool = typer.Option(False, "--text", help="Also print the loss curve, the last sample and the results here."),
 ) -> None:
-    """Write a report: index.html, report.md, CSV tables and PNG plots; print the page's path.
+    """Write a report: index.html, report.md, tables (CSV, LaTeX), plots (PNG, PDF); print the page's path.
 
     One run is shown in full, several are compared, with the settings that differ first, and a study shows its measure
-    against the swept settings, and its winner. The page opens from disk in any browser and needs no network. The same
+    against the swept settings, and the best. The page opens from disk in any browser and needs no network. The same
     runs give the same bytes.
     """
     from windlass.reports.page import report as write_report

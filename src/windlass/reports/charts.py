@@ -103,8 +103,7 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         tracks = [seen.evals.get(suite) for seen in views]
         scores = dict.fromkeys(name for t in tracks if t is not None for name in t.measures() if name not in NO_SCORES)
         series = _columns(views, tracks, {name: name.replace("_", " ") for name in scores}, points="line")
-        slug = "".join(c if c.isalnum() and c.isascii() else "-" for c in suite)
-        described.append(Chart(f"suite-{slug}", suite, "", series))
+        described.append(Chart(f"suite-{slug(suite)}", suite, "", series))
     for key, title, unit, columns, smooth, factor in TRAIN:
         series = _columns(views, [seen.train for seen in views], columns, factor, smooth=smooth)
         described.append(Chart(key, title, unit, series, zero=True))
@@ -112,6 +111,11 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         series = [one for run, seen in enumerate(views) for one in _ranks(seen, run, columns, several)]
         described.append(Chart(key, title, unit, series, zero=True))
     return [chart for chart in described if chart.series]
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file's name."""
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)
 
 
 def bits_factor(seen: RunView) -> float:

@@ -1,4 +1,4 @@
-"""Writes a report: one HTML page, Markdown, CSV tables and PNG plots. The same runs give the same bytes.
+"""Writes a report: one HTML page, Markdown, tables as CSV and LaTeX, plots as PNG and PDF. The same runs give the same bytes.
 
 `page.html` is a jinja2 template with autoescape; every value that it prints goes through `text.printable` too. The
 charts are drawn in the browser by chart.js and page.js from the same description as the PNG files (`charts.Chart`), as
@@ -29,7 +29,7 @@ from windlass.errors import UserError, installed, require
 from windlass.fileio import write_atomic
 from windlass.recipe import flatten
 from windlass.reports import tables
-from windlass.reports.charts import Chart, Series, charts, smoothing
+from windlass.reports.charts import Chart, Series, charts, slug, smoothing
 from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.reports.tables import label, measures
 from windlass.reports.text import MISSING, markdown_cell, short, show
@@ -61,7 +61,7 @@ class Report:
     page: Path
     markdown: Path
     tables: list[Path]
-    plots: dict[str, Path]  # by the chart's id
+    plots: dict[str, Path]  # by the chart's id: its PNG, with a PDF of the same name beside it
     views: list[RunView]  # the runs as they were read
 
 
@@ -79,7 +79,7 @@ def report(
         out: the directory to write into, created if it is missing; None: `report/` in the run or study, of several runs
             `report/` here.
         skip: the second picture of the loss leaves out the steps before this one; None: the first tenth.
-        plots: whether to draw the PNG files, which takes most of the time; None: where matplotlib is installed.
+        plots: whether to draw the PNG and PDF files, which takes most of the time; None: where matplotlib is installed.
 
     Raises:
         UserError: there is no run, one of them cannot be read, or the directory cannot be written.
@@ -136,6 +136,16 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
         files |= {"seeds.csv": seeds} if (seeds := seed_table(study)) else {}
     for name, table in files.items():
         write_atomic(out / name, table.csv())
+    # those that stand in a paper, with the columns and digits that people read
+    papers = tables.evaluations(seen[0]) if len(seen) == 1 else {}
+    papers = {f"evaluations-{slug(suite)}": table for suite, table in papers.items()}
+    papers["results"] = (
+        tables.results(seen[0], for_people=True) if len(seen) == 1 else tables.comparison(seen, tables.PRINCIPAL)
+    )
+    for name in ("cells", "seeds"):
+        papers |= {name: files[f"{name}.csv"]} if f"{name}.csv" in files else {}
+    for name, table in papers.items():
+        write_atomic(out / f"{name}.tex", table.latex())
 
     titles = {"loss-late": "Loss without its first steps", "heat-map": "Heat map"}
     titles |= {chart.id: markdown_cell(chart.title) for chart in (*sweeps, *described)}
@@ -146,7 +156,8 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     text += f"\n## Settings\n\n{which} changed from the defaults.\n\n{changed.markdown()}"
     write_atomic(out / "report.md", text)
     write_atomic(out / "index.html", page(seen, described, study))
-    return Report(out / "index.html", out / "report.md", [out / name for name in files], drawn, list(seen))
+    listed = [*files, *(f"{name}.tex" for name in papers)]
+    return Report(out / "index.html", out / "report.md", [out / name for name in listed], drawn, list(seen))
 
 
 def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:

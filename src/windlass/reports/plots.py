@@ -1,4 +1,4 @@
-"""The charts as PNG files of a size for paper, drawn by matplotlib without pyplot or a display.
+"""The charts as PNG and PDF files of a size for paper, drawn by matplotlib without pyplot or a display.
 
 The same run gives the same bytes: neither date nor version is written into the files, and a user's style is ignored.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -37,7 +38,7 @@ STYLE: dict[str, Any] = {
     "axes.edgecolor": SOFT, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": HAIR, "xtick.color": SOFT, "ytick.color": SOFT,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "ytick.major.size": 0, "legend.frameon": False,
-    "legend.fontsize": 8.5, "text.parse_math": False,
+    "legend.fontsize": 8.5, "text.parse_math": False, "pdf.fonttype": 42,  # fonts as text that can be edited
 }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def write_plots(
     views: Sequence[RunView], charts: Sequence[Chart], folder: Path, skip: int | None = None, tones: Sequence[float] = (),
     heat: Heat | None = None,
 ) -> dict[str, Path]:  # fmt: skip
-    """Draw every chart into `folder`, one PNG each; returns their paths by the chart's id.
+    """Draw every chart into `folder`, as PNG and PDF; returns the paths of the PNG files by the chart's id.
 
     `skip`: `loss-late.png` leaves out the steps before this one; None: the first tenth of the run.
     """
@@ -64,6 +65,9 @@ def write_plots(
             figures["heat-map"] = heat_figure(heat)
         for name, figure in figures.items():
             FigureCanvasAgg(figure).print_png(folder / f"{name}.png", metadata={"Software": None})
+            FigureCanvasPdf(figure).print_pdf(
+                folder / f"{name}.pdf", metadata=dict.fromkeys(("Creator", "Producer", "CreationDate"))
+            )
     return {name: folder / f"{name}.png" for name in figures}
 
 

@@ -17,7 +17,7 @@ from windlass.checkpoint.retention import LOSS
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import Recipe, settings
 from windlass.recipe.units import epochs_in
-from windlass.reports.text import csv_text, markdown_table, show
+from windlass.reports.text import csv_text, latex_table, markdown_table, show
 from windlass.reports.view import RunView, Track
 
 Value = float | int | str | None
@@ -188,6 +188,9 @@ class Table:
 
     def markdown(self) -> str:
         return markdown_table(self.headings, self.shown(), self.numeric)
+
+    def latex(self) -> str:
+        return latex_table(self.headings, self.shown(), self.numeric)
 
     def csv(self) -> str:
         return csv_text([column.name for column in self.columns], self.rows)

@@ -1,4 +1,4 @@
-"""Values as people read them, text made safe for a terminal, Markdown and CSV, and the loss curve in the terminal."""
+"""Values as people read them, text made safe for a terminal, Markdown, LaTeX and CSV, and the loss curve in the terminal."""
 
 from __future__ import annotations
 
@@ -71,6 +71,29 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Se
     lines = [" | ".join(map(markdown_cell, line)) for line in (head, *rows)]
     lines.insert(1, " | ".join("---:" if i in right else "---" for i in range(len(head))))
     return "".join(f"| {line} |\n" for line in lines)
+
+
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}"}
+    | {
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "–": "--",
+        "−": "$-$",
+        "∞": r"$\infty$",
+        "·": r"$\cdot$",
+        "…": r"\dots{}",
+    }
+)
+
+
+def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
+    """A LaTeX table (`booktabs`) of cells that are text already; the columns numbered in `right` are set flush right."""
+    lines = [" & ".join(" ".join(printable(cell).split()).translate(LATEX) for cell in line) for line in (head, *rows)]
+    columns = "".join("r" if i in right else "l" for i in range(len(head)))
+    body = "".join(f"{line} \\\\\n" for line in lines[1:])
+    return f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{lines[0]} \\\\\n\\midrule\n{body}\\bottomrule\n\\end{{tabular}}\n"
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
