@@ -10,6 +10,7 @@ FAILED = 1  # a run, a check or a proof failed
 BAD_INPUT = 2  # the message says what was wrong, where, and what to write instead
 NOT_MEASURED = 44  # `windlass check`: the bandwidth could not be measured
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
+INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
 STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX_TEMPFAIL)
 
 
@@ -56,6 +57,15 @@ def needs(package: str) -> str:
 def before_training(name: str) -> str:
     """The message for a stop before the first step of a start: nothing was done that could be lost."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"
+
+
+def interrupted_twice(step: int) -> str:
+    """The message for a second Ctrl-C at a step, which waits for no save; 0: before the first one."""
+    if not step:
+        return "interrupted twice: ended at once; start the same command again"
+    return (
+        f"interrupted twice: ended at once at step {step:,}, without a save; the same command resumes from the last one"
+    )
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:

@@ -54,6 +54,18 @@ def effective(lines: Iterable[Line]) -> list[Line]:
     return [valid[index] for index in sorted(last.values(), key=lambda index: (valid[index]["step"], index))]
 
 
+def last_start(ledger: Iterable[Line]) -> Line:
+    """The event of a run's last start, with what it lacks from the starts before it; empty before the first.
+
+    The ledger is in the order of the steps, and the last start may have gone back behind those of another one.
+    """
+    starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
+    merged: Line = {}
+    for line in sorted(starts, key=lambda line: int(line.get("attempt", 0))):
+        merged |= line
+    return merged
+
+
 def _is_restart(line: Line) -> bool:
     # a start, an end, or anything else that a later attempt does not do again
     return line["kind"] == "event" and line.get("event") != "checkpoint"

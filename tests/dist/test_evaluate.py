@@ -84,6 +84,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     assert hellaswag is not None and squad is not None
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
+        "both": evaluate_loss(model, rows(11), ranks, 2, 5, whole=True),
         "texts": dict(zip(mine, continued, strict=True)),
         "sums": [one.sum for one in scored],
         "hellaswag": {k: hellaswag[k] for k in ("acc", "acc_norm", "acc_per_token", "items")},
@@ -114,6 +115,9 @@ def test_all_that_is_measured_is_that_of_one_process(strategy: str, world: int) 
             assert (mine["tokens"], mine["samples"]) == (whole["tokens"], whole["samples"])
             assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-6)
             assert mine["perplexity"] == pytest.approx(math.exp(mine["loss"]))
+        both = one["both"]
+        assert both["loss"] == one["loss"][2]["loss"] and both["full_samples"] == 11, "the bits of the bounded pass"
+        assert both["full_loss"] == pytest.approx(expected["loss"][0]["loss"], rel=1e-6)
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert all(one[name] == expected[name] for name in ("hellaswag", "squad", "few", "written"))
         assert one["texts"].items() <= expected["texts"].items()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 
 import pytest
 from small_runs import corpus, curve, recipe_of, stopped
 
-from helpers import best_step
+from helpers import best_step, refused
 from windlass import train
 from windlass.checkpoint.load import find, list_checkpoints
+from windlass.launch.local import launch
+from windlass.reports.overview import overview
+from windlass.reports.tables import measures
+from windlass.reports.view import view
 from windlass.run import Run
+from windlass.training.start import resolve_start
 
 __all__ = ["corpus"]
 MEASURE = "hellaswag.acc_per_token"
@@ -92,3 +98,51 @@ def test_a_longer_run_keeps_the_best_of_its_first_part(by_accuracy, whole, tmp_p
     run = train(by_accuracy(tmp_path / "run"), extend_to=14)
     scores = accuracies(run)
     assert set(scores) == set(range(15)) and run.summary["best_step"] == highest(scores) == best_step(run)
+
+
+def last_useful(scores: dict[int, float], patience: int) -> int:
+    """The step of the evaluation after which `train.early_stop` ends a run; else its last one."""
+    steps = sorted(scores)
+    for i, step in enumerate(steps):
+        best = max(steps[: i + 1], key=lambda step: scores[step])
+        if i - steps.index(best) >= patience:
+            return step
+    return steps[-1]
+
+
+def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, whole, tmp_path):
+    end = last_useful(accuracies(whole), 3)
+    assert 3 < end < 11, "else this would show nothing"
+    recipe = by_accuracy(tmp_path / "run", **{"train.early_stop": 3})
+    run = stopped(recipe, end - 1)  # what was measured before counts after a stop, too
+    run = train(recipe)
+    assert curve(run) == curve(whole)[:end] and best_step(run) == highest(accuracies(run))
+    ended = [e for e in run.events if e["event"] == "finished"]
+    assert [(e["step"], e["early_stop"]) for e in ended] == [(end, 3)] and MEASURE in ended[0]["reason"]
+    assert (run.path / "checkpoints" / f"step-{end:08d}").is_dir()
+    lines = run.metrics_path.read_bytes()
+    assert train(recipe).metrics_path.read_bytes() == lines
+    assert resolve_start(recipe).finished and "0, continues" in resolve_start(recipe).why_finished
+    assert [(row.state, row.step) for row in overview(run.path)] == [("ended early", end)]
+    assert measures(view(run))["ended_early"] == ended[0]["reason"]
+    assert curve(train(recipe.with_overrides("train.early_stop=0"))) == curve(whole), "it continues, as if it never had"
+
+
+def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, tmp_path):
+    values = {"eval.every": 2, "eval.batches": 1, "train.early_stop": 2, "optim.lr": 1e-30, "data.val_fraction": 0.3}
+    run = train(recipe_of(corpus, tmp_path / "run", **values, **{"data.dir": f"'{tmp_path / 'data'}'"}))
+    lines = run.lines("eval")  # weights do not move: no evaluation is better than the one before training
+    assert [(x["step"], "full_loss" in x) for x in lines] == [(0, False), (2, False), (4, True)]
+    assert len({x["loss"] for x in lines}) == 1 and lines[-1]["full_samples"] > lines[-1]["samples"] == 8
+    with refused("train.early_stop", "eval.every"):
+        recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_two_ranks_end_early_at_the_same_step(by_accuracy, whole, tmp_path):
+    recipe = by_accuracy(tmp_path / "run", **{"train.early_stop": 3, "train.micro_batch": 4})
+    (tmp_path / "recipe.toml").write_text(recipe.toml())
+    assert launch([sys.executable, "-m", "windlass", "train", str(tmp_path / "recipe.toml")], 2) == 0
+    run = Run(tmp_path / "run")
+    assert run.state == "finished" and run.events[-1]["step"] == last_useful(accuracies(run), 3)

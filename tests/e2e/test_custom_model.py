@@ -70,3 +70,19 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
 def test_samples_of_ones_own_for_the_recipes_model(tmp_path, page):
     run = train(recipe(tmp_path / "run", "model.vocab=0", "model.layers=1", "model.width=16"), data=page["data"])
     assert run.state == "finished"
+
+
+def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
+    class Mean(page["MyModel"]):
+        def forward(self, tokens, labels):
+            return super().forward(tokens, labels) / max(1, int((labels != -100).sum()))
+
+    for model in (Mean(), page["MyModel"]()):
+        where = recipe(tmp_path / type(model).__name__)
+        if isinstance(model, Mean):
+            with refused("forward(tokens, labels)", 'reduction="sum"', "train.startup_checks=false"):
+                train(where, model, page["data"])
+            assert not Run(where.run_dir).lines("train")
+            train(where.with_overrides("train.startup_checks=false", "train.steps=1"), model, page["data"], fresh=True)
+        else:
+            assert train(where, model, page["data"]).state == "finished"

@@ -23,6 +23,8 @@ from windlass.fileio import Files
 from windlass.launch.local import launch
 from windlass.optim.schedule import factor
 from windlass.recipe import Horizon, Recipe
+from windlass.reports.tables import measures
+from windlass.reports.view import view
 from windlass.run import Run, read_lines
 from windlass.training import setup
 from windlass.training.start import acquire_run_lock, is_restart, job_id, resolve_start, set_aside
@@ -290,3 +292,57 @@ def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh, res
     with refused("checkpoint.resume", resume):
         resolve_start(recipe, fresh=fresh)
     assert [p.name for p in tmp_path.iterdir()] == (["run"] if fresh else []), "nothing was set aside"
+
+
+def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
+    """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare with the last."""
+    values = {"eval.every": 2, "eval.batches": 1, "data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL | values)
+    stopped(recipe, 7)
+    changed = ("eval.batches=0", "telemetry.every=3", "checkpoint.resume=6")
+    run = train(recipe.with_overrides(*changed, "data.workers=1"))
+    events = [(e["step"], e["settings"]) for e in run.events if e["event"] == "settings_changed"]
+    assert events == [(6, {"data.workers": [0, 1], "eval.batches": [1, 0], "telemetry.every": [1, 3]})]
+    assert (run.recipe.eval.batches, run.recipe.telemetry.every) == (0, 3) and run.recipe.checkpoint.resume == "latest"
+    losses = {line["step"]: (line["samples"], line["loss"]) for line in run.lines("eval")}
+    assert [losses[step][0] for step in (0, 2, 4, 6)] == [8] * 4, "of step 6 there is an evaluation already"
+    after = {step: loss for step, (samples, loss) in losses.items() if samples > 8}
+    assert set(after) == {8, 10, 12} and best_step(run) == min(after, key=lambda step: after[step])
+    assert run.summary["best_step"] == best_step(run) and run.summary["best_eval_loss"] == min(after.values())
+    seen = view(run)
+    assert measures(seen)["best_eval_loss"] == min(after.values())
+    assert [r.what for r in seen.restarts] == ["settings changed"]
+    assert "eval.batches 1 -> 0 after step 6" in measures(seen)["changed"]
+    assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events), "the same settings"
+
+
+def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path / "run", **FLAT | KEEP_ALL)
+    train(recipe)
+    run = train(recipe.with_overrides("telemetry.every=2", "eval.every=5"), extend_to=16)
+    assert (run.recipe.train.steps, run.recipe.telemetry.every, run.recipe.eval.every) == (16, 2, 5)
+    changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
+    assert list(changed) == ["eval.every", "telemetry.every"]
+    seen = view(run)
+    assert seen.start["steps"] == seen.step == 16 and [r.what for r in seen.restarts] == ["extended"]
+    assert seen.outcome.predicted_seconds is None and "extended" in seen.outcome.reason
+    again = train(run.recipe.with_overrides("telemetry.every=4"), extend_to=20)
+    assert view(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
+
+
+def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus, tmp_path, capsys):
+    more = {"eval.every": 6, "eval.batches": 1, "data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+    bounded = train(recipe_of(corpus, tmp_path / "bounded", **more))
+    whole = train(recipe_of(corpus, tmp_path / "whole", **more | {"eval.batches": 0}))
+    first, middle, last = bounded.lines("eval")
+    of_all = whole.lines("eval")[-1]
+    assert [line["samples"] for line in (first, middle, last)] == [8] * 3 and of_all["samples"] > 8
+    assert not any("full_loss" in line for line in (first, middle, *whole.lines("eval")))
+    fields = ("perplexity", "tokens", "samples", "bits_per_byte")
+    assert [last[f"full_{key}"] for key in fields] == pytest.approx([of_all[key] for key in fields], rel=1e-12)
+    assert last["full_loss"] == pytest.approx(of_all["loss"], rel=1e-12) and last["loss"] != last["full_loss"]
+    assert bounded.summary["best_eval_loss"] == min(line["loss"] for line in (first, middle, last))
+    seen = measures(view(bounded))
+    assert (seen["eval_loss"], seen["full_eval_loss"]) == (last["loss"], last["full_loss"])
+    text = capsys.readouterr().out
+    assert f"of all data {last['full_loss']:.4f}" in text and "3 evaluations x 1 batches, the last one 2" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.run import Run
 from windlass.training import setup
+from windlass.training.checks import check_first_loss
 
 __all__ = ["corpus"]
 
@@ -70,3 +72,22 @@ def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not
     assert output.count("the run needs") == 1 and f"and {format_bytes(2 * size + RESERVE_BYTES)} are free" in output
     assert output.index("the run needs") < output.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
+
+
+def test_the_first_loss_is_held_against_guessing():
+    """No module of 512 tokens starts at 25.9 with its own tokenizer; a trained one starts below ln 512 = 6.24."""
+    assert all(word in check_first_loss(25.9, 512, fresh=False) for word in ("25.9", "6.238", "data.tokenizer"))
+    for loss in (6.3, 9.0, 1.2, 0.01, 0.0, math.nan):  # 0: every label was masked; NaN has a message of its own
+        assert check_first_loss(loss, 512, fresh=False) == ""
+    assert "init_std" in check_first_loss(25.9, 512, fresh=True) and check_first_loss(0.1, 512, fresh=True)
+    assert check_first_loss(6.4, 512, fresh=True) == check_first_loss(2.3, 9, fresh=True) == ""
+
+
+def test_a_suspicious_first_loss_is_said_and_stays_in_the_run(corpus, tmp_path, capsys):
+    recipe = recipe_of(
+        corpus, tmp_path / "run", **{"train.steps": 1, "model.init_std": 8, "model.zero_init_output": "false"}
+    )
+    said = [e["reason"] for e in train(recipe).events if e["event"] == "warning"]
+    assert len(said) == 1 and "model.init_std" in said[0] and said[0] in capsys.readouterr().out
+    off = train(recipe.with_overrides("train.startup_checks=false", f"run.dir='{tmp_path / 'off'}'"))
+    assert not [e for e in off.events if e["event"] == "warning"]

@@ -21,7 +21,7 @@ from windlass.checkpoint.retention import LOSS, Lineage, committed, policy_of, r
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon
-from windlass.run import Run
+from windlass.run import Run, last_start
 
 if TYPE_CHECKING:
     import torch
@@ -285,7 +285,7 @@ class CheckpointStatus:
     time: str | None  # when it was committed (UTC, ISO 8601); None, as the next two, where it is damaged
     bytes: int | None
     world: int | None
-    scores: dict[str, float]  # what the ledger has of its step: `loss`, and the recipe's `checkpoint.best`
+    scores: dict[str, float | None]  # of its step, by the ledger: `loss`, and the recipe's `checkpoint.best`
     kept: list[str]  # why retention keeps it: `last`, `best`, `final`, `every`, `start`
     problem: str  # what is damaged; empty: it is good, as far as it was read
 
@@ -307,14 +307,14 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     run = Run.open(run_dir)
     recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
     entries, names = format_.list_entries(directory), format_.names_in(directory)
-    starts = [x for x in ledger if x["kind"] == "event" and "samples_per_epoch" in x]
-    horizons = [Horizon(x["steps"], x["samples_per_epoch"], recipe.train.global_batch) for x in starts[-1:]]
+    began = last_start(ledger)
+    horizons = [Horizon(began["steps"], began["samples_per_epoch"], recipe.train.global_batch)] if began else []
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS, policy.measure)}
     why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
     for e in sorted(entries, key=lambda e: e.step):
-        measured = {measure: values[e.step] for measure, values in scores.items() if e.step in values}
+        measured = {measure: values.get(e.step) for measure, values in scores.items()}
         time, size, world = (e.manifest.time, e.manifest.bytes, e.manifest.world) if e.manifest else (None, None, None)
         problem = e.verify() if verify else e.problem
         rows.append(CheckpointStatus(e.step, e.path, time, size, world, measured, why.get(e.serial, []), problem))

@@ -23,6 +23,8 @@ from windlass.recipe.settings import CheckpointSettings
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
 """The one suite of whose measures (see `checkpoint.best`) less is better."""
+SAME_ITEMS = ("samples", "items", "items_hash")
+"""The fields of an `eval` line that say what it was measured on; of the validation set it is the first `samples`."""
 LINEAGE = "lineage.json"
 
 
@@ -62,15 +64,29 @@ def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], lineage
 
 
 def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> dict[int, float]:
-    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in a ledger's `eval` lines, by step."""
+    """The finite values of a measure (`loss`, or `SUITE.NAME` as `squad.f1`) in a ledger's `eval` lines, by step.
+
+    Of evaluations on other items than the last one (a resume changed `eval.batches`) there are none: they do not compare.
+    """
     suite, _, name = measure.partition(".")
-    scores = {}
-    for line in lines:
-        if line["kind"] == "eval" and line.get("suite", LOSS) == suite:
-            value = line.get(name or suite)
-            if value is not None and math.isfinite(float(value)):
-                scores[int(line["step"])] = float(value)
-    return scores
+    return {
+        int(line["step"]): float(line[name or suite])
+        for line in comparable([line for line in lines if line["kind"] == "eval" and line.get("suite", LOSS) == suite])
+        if line.get(name or suite) is not None and math.isfinite(float(line[name or suite]))
+    }
+
+
+def without_improvement(lines: Sequence[Mapping[str, Any]], measure: str) -> int:
+    """How many evaluations of a measure, up to the last of a ledger's `eval` lines, came after the best one."""
+    scores, suite = scores_by_step(lines, measure), measure.partition(".")[0]
+    top = best(scores, measure)
+    steps = {line["step"] for line in comparable([x for x in lines if x.get("suite", LOSS) == suite])}
+    return sum(top is None or step > top for step in steps)
+
+
+def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of a suite's `eval` lines that were measured on the same items as the last one."""
+    return [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
 def better(value: float, than: float | None, measure: str) -> bool:

@@ -47,7 +47,8 @@ def evaluate(
     def show(name: str, numbers: dict[str, Any]) -> None:
         if not json_:
             rows = [
-                (k, f"{v:,.4f}" if isinstance(v, float) else f"{v:,}", UNITS.get(k, "")) for k, v in numbers.items()
+                (k, f"{v:,.4f}" if isinstance(v, float) else v if isinstance(v, str) else f"{v:,}", UNITS.get(k, ""))
+                for k, v in numbers.items()
             ]
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 

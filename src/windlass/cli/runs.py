@@ -82,7 +82,7 @@ def checkpoints(
                 f"{row.step:,}",
                 (row.time or "")[:19].replace("T", " "),
                 "" if row.bytes is None else format_bytes(row.bytes),
-                *(f"{row.scores[m]:.4f}" if m in row.scores else "" for m in measures),
+                *("" if (score := row.scores[m]) is None else f"{score:.4f}" for m in measures),
                 ", ".join(KEPT[why] for why in row.kept),
                 "BAD" if row.problem else good,
             )

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def train(
     from windlass.parallel.env import detect_env
     from windlass.processes import PARENT, exit_with_parent
     from windlass.recipe import Recipe
+    from windlass.run import Run
     from windlass.training.start import resolve_start
     from windlass.training.stop import StopSignals
 
@@ -50,7 +52,7 @@ def train(
     if env.launcher == "none":
         plan = resolve_start(loaded, **start)
         if plan.finished:
-            typer.echo(f"{plan.run.path} is finished: all {plan.run.summary.get('steps', '')} steps are done.")
+            typer.echo(f"{plan.run.path} is finished: {plan.why_finished}.")
             return show_end(plan.run, sample=True)
         plan.recipe.check_packages()
         if world not in ("", "1") or max_restarts:
@@ -63,7 +65,10 @@ def train(
             with StopSignals():  # once, before the ranks, which find recipe and data in order
                 prepare(loaded)
             code = launch([sys.executable, "-m", "windlass", *sys.argv[1:]], worlds, max_restarts)
-            return show_end(plan.run) if code == DONE else code
+            if code == DONE:
+                return show_end(Run(plan.run.path))  # its recipe is read anew: an extension has changed it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while this process ends changes no exit code
+            return code
     elif env.launcher != "windlass" and world not in ("", str(env.world)):
         raise UserError(f"--world {world}: this process is one of {env.world} ({env.launcher}); leave --world out")
     with StopSignals():  # importing torch takes seconds; the training then has its own

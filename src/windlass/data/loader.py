@@ -160,17 +160,18 @@ class Loader(Iterator[StepBatch]):
 
 
 def eval_batches(
-    samples: Samples, rank: int, world: int, micro_batch: int, limit_samples: int = 0, *,
+    samples: Samples, rank: int, world: int, micro_batch: int, limit_samples: int = 0, *, first: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[MicroBatch]:  # fmt: skip
-    """The first `limit_samples` samples (0: all), each once over all ranks, in equally many micro-batches on every rank.
+    """The samples from `first` up to `limit_samples` (0: all), each once over all ranks, in equally many micro-batches on
+    every rank.
 
     Rows past the last sample are all masked: every rank makes the same forward passes.
     """
     count = min(limit_samples, len(samples)) if limit_samples else len(samples)
-    for turn in range(-(-count // (micro_batch * world))):
+    for turn in range(-(-(count - first) // (micro_batch * world))):
         k = turn * world + rank
-        wanted = np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
+        wanted = first + np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
         surplus = wanted >= count
         tokens, labels = samples.read(np.where(surplus, 0, wanted))
         labels = np.where(surplus[:, None], IGNORE_INDEX, labels)

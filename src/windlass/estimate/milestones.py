@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.optim.schedule import phases
 from windlass.recipe import Duration, Horizon
+from windlass.recipe.settings import LOSS_SUITE
 from windlass.recipe.units import epochs_in
 
 if TYPE_CHECKING:
@@ -22,6 +23,22 @@ class Milestone(NamedTuple):
 
     what: str
     step: int
+    size: float = 1.0  # the last evaluation is of all validation data: so many times as long as one before it
+
+
+class Evaluations(NamedTuple):
+    """What a run's evaluations of the loss are, in global batches."""
+
+    count: int
+    batches: int  # of each but the last
+    last: int  # of the last one: all validation data
+    share: float  # of the run's arithmetic, by which a forward pass is a third of a training step
+
+    def __str__(self) -> str:
+        last = f", the last one {self.last:,}" if self.last != self.batches else ""
+        return (
+            f"{self.count:,} evaluations x {self.batches:,} batches{last}: {100 * self.share:.2g} % of the run's work"
+        )
 
 
 @dataclass(frozen=True)
@@ -47,10 +64,22 @@ def occurrences(horizon: Horizon, every: Duration) -> list[int]:
     return sorted({-((-samples.numerator * k) // (samples.denominator * horizon.samples_per_step)) for k in edges})
 
 
-def milestones(recipe: Recipe, horizon: Horizon) -> list[Milestone]:
+def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluations | None:
+    """The evaluations of a run's loss; None where there are none, or the validation set is not known (0)."""
+    steps = [m.step for m in milestones(recipe, horizon) if m.what == EVALUATION]
+    if not (steps and val_samples and LOSS_SUITE in recipe.eval.suites):
+        return None
+    last = -(-val_samples // horizon.samples_per_step)
+    batches = min(recipe.eval.batches or last, last)
+    work = ((len(steps) - 1) * batches + last) / 3
+    return Evaluations(len(steps), batches, last, work / (work + horizon.steps))
+
+
+def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
     """Everything that happens in a whole run, in order, from the first evaluation at step 0 on.
 
-    Where the data is not prepared (`samples_per_epoch` 0) nothing that is counted in epochs is in the list.
+    Where the data is not prepared (`samples_per_epoch` 0) nothing that is counted in epochs is in the list. With the size of
+    the validation set the last evaluation is as long as it will be.
     """
     steps, (warmup, fall) = horizon.steps, phases(recipe.optim.schedule, horizon)
     at: dict[str, Iterable[int]] = {
@@ -62,7 +91,11 @@ def milestones(recipe: Recipe, horizon: Horizon) -> list[Milestone]:
         CHECKPOINT: sorted({*occurrences(horizon, recipe.checkpoint.every), steps}),
         "end": [steps],
     }
-    return sorted((Milestone(what, step) for what, places in at.items() for step in places), key=lambda m: m.step)
+    limit = recipe.eval.batches * horizon.samples_per_step
+    loss_alone = recipe.eval.suites == [LOSS_SUITE]  # other suites are measured the same way each time
+    size = {(EVALUATION, steps): max(1.0, val_samples / limit)} if limit and loss_alone else {}
+    found = (Milestone(what, step, size.get((what, step), 1.0)) for what, places in at.items() for step in places)
+    return sorted(found, key=lambda m: m.step)
 
 
 def ahead(milestones: Sequence[Milestone], now: int = 0) -> list[Milestone]:
@@ -74,7 +107,7 @@ def seconds_until(
     milestones: Sequence[Milestone], step: int, now: int, seconds_per_step: float, costs: Mapping[str, float]
 ) -> float:
     """Seconds from step `now` until `step` is done, with the milestones up to it, as far as `costs` has their seconds."""
-    extra = sum(costs.get(m.what, 0.0) for m in ahead(milestones, now) if m.step <= step)
+    extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead(milestones, now) if m.step <= step)
     return max(0, step - now) * seconds_per_step + extra
 
 

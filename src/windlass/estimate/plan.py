@@ -10,18 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from windlass.errors import UserError
 from windlass.estimate.devices import TABLE, Device, find_device, this_device
 from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommend
-from windlass.estimate.milestones import TIMED, MilestoneRow, checkpoints_to_come, milestone_rows, milestones
+from windlass.estimate.milestones import (
+    TIMED,
+    Evaluations,
+    MilestoneRow,
+    checkpoints_to_come,
+    evaluations,
+    milestone_rows,
+    milestones,
+)  # fmt: skip
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
-from windlass.run import Run
+from windlass.run import Run, last_start
 from windlass.telemetry.timing import peak_flops
 
 SMALL_WIDTH = 768
@@ -53,7 +61,8 @@ class Subject:
     vocab: int | None = None  # rows of the embedding, where the recipe leaves them to the tokenizer
     samples_per_epoch: int = 0  # 0: not known
     tokens_per_sample: float | None = None  # real tokens on average; None: not known
-    reason: str = "unknown until the data is prepared"  # why the three above are not known
+    val_samples: int = 0  # of the validation set; 0: none, or not known
+    reason: str = "unknown until the data is prepared"  # why the four above are not known
     done: int = 0  # steps done
     steps: int | None = None  # of a run that has begun
     counted: CountedSizes | None = (
@@ -113,6 +122,7 @@ class Plan:
     device_hours: float | None = None  # the same, times ranks
     not_counted: list[str] = field(default_factory=list)  # milestones to come whose time was not measured
     milestones: list[MilestoneRow] = field(default_factory=list)
+    evaluations: Evaluations | None = None  # of the loss, and their share of the work
     unknown: dict[str, str] = field(default_factory=dict)  # what is None, and why
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,7 +173,7 @@ def plan(
 
 def start_event(run: Run) -> dict[str, Any]:
     """The last start in a run's ledger; empty before the first."""
-    return next((x for x in reversed(run.lines("event")) if "world" in x and "steps" in x), {})
+    return last_start(run.ledger())
 
 
 def subject_of(
@@ -203,6 +213,7 @@ def subject_of(
         subject, vocab=vocab, samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=last["tokens"] / last["samples"] if last.get("samples") and last.get("tokens") else None,
         done=int(last.get("step", started["step"])), steps=int(started["steps"]),
+        val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
     )  # fmt: skip
     return with_counted_sizes(subject)
 
@@ -231,11 +242,14 @@ def with_prepared_data(subject: Subject) -> Subject:
     try:
         if (prepared := find_prepared(subject.recipe)) is None:
             return subject
-        samples: Any = open_samples(subject.recipe, prepared)[0]
+        samples, val = cast(tuple[Any, Any], open_samples(subject.recipe, prepared))
     except UserError as error:
         return replace(subject, reason=str(error))
     tokens = samples.valid_tokens / len(samples)
-    return replace(subject, vocab=prepared.tokenizer.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens)
+    return replace(
+        subject, vocab=prepared.tokenizer.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens,
+        val_samples=len(val or ()),
+    )  # fmt: skip
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
@@ -302,14 +316,21 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
             optimal_steps=optimal_steps(recipe, size.parameters, subject.tokens_per_sample),
             flops=None if steps is None else size.flops_per_token * batch * context * steps,
         )  # fmt: skip
-    return plan if steps is None else with_milestones(plan, recipe, Horizon(steps, samples, batch))
+    return plan if steps is None else with_milestones(plan, recipe, Horizon(steps, samples, batch), subject.val_samples)
 
 
-def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon) -> Plan:
+def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> Plan:
     """The plan of a run of known length with what happens in it, and with the time to its end where a speed is known."""
-    events, costs, per_step = milestones(recipe, horizon), plan.speed.costs if plan.speed else {}, plan.seconds_per_step
+    events, costs, per_step = (
+        milestones(recipe, horizon, val_samples),
+        plan.speed.costs if plan.speed else {},
+        plan.seconds_per_step,
+    )
     rows = milestone_rows(events, plan.done, per_step, costs)
-    plan = replace(plan, milestones=rows, checkpoints=checkpoints_to_come(recipe, horizon))
+    plan = replace(
+        plan, milestones=rows, checkpoints=checkpoints_to_come(recipe, horizon),
+        evaluations=evaluations(recipe, horizon, val_samples),
+    )  # fmt: skip
     if plan.speed is None or (seconds := rows[-1].last_seconds if rows else 0.0) is None:
         return plan
     missing = [m.what for m in rows if m.what in TIMED and m.what not in costs]

@@ -73,6 +73,8 @@ def _facts(plan: Plan) -> list[Fact]:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N"
         facts.append(("optimal", f"{rule} = {plan.optimal_tokens:,} tokens = {plan.optimal_steps:,} steps{ratio}"))
     facts.append(("epochs", f"{plan.epochs:.3g}" if plan.epochs else plan.unknown.get("epochs", "unknown")))
+    if plan.evaluations:
+        facts.append(("evaluation", str(plan.evaluations)))
     if size.flops_per_token:
         flops = f"{_scaled(size.flops_per_token, 'FLOP')} a token"
         facts.append(("FLOPs", flops + (f"; {plan.flops:.2e} in all" if plan.flops else "")))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from windlass.estimate.milestones import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
 from windlass.recipe import Horizon
-from windlass.run import effective, read_lines
+from windlass.run import effective, last_start, read_lines
 from windlass.telemetry.timing import wall_time
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
         return None
     lines = [x for x in lines if x.get("attempt", 0) == lines[-1].get("attempt", 0)]
     lines = lines[2:] if len(lines) > 4 else lines[1:] or lines
-    starts = [x for x in ledger if x["kind"] == "event" and isinstance(x.get("world"), int)]
-    world, device = (starts[-1]["world"], str(starts[-1].get("device") or "")) if starts else (1, "")
+    began = last_start(ledger)
+    world, device = int(began.get("world", 1)), str(began.get("device") or "")
     tokens_per_step = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines)
     times, cut = sorted(x["step_ms"] for x in lines), len(lines) // 10
     speed = tokens_per_step / (mean(times[cut : len(times) - cut]) / 1e3)
@@ -121,6 +121,8 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
         return replace(memory, reason="the run has not finished")
     steps = int(started["steps"])
     worlds = dict.fromkeys(x["world"] for x in raw if x["kind"] == "event" and isinstance(x.get("world"), int))
+    if any(x.get("extended_from") for x in raw):
+        return replace(memory, reason="the run was extended")
     if len(worlds) > 1:
         return replace(memory, reason=f"the number of ranks changed: {', then '.join(map(str, worlds))}")
     if len({x["steps"] for x in raw if x["kind"] == "event" and "steps" in x}) > 1:
@@ -132,7 +134,8 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
         return replace(memory, reason=f"nothing was logged between {100 * PREDICTED_AT:g} % of the steps and the end")
     horizon = Horizon(steps, int(started.get("samples_per_epoch", 0)), run.recipe.train.global_batch)
     per_step = now["tokens"] / now["step"] / speed.tokens_per_s
-    left = seconds_until(milestones(run.recipe, horizon), steps, now["step"], per_step, speed.costs)
+    val_samples = started.get("data", {}).get("val", {}).get("samples", 0)
+    left = seconds_until(milestones(run.recipe, horizon, val_samples), steps, now["step"], per_step, speed.costs)
     predicted, actual = (_without_pauses(lines) for lines in (raw[: raw.index(now) + 1], raw))
     memory = replace(memory, predicted_seconds=predicted + left, predicted_at_step=int(now["step"]))
     return replace(memory, actual_seconds=actual)

@@ -29,6 +29,7 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "Rowan/hellaswag"  # on the Hub
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
+Progress = Callable[[int, int], object]  # called between passes: how much is done, of how much
 LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB on a GPU
 
 
@@ -39,12 +40,15 @@ def evaluate_loss(
     batch: int,
     limit: int = 0,
     *,
+    whole: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
+    progress: Progress | None = None,
     token_bytes: np.ndarray | None = None,
 ) -> dict[str, float] | None:
     """Mean cross-entropy over the unmasked labels of a validation set, or of its first `limit` samples (0: all).
 
+    With `whole` the rest is measured in the same pass: the numbers of all samples are the same fields with `full_` in front.
     `model(tokens, labels)`, both [B, T], gives the summed loss. Losses and tokens are added over ranks before the one division,
     so that neither the number of ranks nor the padding has an effect; where samples do not divide evenly, surplus rows are
     masked. `batch` is sequences in one pass of one rank. `token_bytes` [V] adds `bits_per_byte` of text to the result: `loss`
@@ -52,25 +56,40 @@ def evaluate_loss(
     """
     started, model = time.perf_counter(), unwrap(model)
     count = min(limit, len(samples)) if limit else len(samples)
+    ends = [count, len(samples)] if whole and count < len(samples) else [count]
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    tokens = text_bytes = 0
+    tokens = text_bytes = done = 0
+    results: list[dict[str, float]] = []
     with evaluating(model), torch.no_grad():
-        for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=count):
-            unmasked = micro.labels[micro.labels != IGNORE_INDEX]
-            tokens += unmasked.numel()
-            if token_bytes is not None:
-                text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
-            with autocast():
-                total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
-            if poll is not None and sum_async([poll()], ranks).wait()[0]:
-                return None
-    loss_sum, all_tokens, all_bytes = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
-    if not all_tokens:
+        for first, end in itertools.pairwise(
+            [0, *ends]
+        ):  # the rest begins a pass of its own: the sum before it is unchanged
+            for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first):
+                unmasked = micro.labels[micro.labels != IGNORE_INDEX]
+                tokens += unmasked.numel()
+                if token_bytes is not None:
+                    text_bytes += int(token_bytes[unmasked.cpu().numpy()].sum())
+                with autocast():
+                    total += model(micro.tokens.to(ranks.device), micro.labels.to(ranks.device)).detach()
+                if poll is not None and sum_async([poll()], ranks).wait()[0]:
+                    return None
+                if progress is not None:
+                    done = min(done + batch * ranks.world, end)
+                    progress(done, ends[-1])
+            sums = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
+            results.append(_mean_loss(*sums, end))
+    runtime_s = time.perf_counter() - started
+    full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
+    return results[0] | {"runtime_s": runtime_s, "samples_per_s": ends[-1] / runtime_s} | full
+
+
+def _mean_loss(loss_sum: float, tokens: float, text_bytes: float, samples: int) -> dict[str, float]:
+    if not tokens:
         raise UserError("every label of the validation set is masked: look at data.eval_source")
-    loss, runtime_s = loss_sum / all_tokens, time.perf_counter() - started
-    result = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
-    result |= {"tokens": int(all_tokens), "samples": count, "runtime_s": runtime_s, "samples_per_s": count / runtime_s}
-    return result | ({"bits_per_byte": loss_sum / (math.log(2) * int(all_bytes))} if all_bytes else {})
+    loss = loss_sum / tokens
+    numbers = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    numbers |= {"tokens": int(tokens), "samples": samples}
+    return numbers | ({"bits_per_byte": loss_sum / (math.log(2) * int(text_bytes))} if text_bytes else {})
 
 
 class Continuation(NamedTuple):
@@ -95,6 +114,7 @@ def log_likelihoods(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     poll: Callable[[], bool] | None = None,
+    progress: Progress | None = None,
 ) -> list[Likelihood] | None:
     """Log-likelihood of each ending after its context, each scored on one rank; equal on every rank, which all have the rows.
 
@@ -121,6 +141,8 @@ def log_likelihoods(
                 sums[i], greedy[i] = float(scores.double().sum()), float((chosen.argmax(-1) == wanted).all())
             if poll is not None and sum_async([poll()], ranks).wait()[0]:
                 return None
+            if progress is not None:
+                progress(min(first + ranks.world, len(passes)), len(passes))
     merged = sum_async([*sums, *greedy], ranks).wait()
     return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
 
@@ -192,7 +214,7 @@ def evaluate_hellaswag(
 
     `acc`: the ending with the largest summed log-likelihood is the right one; `acc_norm`: the largest per character of the
     ending, as EleutherAI's harness defines it; `acc_per_token`: the largest per token, which llm.c reports. And `items`,
-    `runtime_s`, `samples_per_s`. `how` are `autocast` and `poll`.
+    `runtime_s`, `samples_per_s`. `how` are `autocast`, `poll` and `progress`.
     """
     started = time.perf_counter()
     scores = log_likelihoods(model, rows, ranks, **how)

@@ -53,19 +53,26 @@ class Suites:
     batch: int = 1  # sequences of it in one forward pass of one rank
 
     def measure(
-        self, suite: str, model: Any, poll: Callable[[], bool] | None = None
-    ) -> tuple[Numbers, dict[str, str] | None] | None:
-        """The numbers of a suite, and SQuAD's predictions; None where `poll`, asked between passes, cut it short."""
+        self, suite: str, model: Any, poll: Callable[[], bool] | None = None, whole: bool = False,
+        progress: likelihood.Progress | None = None,
+    ) -> tuple[Numbers, dict[str, str] | None] | None:  # fmt: skip
+        """The numbers of a suite, and SQuAD's predictions; None where `poll`, asked between passes, cut it short.
+
+        `whole`: the loss of all validation data, too, beside that of `eval.batches`.
+        """
         recipe, ranks, tokenizer = self.recipe, self.ranks, self.tokenizer
         how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
         if suite == SQUAD_SUITE:
-            return evaluate_squad(model, tokenizer, self._questions, ranks, **how)
+            scored = evaluate_squad(model, tokenizer, self._questions, ranks, **how)
+            return None if scored is None else (scored[0] | {"items_hash": items_hash(self._questions)}, scored[1])
         if suite == LOSS_SUITE:
             assert self.val is not None
             how |= {"limit": recipe.eval.batches * recipe.train.global_batch, "token_bytes": self._token_bytes}
+            how |= {"whole": whole, "progress": progress}
             numbers = likelihood.evaluate_loss(model, self.val, ranks, self.batch, **how)
         elif suite == HELLASWAG_SUITE:
-            numbers = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how)
+            numbers = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how, progress=progress)
+            numbers = numbers and numbers | {"items_hash": items_hash(self._endings[0])}
         else:  # the recipe has checked the name
             numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
         return None if numbers is None else (numbers, None)
@@ -82,6 +89,11 @@ class Suites:
     def _endings(self) -> tuple[list[likelihood.Item], list[likelihood.Continuation]]:
         items = likelihood.read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
         return items, likelihood.continuations(items, self.tokenizer)
+
+
+def items_hash(items: Sequence[Any]) -> str:
+    """Eight hexadecimal digits, equal for the same items: numbers of others do not compare."""
+    return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,7 @@ def evaluate(
         suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
         overrides: Settings to change, as `data.eval_source=FILE`. The precision is fp32 (fp64 for a model trained in it)
             unless one of them names it: scores are made of logits, and bf16 rounds one between 16 and 32 to the next eighth.
+            The loss is that of all validation data, unless one of them is `eval.batches`.
         out: Where results and predictions go; default: RUN/eval, or nowhere for a model without a run.
         on_result: Called on rank 0 with each suite's numbers as it ends.
 
@@ -132,6 +145,8 @@ def evaluate(
     }  # fmt: skip
     if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
         settings["train.precision"] = "fp32"
+    if not any(o.startswith("eval.batches=") for o in overrides):
+        settings["eval.batches"] = 0
     recipe = source.recipe.with_overrides(**settings)
     recipe.check_packages()
     if folder := out or (source.run.path / "eval" if source.run else None):

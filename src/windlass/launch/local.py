@@ -30,6 +30,7 @@ TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL; the kernel keeps one that waits for a disk or a device longer
 END_SECONDS = 10.0  # documented: so long after a rank ended, or was seen to be suspended, the launcher has ended
 STOP_SECONDS = 60.0  # for the other ranks to end after the first one stopped: rank 0 may let its trackers finish
+SECOND_SECONDS = 0.5  # for rank 0 to end by a first Ctrl-C when a second one comes
 STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
 TAIL_LINES = 30
 MEANT_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart would change them
@@ -61,7 +62,7 @@ def launch(
         stopped_seconds: how long a rank may be suspended.
 
     Returns:
-        0: all done. 75: stopped by a signal, everything saved. 2, 44, 46: the code of the first rank to end. 1: a failure.
+        0: all done. 75: stopped by a signal, everything saved. 130: by a second Ctrl-C, without that. 2, 44, 46: the code of the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
     log, world, attempt = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0], 0
@@ -150,9 +151,7 @@ class Group:
             while self.received:
                 number = self.received.pop(0)
                 if number == signal.SIGINT and number in self.forwarded:
-                    self.log("windlass: interrupted twice: ended at once, without saving")
-                    self.kill()
-                    return errors.FAILED
+                    return self._end_at_once()
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
             hung = [worker for worker in self.workers if worker.suspended_seconds() >= stopped_seconds]
@@ -204,6 +203,18 @@ class Group:
         for worker in self.workers:
             if worker.code is None:
                 worker.process.send_signal(number)
+
+    def _end_at_once(self) -> int:
+        """After a second Ctrl-C; rank 0 may just have stopped by the first one, and said so."""
+        until = time.monotonic() + SECOND_SECONDS
+        while not self.workers[0].poll() and time.monotonic() < until:
+            time.sleep(0.02)
+        stopped = self.workers[0].code == errors.STOPPED
+        self.kill()
+        if stopped:
+            return errors.STOPPED
+        self.log(f"windlass: {errors.interrupted_twice(processes.read(self.watch_dir, 'status', 0).get('step', 0))}")
+        return errors.INTERRUPTED
 
     def _end(self, hung: Sequence[Worker]) -> int:
         """One rank failed: end the rest, say which one and why; the exit code."""

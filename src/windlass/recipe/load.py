@@ -26,10 +26,15 @@ from windlass.recipe.units import BatchPlan, plan_batch
 
 NON_SEMANTIC = (
     "run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch", "train.micro_batch",
-    "train.threads", "train.startup_checks", "train.compile", "train.deterministic",
+    "train.threads", "train.early_stop", "train.startup_checks", "train.compile", "train.deterministic",
     "parallel.", "checkpoint.", "eval.", "telemetry.",
 )  # fmt: skip
 """Settings that change where and how a run computes, but not what: not in the config hash, free to differ on resume."""
+
+MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
+"""Those that say what is evaluated on: a resume may change them, and then compares no evaluation with those before."""
+UNRECORDED = ("preset", "run.dir", "data.dir", "checkpoint.resume")
+"""Those that a resume records nowhere: where things are, and what one start does. All others it writes into the run."""
 
 
 REPR_SETTINGS = 8  # changed settings that the repr of a recipe has, at most
@@ -276,6 +281,8 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
         yield "checkpoint.best", f'it is "{best}", and eval.suites does not measure {suite}: {write}'
+    if t.early_stop and not recipe.eval.every:
+        yield "train.early_stop", "it needs evaluations, and eval.every is 0: set that, or leave this out"
     try:
         recipe.batch(1)
     except UserError as error:

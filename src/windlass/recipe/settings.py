@@ -124,8 +124,10 @@ class TrainSettings(Section):
     """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
     """The run ends after this number of skipped steps in a row (fp16 overflows, `on_nonfinite`, `on_spike`)."""
+    early_stop: int = Field(0, ge=0)
+    """The run ends after so many evaluations in a row without a better value of `checkpoint.best`; 0: never."""
     startup_checks: bool = True
-    """Checks before step 1: master weights, ties, equal replicas, gradient norm."""
+    """Checks at step 1: master weights, ties, replicas, gradient norm, the first loss, that your own module sums its loss."""
     threads: int = Field(0, ge=0)
     """CPU threads of one rank; 0: the cores shared among the ranks of a host."""
 
@@ -240,8 +242,8 @@ class EvalSettings(Section):
 
     every: Duration = 0.1
     """How often the validation loss is measured; also at step 0 and at the end."""
-    batches: int = Field(0, ge=0)
-    """Global batches of the validation set to use, always the same ones; 0: all of it."""
+    batches: int = Field(100, ge=0)
+    """Global batches of the validation set to use, always the same ones; 0: all of it, as a run's last evaluation does."""
     suites: Annotated[list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names] = [LOSS_SUITE]
     """Measured at every evaluation: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`."""
     hellaswag_file: str = ""

@@ -102,7 +102,7 @@ def _row(path: Path, top: Path) -> RunRow:
         left = time_left(train, steps)
     return RunRow(
         run=name,
-        state=state,
+        state="ended early" if state == "finished" and lines[-1].get("early_stop") else state,
         step=max((line["step"] for line in lines), default=0),
         steps=steps,
         left_s=left,

@@ -34,6 +34,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "world": ("Ranks", "count", lambda v: first(v.summary.get("world"), v.start.get("world"), len(v.ranks) or None)),
     "train_loss": ("Final training loss", "loss", lambda v: last_value(v.train, "loss")),
     "eval_loss": ("Final evaluation loss", "loss", lambda v: last_value(v.evals.get("loss"), "loss")),
+    "full_eval_loss": ("The same on all validation data", "loss", lambda v: last_value(v.evals.get("loss"), "full_loss")),
     "eval_perplexity": ("Final perplexity", "loss", lambda v: last_value(v.evals.get("loss"), "perplexity")),
     "best_eval_loss": ("Best evaluation loss", "loss", lambda v: best(v, LOSS, LOSS)[0]),
     "best_eval_step": ("Step of the best evaluation", "count", lambda v: best(v, LOSS, LOSS)[1]),
@@ -67,6 +68,9 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "actual_s": ("Time it took, without repeated steps and restarts", "duration", lambda v: v.outcome.actual_seconds),
     "device_hours": ("Device-hours", "hours", lambda v: v.device_hours),
     "starts": ("Starts", "count", lambda v: 1 + len(v.restarts)),
+    "ended_early": ("Ended early", "", lambda v: next(
+        (e.get("reason") for e in reversed(v.events) if e["event"] == "finished"), None)),
+    "changed": ("Settings changed", "", lambda v: "; ".join(changed_settings(v)) or None),
 }  # fmt: skip
 """Every measure of a run by its name in CSV: the label for people, the kind of number (see `text.show`), its value."""
 
@@ -102,16 +106,14 @@ def measures(view: RunView) -> dict[str, Value]:
 def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
     """The best value of an evaluation, and its step: the lowest of the loss, or the highest of anything else.
 
-    Evaluations on another number of samples than the last one has do not count.
+    Where a resume changed what is evaluated on, only the evaluations since then compare.
     """
     track = view.evals.get(suite)
-    if track is None or not track.has(column):
+    if track is None:
         return None, None
-    samples = track["samples"]
-    good = np.isfinite(track[column]) & ((samples == samples[-1]) | np.isnan(samples))
-    if not good.any():
+    finite = np.where(np.isfinite(track[column]) & (track["comparable"] > 0), track[column], np.nan)
+    if np.isnan(finite).all():
         return None, None
-    finite = np.where(good, track[column], np.nan)
     place = int(np.nanargmin(finite) if suite == LOSS else np.nanargmax(finite))
     return float(finite[place]), int(track["step"][place])
 
@@ -130,6 +132,12 @@ def trained_part(start: Mapping[str, Any]) -> str | None:
     return trainable(trained, total) if total and trained and trained != total else None
 
 
+def changed_settings(view: RunView) -> list[str]:
+    """What resumes changed, and after which step."""
+    pairs = ((x["step"], key, old, new) for x in view.changed for key, (old, new) in x["settings"].items())
+    return [f"{key} {show(old)} -> {show(new)} after step {step:,}" for step, key, old, new in pairs]
+
+
 def first(*values: Any) -> float | None:
     """The first that is a finite number."""
     return next((x for x in values if isinstance(x, (int, float)) and math.isfinite(x)), None)
@@ -144,7 +152,7 @@ def evaluation_speed(track: Track | None) -> float | None:
     """Samples of all evaluations divided by their time."""
     if track is None:
         return None
-    samples, seconds = track["samples"], track["runtime_s"]
+    samples, seconds = np.fmax(track["samples"], track["full_samples"]), track["runtime_s"]
     timed = np.isfinite(samples) & np.isfinite(seconds) & (seconds > 0)
     return float(samples[timed].sum() / seconds[timed].sum()) if timed.any() else None
 

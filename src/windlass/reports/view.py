@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from windlass.checkpoint.retention import comparable
 from windlass.estimate.time import PredictedAndActual, predicted_and_actual
 from windlass.recipe import typed
-from windlass.run import Line, Run, effective, read_lines
+from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.compare import Evaluated, evaluated
 from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
 
@@ -28,7 +29,7 @@ Numbers = NDArray[np.float64]
 
 BOOKKEEPING = (
     "kind", "step", "time", "attempt", "epoch", "samples", "samples_trained", "tokens", "suite", "event", "index",
-    "runtime_s", "hours", "batches", "first_batch_s",
+    "runtime_s", "hours", "batches", "first_batch_s", "comparable", "full_tokens", "full_samples",
 )  # fmt: skip
 """Fields that place a line in the run and measure nothing."""
 
@@ -82,7 +83,7 @@ class Track:
 class Restart(NamedTuple):
     """Where an attempt after the first one starts."""
 
-    what: str  # one of the words in STARTS
+    what: str  # one of the words in STARTS, `extended`, or `settings changed`
     step: float
     tokens: float
     hours: float
@@ -104,6 +105,7 @@ class RunView:
     restarts: Sequence[Restart]
     samples: Sequence[Line]
     events: Sequence[Line]
+    changed: Sequence[Line]  # events of settings that a resume changed: `settings`, by key the old and the new value
     start: Line  # the last event of starting, with what it lacks from those before
     evaluated: Evaluated | None  # what its validation loss was measured on
     summary: Line
@@ -172,25 +174,23 @@ def view(run: Run, label: str | None = None) -> RunView:
     evals = {}
     for suite in dict.fromkeys(line.get("suite", "loss") for line in ledger if line["kind"] == "eval"):
         own = [line for line in ledger if line["kind"] == "eval" and line.get("suite", "loss") == suite]
-        columns = _track(own, clock).columns
+        same = [float(line in comparable(own)) for line in own]
+        columns = {**_track(own, clock).columns, "comparable": np.array(same)}
         # `tokens` of an `eval` line are those evaluated on; a chart's axis needs those trained on
         evals[suite] = Track({**columns, "tokens": interpolate(train, "step", columns["step"], "tokens")})
     events = [line for line in ledger if line["kind"] == "event"]
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
-    start: Line = {}
-    for _, line in sorted(starts.items()):  # an extension may start at an earlier step than a resume before it
-        start |= line
+    changed = [line for line in events if line.get("event") == "settings_changed"]
     restarts = []
     for attempt in clock.attempts[1:]:
         if begun := starts.get(attempt.number):
             step = float(begun["step"])
             tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
             before = begun.get("extended_from")
-            what = "extended" if before else STARTS[begun["event"]]
-            text = f"extended from {before:,} to {begun['steps']:,} steps" if before else what
-            own = [x for x in events if x.get("event") == "settings_changed" and x.get("attempt") == attempt.number]
-            changes = [change for x in own for change in x.get("settings", {}).items()]
-            text += "".join(f"; {key} = {typed(new)} from here on, not {typed(old)}" for key, (old, new) in changes)
+            own = [change for x in changed if x.get("attempt") == attempt.number for change in x["settings"].items()]
+            what = "extended" if before else "settings changed" if own else STARTS[begun["event"]]
+            text = f"extended from {before:,} to {begun['steps']:,} steps" if before else STARTS[begun["event"]]
+            text += "".join(f"; {key} = {typed(new)} from here on, not {typed(old)}" for key, (old, new) in own)
             restarts.append(Restart(what, step, tokens, attempt.before / 3600, begun["time"], text))
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
     ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]
@@ -205,7 +205,8 @@ def view(run: Run, label: str | None = None) -> RunView:
         restarts=restarts,
         samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None],
         events=events,
-        start=start,
+        changed=changed,
+        start=last_start(ledger),
         evaluated=evaluated(run, run.recipe, ledger),
         summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
         speed=throughput(ledger),

@@ -70,10 +70,3 @@ def common_measure(measured: Sequence[Evaluated | None]) -> tuple[str, str]:
     if sizes[-1] > 1.01 * sizes[0]:
         text += f" They were measured on {sizes[0] / 1e3:,.0f} to {sizes[-1] / 1e3:,.0f} kB of it (eval.batches = 0: on all)."
     return BITS, text
-
-
-def same_samples(lines: Sequence[Line]) -> list[Line]:
-    """The `eval` lines, without those on another number of samples than the last one of their suite has."""
-    evals = [x for x in lines if x["kind"] == "eval"]
-    last = {x.get("suite", LOSS): x.get("samples") for x in evals}
-    return [x for x in evals if x.get("samples") == last[x.get("suite", LOSS)]]

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from windlass.checkpoint.retention import LOSS, best, better, scores_by_step
+from windlass.checkpoint.retention import LOSS, best, better, comparable, scores_by_step
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
-from windlass.run import Line, Run, effective, read_lines
-from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated, same_samples
+from windlass.run import Line, Run, effective, last_start, read_lines
+from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated
 from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
 
@@ -363,18 +363,18 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     # JSON has non-finite numbers as text
     losses = [float(x["loss"]) for x in evals if x.get("suite", "loss") == "loss" and "loss" in x]
     suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
-    alike = same_samples(lines)
-    own = [x for x in alike if x.get("suite", "loss") == suite and x.get(name or suite) is not None and x["step"] > 0]
-    scores, speed = scores_by_step(alike, measure), throughput(lines)
+    alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
+    own = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
+    scores, speed = scores_by_step(lines, measure), throughput(lines)
     best_step, last = best(scores, measure), train[-1] if train else {}
     return {
         "step": last.get("step", 0),
         "last_step": max((x["step"] for x in (*train, *evals)), default=0),
-        "steps": next((int(x["steps"]) for x in reversed(lines) if x["kind"] == "event" and x.get("steps")), None),
+        "steps": last_start(lines).get("steps"),
         "loss": float(last["loss"]) if "loss" in last else None,
         "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
         "eval_loss": losses[-1] if losses else None,
-        "best_loss": min(scores_by_step(alike, LOSS).values(), default=None),
+        "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
         "score": None if best_step is None else scores[best_step],
         "evaluations": tuple((str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own),
         "tokens": int(last.get("tokens", 0)),

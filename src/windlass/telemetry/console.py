@@ -30,8 +30,8 @@ FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
 }
 """Fields of a `train` line by priority, the first ones stay in a narrow terminal: how each is shown, and its legend."""
 
-SCORES = {"loss": "val loss", "perplexity": "perplexity", "acc": "acc", "acc_norm": "acc norm", "exact_match": "exact match",
-          "f1": "f1"}  # fmt: skip
+SCORES = {"loss": "val loss", "full_loss": "of all data", "perplexity": "perplexity", "acc": "acc", "acc_norm": "acc norm",
+          "exact_match": "exact match", "f1": "f1"}  # fmt: skip
 """Fields of an `eval` line that are shown, with their words."""
 
 BAR = 20  # columns; where there is no room for half of it, there is no bar
@@ -62,7 +62,7 @@ class Console:
 
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
-        model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, first_step: int = 0,
+        model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "", first_step: int = 0,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens = short(self.steps * tokens_per_step)
@@ -76,6 +76,7 @@ class Console:
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
             **{key: data[key] for key in ("lengths", "cut") if key in data},
             "work": f"{self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}",
+            **({"eval": evaluation} if evaluation else {}),
         }  # fmt: skip
         for name, fact in facts.items():
             self._print(f"{name:<8}{fact}", {"run": "bold", "cut": "yellow"}.get(name, ""), indent=8)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.errors import RunFailed
+from windlass.data.samples import Samples
+from windlass.errors import RunFailed, UserError
+from windlass.evaluation.source import evaluating
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
+from windlass.recipe.settings import IGNORE_INDEX
 
 HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, for a parameter of any size
 
@@ -69,6 +76,46 @@ def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
         if differ:
             problems.append(f"ranks {first_rank} and {rank} hold different values of {', '.join(differ[:4])}")
     return problems
+
+
+@torch.no_grad()
+def check_loss_is_a_sum(
+    model: nn.Module, samples: Samples, ranks: Ranks, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Raise UserError where a module of the user's gives another loss than the sum over the unmasked labels.
+
+    A sum over all positions is that over the first half of them and that over the rest; a mean is not.
+    """
+    tokens, labels = (
+        torch.from_numpy(np.array(a, dtype=np.int64)) for a in samples.read(np.arange(min(2, len(samples))))
+    )
+    first = (torch.arange(labels.numel()) < labels.numel() // 2).view_as(labels)
+    masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
+    with evaluating(model), autocast():
+        whole, *halves = (float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked)
+    wrong = math.isfinite(whole) and abs(sum(halves) - whole) > 0.3 * abs(whole)
+    if any(ranks.all_gather_object("sum of the loss", wrong)):
+        raise UserError(
+            f"your model's forward(tokens, labels) gives no sum: {whole:.4g} for two samples, and {halves[0]:.4g} and "
+            f"{halves[1]:.4g} for the two halves of their labels. Return the loss summed over labels that are not -100 "
+            '(reduction="sum"); Windlass divides it by their number in the whole step (train.startup_checks=false: no check)'
+        )
+
+
+def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
+    """What is suspicious about the loss of the first step, held against that of guessing among `rows` tokens; or ""."""
+    chance = math.log(max(2, rows))
+    likely = 0.5 * chance < loss < 1.5 * chance + 1 if fresh else loss < 1.5 * chance + 1
+    if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
+        return ""
+    causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
+    if fresh:
+        causes = (
+            "look at model.init_std and model.logit_cap, or the labels"
+            if loss > chance
+            else "labels may be in the input"
+        )
+    return f"the first loss is {loss:.4g}, and guessing among {rows:,} tokens gives {chance:.4g}: {causes}"
 
 
 @torch.no_grad()

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.reshard import gather_state
-from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step
+from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step, without_improvement
 from windlass.checkpoint.save import Outcome, Saver
 from windlass.data.facts import Facts, lines
+from windlass.estimate.milestones import evaluations
 from windlass.model.size import CountedSizes, describe_sizes
 from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Horizon
+from windlass.recipe.load import MEASURED_ON
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
@@ -31,9 +33,11 @@ from windlass.telemetry.environment import describe_rank, write_environment
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
+from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
+MUCH_EVALUATION = 0.2  # share of a run's work from which on evaluations are warned of
 SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
 
 
@@ -103,6 +107,8 @@ class ModelFacts:
     flops_per_token: float | None  # forward and backward, 6N plus attention; None where not known
     device_name: str
     peak_flops: float | None  # FLOP/s of the device; None where not known
+    rows: int  # of the embedding
+    fresh: bool  # whether the weights are random ones of ours
 
 
 class Recorder:
@@ -117,7 +123,7 @@ class Recorder:
         settings, run = plan.recipe.telemetry, plan.run
         self.padded_tokens = 0  # tokens of this start, with padding and masked ones
         self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
-        self.scores: dict[int, float] = {}  # of `checkpoint.best` by step, from the ledger and since
+        self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines, from the ledger and since
         self._next_beat = 0.0  # of the monotonic clock
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
         stack.callback(self.ledger.close)
@@ -141,9 +147,14 @@ class Recorder:
             "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
             "device": facts.device_name,
         }  # fmt: skip
+        measured = evaluations(plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0))
+        if measured is not None and measured.share > MUCH_EVALUATION:
+            fewer = "lower eval.batches or raise eval.every"
+            notes = [*notes, f"evaluations are {100 * measured.share:.0f} % of the run's work: {fewer}"]
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            model=describe_sizes(facts.sizes), tokens_per_step=batch.tokens_per_step, first_step=state.step, data=lines(facts_of_data, plan.recipe.model.context),
+            model=describe_sizes(facts.sizes), tokens_per_step=batch.tokens_per_step, first_step=state.step,
+            evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, **shared,
         )  # fmt: skip
         for note in notes:
@@ -153,19 +164,52 @@ class Recorder:
             how, **shared, parameters=facts.sizes.total, trained=facts.sizes.trained, network=facts.sizes.network or None,
             steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
             global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
-            data=facts_of_data, extended_from=plan.extends_from or None, branched_from=str(branched.absolute()) if branched else None,
+            data=facts_of_data, extended_from=plan.extends_from or None,
+            branched_from=str(branched.absolute()) if branched else None,
         )  # fmt: skip
         if resumed_from:
             self.console.event(f"resumed from {resumed_from}", state.step)
+        if plan.changes:
+            self.event("settings_changed", settings={change.key: [change.old, change.new] for change in plan.changes})
+            self.console.event(f"settings changed: {', '.join(map(str, plan.changes))}", state.step)
+        if any(change.key.startswith(MEASURED_ON) for change in plan.changes):
+            self.console.warning("evaluations from here on are of other items: the best is looked for among them alone")
 
     def restart_counts(self) -> None:
         """At a start or after a rewind: speeds are measured from here on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
         self.timer.read()
 
+    def warn(self, text: str) -> None:
+        """A warning (none where it is empty) that stays in the run: shown, and an event."""
+        if text:
+            self.console.warning(text)
+            self.event("warning", reason=text)
+
     def event(self, event: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line."""
         self.ledger.write("event", self.state.step if step is None else step, event=event, **fields)
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """Of `checkpoint.best`, by step."""
+        return scores_by_step(self.evaluations, self.plan.recipe.checkpoint.best)
+
+    def stops_improving(self) -> bool:
+        """Whether `train.early_stop` ends the run: equal on all ranks, which have the same evaluations."""
+        patience = self.plan.recipe.train.early_stop
+        return 0 < patience <= without_improvement(self.evaluations, self.plan.recipe.checkpoint.best)
+
+    def finished(self, early: bool) -> None:
+        """The event of the run's end; `early`: by `train.early_stop`, and why."""
+        measure, scores, why = self.plan.recipe.checkpoint.best, self.scores, dict[str, Any]()
+        if early:
+            count, step = without_improvement(self.evaluations, measure), best(scores, measure)
+            since = "there was none" if step is None else f"the best was {scores[step]:.4f} at step {step:,}"
+            why = {"early_stop": count, "reason": f"{count} evaluations without a better {measure}; {since}"}
+        self.event("finished", **why)
+        text = f"finished early, after {why['reason']}" if early else "finished"
+        self.console.event(f"{text}: {self.run.path}", self.state.step)
 
     @property
     def epoch(self) -> float:
@@ -180,6 +224,8 @@ class Recorder:
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
+        if state.step == 1 and self.plan.recipe.train.startup_checks:
+            self.warn(check_first_loss(loss, self.facts.rows, self.facts.fresh))
         line = self.ledger.write(
             "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
             epoch=self.epoch, **times, tokens_per_s=tokens_per_s, tokens_per_s_per_device=tokens_per_s / world,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,12 +33,12 @@ from windlass.model.size import flops_per_token
 from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
+from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe, as_recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
-from windlass.training.checks import tie_groups, uses_dropout
+from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
@@ -77,7 +78,7 @@ def train(
             return plan.run
         plan.recipe.check_packages()
         set_up(plan, model, data, on_step, stop, stack, stop_at).run()
-    return plan.run
+    return Run(plan.run.path)  # reads the recipe anew, which an extension has changed
 
 
 def set_up(
@@ -112,6 +113,8 @@ def set_up(
     )  # fmt: skip
     origin = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
     recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
+    # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
+    stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
     if ranks.main:  # the optimizer has no state before its first step: 8 bytes a parameter are to come
         size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.sizes.trained)
         present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
@@ -119,6 +122,8 @@ def set_up(
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
     recorder.started(batch, describe(data), str(choice.path) if choice is not None else "", notes)
+    if plan.changes:
+        decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,
@@ -140,6 +145,8 @@ def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) ->
     batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
     if samples < 1:
         raise UserError(f"the training data has no sample of model.context = {recipe.model.context} tokens")
+    if recipe.train.early_stop and data.val is None:
+        raise UserError("train.early_stop needs validation data: give data.eval_source=FILE, or data.val_fraction=0.1")
     optimum = recipe.train.steps == "compute-optimal"
     if optimum and custom:
         raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
@@ -213,7 +220,8 @@ def prepare_model(
         flops = flops_per_token(recipe.model, data.vocab)
     facts = ModelFacts(
         sizes, precision, uses_dropout(model), tie_groups(model), hf, None if custom else flops, device_name,
-        peak_flops(device_name, precision, tf32=recipe.train.tf32),
+        peak_flops(device_name, precision, tf32=recipe.train.tf32), rows,
+        fresh=custom is None and not recipe.model.init_from and (recipe.model.kind == "gpt" or recipe.model.from_scratch),
     )  # fmt: skip
     model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
@@ -223,6 +231,8 @@ def prepare_model(
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
+    if custom is not None and choice is None and recipe.train.startup_checks:
+        check_loss_is_a_sum(model, data.train, ranks, partial(autocast, recipe, ranks.device))
     return model, facts
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import list_entries, step_dir
@@ -26,7 +26,8 @@ from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, wri
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.parallel.env import detect_env
-from windlass.recipe import Horizon, Recipe
+from windlass.recipe import Horizon, Recipe, typed
+from windlass.recipe.load import UNRECORDED
 from windlass.run import LOCK, OCCUPIED, Run, lock_held
 
 if TYPE_CHECKING:
@@ -55,6 +56,26 @@ class StartPlan:
     branch_from: Path | None = None  # with `--branch-from`: the checkpoint to start from
     fresh: bool = False  # what is in the directory is set aside first
     restarted: bool = False  # a scheduler or launcher restarted the job that began the run, or its present lineage
+    changes: tuple[Change, ...] = ()  # settings that a resume has otherwise than the run so far
+
+    @property
+    def why_finished(self) -> str:
+        """Of a finished run: whether all its steps are done, and that changes of this command had no effect."""
+        reason = next((e.get("reason") for e in reversed(self.run.events) if e["event"] == "finished"), None)
+        ended = reason and f"{reason}; a larger train.early_stop, or 0, continues it"
+        changed = f"; without effect: {', '.join(map(str, self.changes))}" if self.changes else ""
+        return (ended or f"all {self.run.summary.get('steps', '')} steps are done") + changed
+
+
+class Change(NamedTuple):
+    """A setting of a run that a resume changes."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {typed(self.old)} -> {typed(self.new)}"
 
 
 def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "") -> StartPlan:
@@ -101,9 +122,18 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
     if branch_from and begins_at.is_absolute() and begins_at != wanted:
         raise UserError(f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir")
     finished = not extends_from and run.state == "finished"
-    if finished and isinstance(steps, int):  # a run whose extension was killed has an earlier end in its ledger
-        finished = steps == max(line["step"] for line in run.events if line["event"] == "finished")
-    return StartPlan(recipe, run, resuming=True, finished=finished, extends_from=extends_from, restarted=restarted)
+    if finished:
+        end = next(line for line in reversed(run.events) if line["event"] == "finished")  # that of the highest step
+        if early := end.get("early_stop", 0):  # with more patience it continues
+            finished = 0 < recipe.train.early_stop <= early
+        elif isinstance(steps, int):  # a run whose extension was killed has an earlier end in its ledger
+            finished = steps == end["step"]
+    old, new = run.recipe.flat(), recipe.flat()
+    differ = [key for key in new if not key.startswith((*UNRECORDED, "train.steps")) and old.get(key) != new[key]]
+    return StartPlan(
+        recipe, run, resuming=True, finished=finished, extends_from=extends_from, restarted=restarted,
+        changes=tuple(Change(key, old.get(key), new[key]) for key in differ),
+    )  # fmt: skip
 
 
 def _branch_checkpoint(recipe: Recipe, origin: Run, step: int) -> Path:
@@ -206,14 +236,25 @@ def hash_without_steps(recipe: Recipe) -> str:
 
 
 def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None) -> None:
-    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
+    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer.
+
+    What a resume changes besides is recorded first: see `write_settings`.
+    """
     files, run = files or Files(), plan.run
     if not plan.resuming:
         files.make_dirs(run.path)
     lineage = lineage_at(run.path, choice.path if choice else None, choice.step if choice else 0, job_id())
     write_lineage(run.path, lineage, files)
     if not plan.resuming or plan.extends_from:
-        files.replace(run.recipe_path, plan.recipe.toml().encode())
+        longer = {"train.steps": plan.recipe.train.steps}
+        recipe = run.recipe.with_overrides(**longer) if plan.resuming else plan.recipe
+        files.replace(run.recipe_path, recipe.toml().encode())
+
+
+def write_settings(plan: StartPlan) -> None:
+    """The run's recipe has the settings that hold from here on; what one start alone does stays as it was."""
+    once = {"checkpoint.resume": plan.run.recipe.checkpoint.resume}
+    Files().replace(plan.run.recipe_path, plan.recipe.with_overrides(**once).toml().encode())
 
 
 def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:

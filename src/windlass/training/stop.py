@@ -17,10 +17,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from windlass.errors import STOPPED, before_training
+from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # of people, SLURM, PBS
-INTERRUPTED = 130  # the exit code of a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
 
 
 class StopSignals:
@@ -33,6 +32,7 @@ class StopSignals:
         self.requested, self.received_at = False, 0.0  # whether and when this rank received the first signal
         self.name = "a stop signal on another rank"  # or that of the first signal here
         self.training = False  # whether the first optimizer step has begun: from then on a signal is a flag
+        self.step: Callable[[], int] = lambda: 0  # steps completed
         self.before_exit: Callable[[str], object] = lambda name: None  # called with the signal's name before that
         self._previous: dict[int, Any] = {}
 
@@ -50,16 +50,20 @@ class StopSignals:
         if not self.training and number == signal.SIGINT and hasattr(sys, "ps1"):
             raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
         if not self.training:
-            # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so
-            # the line goes to the descriptor; a progress bar has hidden the terminal's cursor: it is shown again.
-            with contextlib.suppress(Exception):
-                os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {before_training(name)}\n").encode())
-                self.before_exit(name)
-            os._exit(STOPPED)
+            self._exit(STOPPED, before_training(name), name)
         if self.requested and number == signal.SIGINT:
-            os._exit(INTERRUPTED)
+            self._exit(INTERRUPTED, interrupted_twice(self.step()))
         if not self.requested:
             self.requested, self.name, self.received_at = True, name, time.monotonic()
+
+    def _exit(self, code: int, message: str, name: str = "") -> None:
+        # No clean-up, which could wait for other ranks. The signal may have interrupted a write to sys.stderr, so the line
+        # goes to the descriptor; a live line has hidden the terminal's cursor: it is shown again.
+        with contextlib.suppress(Exception):
+            os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {message}\n").encode())
+            if name:
+                self.before_exit(name)
+        os._exit(code)
 
     def seconds_since(self) -> float:
         """Seconds since the first signal on this rank; 0 where there was none."""

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.reshard import restore
-from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best, scores_by_step
+from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
 from windlass.data.chat import stop_tokens
 from windlass.data.loader import Loader, StepBatch
 from windlass.data.order import step_samples
@@ -37,6 +37,7 @@ from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe.settings import LOSS_SUITE
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
 from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
@@ -91,6 +92,7 @@ class Trainer:
     on_step: OnStep | None
     stop_at: int
     rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
+    ends_early: bool = False  # by `train.early_stop`: no step is to follow
 
     def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped where a signal or `stop_at` ends it before."""
@@ -109,15 +111,15 @@ class Trainer:
     def begin(self) -> None:
         """Check the model; evaluate and sample where that is due at this step and a stop or kill has left it undone."""
         recorder, step = self.recorder, self.state.step
-        # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
-        self.stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
+        self.stop.step = lambda: self.state.step
         run = recorder.run  # its effective ledger has no lines of steps that are done again
         lines = decide_on_rank_0(self.ranks, "measured", lambda: run.lines("eval") + run.lines("sample"))
-        recorder.scores |= scores_by_step(lines, self.recipe.checkpoint.best)
+        recorder.evaluations = [line for line in lines if line["kind"] == "eval"]
         done = {line["kind"] for line in lines if line["step"] == step}
         if self.recipe.train.startup_checks:
             startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
-        if self.evaluation_due() and "eval" not in done:
+        self.ends_early = recorder.stops_improving()
+        if self.evaluation_due() and (self.ends_early or "eval" not in done):
             self.evaluate()
         if self.sample_due() and "sample" not in done:
             self.sample()
@@ -129,7 +131,7 @@ class Trainer:
         state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
         agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
         try:
-            while state.step < horizon.steps:
+            while state.step < horizon.steps and not self.ends_early:
                 batch = self.next_batch(loader)
                 self.stop.training = True  # from here on a signal saves before it ends the process
                 agreement.post([self.stop.requested, self.saves.failed_in_a_row])
@@ -258,16 +260,18 @@ class Trainer:
         ends = step in (0, self.horizon.steps)
         return self.data.val is not None and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
 
-    def evaluate(self) -> bool:
-        """Measure every suite of `eval.suites`, and save the best model so far, also where no save is due.
+    def evaluate(self, suites: Sequence[str] = ()) -> bool:
+        """Measure the suites (by default those of `eval.suites`), and save the best model so far, also where no save is due.
 
         False where a stop cut it short: then nothing is written.
         """
         step, recorder, settings, measured = self.state.step, self.recorder, self.recipe.checkpoint, []
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
-            for suite in self.recipe.eval.suites:
-                result = self.suites.measure(suite, self.model, self.poll_stop)
+            last = step == self.horizon.steps or self.ends_early
+            for suite in suites or self.recipe.eval.suites:
+                progress = partial(recorder.console.progress, f"evaluating {suite}")
+                result = self.suites.measure(suite, self.model, self.poll_stop, last, progress)
                 if result is None:
                     return False
                 numbers, predictions = result
@@ -281,10 +285,14 @@ class Trainer:
         for fields in measured:
             line = recorder.ledger.write("eval", step, **fields, **more)
             recorder.console.eval(line)
-            recorder.scores |= scores_by_step([line], settings.best)
+            recorder.evaluations.append(line)
         if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
             self.saves.save(BEST)
-        return True
+        if last or not recorder.stops_improving():
+            return True
+        self.ends_early = True  # so this was the last evaluation: the loss once more, with all validation data
+        bounded = 0 < self.recipe.eval.batches * self.batch.global_batch < len(self.data.val or ())
+        return not bounded or LOSS_SUITE not in self.recipe.eval.suites or self.evaluate([LOSS_SUITE])
 
     def sample_due(self) -> bool:
         """Whether a text is generated at this step; a user's own model or tokenizer may not be able to."""
@@ -339,7 +347,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.load(state)
         self.saves.step = self.saves.committed = state.step
-        recorder.scores = {step: score for step, score in recorder.scores.items() if step <= state.step}
+        recorder.evaluations = [line for line in recorder.evaluations if line["step"] <= state.step]
         recorder.ledger.attempt += 1  # its lines replace those after this step
         recorder.sampler.attempt = recorder.ledger.attempt
         recorder.event("rewound", reason=reason, left_out=[start, stop_sample])
@@ -380,6 +388,5 @@ class Trainer:
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()
-        recorder.event("finished")
-        recorder.console.event(f"finished: {recorder.run.path}", step)
+        recorder.finished(self.ends_early)
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
