@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import UserError
+from windlass.errors import UserError, require
 from windlass.fileio import read_json, read_jsonl
 from windlass.recipe import Recipe
 
@@ -25,8 +25,14 @@ Line = dict[str, Any]  # of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), 
 ALIVE_SECONDS = 60.0  # a run whose heartbeat file is younger counts as running, where its lock cannot tell
 LOCK = ".lock"  # locked by the process that trains in the directory, from its start to its end, however it ends
 OCCUPIED = "another process trains in"  # how the error of a training begins whose directory is locked
+PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")  # fields that say where a line belongs
 STARTS = ("started", "resumed", "branched")
-ENDINGS = ("finished", "preempted", "failed")
+ENDINGS = ("finished", "stopped", "preempted", "failed")
+
+
+def _number(value: Any) -> Any:
+    """A field of the ledger, the words for non-finite numbers as those."""
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -115,6 +121,39 @@ class Run:
         """The effective lines of one kind, with the given fields equal to the given values."""
         return [x for x in self.ledger() if x["kind"] == kind and all(x.get(k) == v for k, v in where.items())]
 
+    def to_pandas(self, kind: str = "") -> Any:
+        """The ledger as a `pandas.DataFrame`, a row a step: the `train` lines, and beside them `eval_loss` and the measures
+        of other suites (`squad.f1`). With a kind (`train`, `eval`, `sample`, `event`, `summary`, `log`) all its lines and fields.
+        """
+        require("pandas", "Run.to_pandas")
+        import pandas
+
+        if kind:
+            frame = pandas.json_normalize([{k: _number(v) for k, v in line.items()} for line in self.lines(kind)])
+            return frame.set_index("step") if len(frame) else frame
+        rows: dict[int, Line] = {}
+        for line in sorted(self.ledger(), key=lambda line: line["kind"] != "train"):  # whose columns come first
+            if line["kind"] in ("train", "eval", "log"):
+                suite = line.get("suite", "")
+                prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
+                fields = {
+                    f"{prefix}{k}": _number(v) for k, v in line.items() if k not in PLACE and not isinstance(v, dict)
+                }
+                rows.setdefault(line["step"], {}).update(fields)
+        return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
+
+    def __repr__(self) -> str:
+        """Its path, its state, how far it is and its last loss."""
+        lines = self.ledger()
+        steps = next((x["steps"] for x in reversed(lines) if x["kind"] == "event" and "steps" in x), "?")
+        text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
+        for kind, word in (("train", "loss"), ("eval", "val loss")):
+            losses = [
+                x["loss"] for x in lines if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"
+            ]
+            text += [f"{word} {float(losses[-1]):.4f}"] if losses else []
+        return f"Run({self.path}: {', '.join(text)})"
+
     @property
     def summary(self) -> Line:
         """The last `summary` line; empty before the end."""
@@ -136,7 +175,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`new`, `running`, `finished`, `preempted` (stopped with everything saved) or `failed` (also: killed)."""
+        """`new`, `running`, `finished`, `stopped` (as asked), `preempted` (by a signal), both with everything saved, or `failed`
+        (also: killed)."""
         return self.state_by(read_lines(self.metrics_path))
 
     def state_by(self, lines: Iterable[Line]) -> str:

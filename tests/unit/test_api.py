@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import windlass
-from helpers import curve, refused, tiny_recipe
+from helpers import curve, refused, tiny_recipe, write_ledger
 from windlass import Recipe
 from windlass.cli import as_typed
+from windlass.run import Run
 
 
 def test_every_verb_is_a_documented_function() -> None:
@@ -101,3 +102,31 @@ def test_no_error_of_the_api_speaks_of_the_command_line() -> None:
             raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
             text = " ".join(str(n.value) for r in raised for n in ast.walk(r) if isinstance(n, ast.Constant))
             assert not re.search(r"--[a-z]{2}|windlass (?!init)[a-z]+ ", text), path
+
+
+def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    assert repr(run) == f"Run({run.path}: new)"
+    write_ledger(
+        run, {"kind": "event", "event": "started", "steps": 9}, {"kind": "eval", "suite": "loss", "loss": 5.5},
+        {"kind": "train", "step": 3, "loss": 4.5, "lr": 0.1}, {"kind": "train", "step": 6, "loss": "NaN", "lr": 0.2},
+        {"kind": "eval", "step": 6, "suite": "loss", "loss": 4.0}, {"kind": "eval", "step": 6, "suite": "squad", "f1": 80},
+        {"kind": "event", "event": "stopped", "step": 6},
+    )  # fmt: skip
+    frame = run.to_pandas()
+    assert list(frame.columns) == ["loss", "lr", "eval_loss", "squad.f1"] and list(frame.index) == [0, 3, 6]
+    assert frame["loss"].isna().tolist() == [True, False, True] and frame["eval_loss"].dropna().tolist() == [5.5, 4.0]
+    assert run.to_pandas("eval").loc[6, "suite"].tolist() == ["loss", "squad"]
+    assert len(run.to_pandas("sample")) == 0
+    assert repr(run) == f"Run({run.path}: stopped, step 6 of 9, loss nan, val loss 4.0000)"
+
+
+def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = repr(windlass.plan("gpt2-124m", {"train.steps": 100}, device="A100-40GB"))
+    assert (
+        "gpt2-124m" in shown
+        and "Memory of a rank" in shown
+        and "to the end" in shown
+        and max(map(len, shown.split("\n"))) <= 100
+    )

@@ -11,7 +11,14 @@ import typer
 from windlass.cli import Json, complete
 from windlass.errors import FAILED, UserError, installed, needs
 
-STYLES = {"running": "green", "failed": "red", "preempted": "yellow", "interrupted": "yellow", "damaged": "red"}
+STYLES = {
+    "running": "green",
+    "failed": "red",
+    "preempted": "yellow",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+    "damaged": "red",
+}
 KEPT = {
     "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
 }  # fmt: skip

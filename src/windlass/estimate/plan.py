@@ -7,6 +7,7 @@ the meta device. What is not available yet is None, and `Plan.unknown` has the r
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from windlass.estimate.milestones import (
     milestones,
 )  # fmt: skip
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
+from windlass.estimate.text import print_plan
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
@@ -124,6 +126,14 @@ class Plan:
     milestones: list[MilestoneRow] = field(default_factory=list)
     evaluations: Evaluations | None = None  # of the loss, and their share of the work
     unknown: dict[str, str] = field(default_factory=dict)  # what is None, and why
+
+    def __repr__(self) -> str:
+        """The tables of `windlass plan`."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        print_plan(self, console)
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the totals."""

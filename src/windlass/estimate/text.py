@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
@@ -13,13 +13,12 @@ from windlass.telemetry.terminal import table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from windlass.estimate.plan import Plan
 
 Fact = tuple[str, str]
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print a plan; what is not known is shown with its reason."""
+def print_plan(plan: Any, console: Console) -> None:
+    """Print a `Plan`; what is not known is shown with its reason."""
     title = f"{plan.recipe} ({plan.config_hash})"
     if plan.state:
         title = f"{plan.run_dir}: {plan.state}, step {plan.done:,} of {plan.steps:,}"
@@ -45,7 +44,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         _section(console, "Disk", disk)
 
 
-def _facts(plan: Plan) -> list[Fact]:
+def _facts(plan: Any) -> list[Fact]:
     size = plan.size
     facts = [("ranks", f"{plan.world} rank{'s' * (plan.world != 1)} on {plan.device.name}, {plan.precision}")]
     if size.parameters is not None:
@@ -81,7 +80,7 @@ def _facts(plan: Plan) -> list[Fact]:
     return facts
 
 
-def _print_memory(plan: Plan, console: Console) -> None:
+def _print_memory(plan: Any, console: Console) -> None:
     """The memory of a rank by strategy and activation checkpointing, and what is recommended."""
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
@@ -114,7 +113,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
 
 
-def _time(plan: Plan) -> list[Fact]:
+def _time(plan: Any) -> list[Fact]:
     speed = plan.speed
     if speed is None:
         return [("to the end", f"unknown: {plan.unknown['time']}")]

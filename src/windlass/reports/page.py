@@ -64,6 +64,9 @@ class Report:
     plots: dict[str, Path]  # by the chart's id: its PNG, with a PDF of the same name beside it
     views: list[RunView]  # the runs as they were read
 
+    def __repr__(self) -> str:
+        return f"report: {self.page}"  # as the verb prints it
+
 
 def report(
     sources: str | Path | Run | Sequence[str | Path | Run],

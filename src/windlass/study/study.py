@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -131,6 +132,11 @@ class Study:
     cells: list[Cell] = field(repr=False)
     notes: list[str] = field(default_factory=list, repr=False, compare=False)  # how it grew when it was given again
     _ledgers: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """Its path, what it varies, and how many cells stand how."""
+        states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in self.results()).items())
+        return f"Study({self.path}: {len(self.cells)} cells over {', '.join(self.keys)}; {states})"
 
     @staticmethod
     def create(recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True) -> Study:
@@ -343,7 +349,9 @@ def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str]
     if run_state == "failed" and own:  # a run that was killed has no such event: it is interrupted
         return "failed", str(own[-1].get("reason", ""))
     if run_state == "running" or not decided[0]:
-        return {"new": "waiting", "preempted": "interrupted", "failed": "interrupted"}.get(run_state, run_state), ""
+        return {"new": "waiting", "stopped": "interrupted", "preempted": "interrupted", "failed": "interrupted"}.get(
+            run_state, run_state
+        ), ""
     return decided
 
 

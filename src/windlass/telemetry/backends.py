@@ -130,7 +130,9 @@ class MLflow:
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:
-        if status := {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}.get(state):
+        if status := {"finished": "FINISHED", "stopped": "KILLED", "preempted": "KILLED", "failed": "FAILED"}.get(
+            state
+        ):
             self._client.set_terminated(self._id, status, end_time=round(ended * 1e3))
 
 
