@@ -221,7 +221,7 @@ def prepare_model(
     facts = ModelFacts(
         sizes, precision, uses_dropout(model), tie_groups(model), hf, None if custom else flops, device_name,
         peak_flops(device_name, precision, tf32=recipe.train.tf32), rows,
-        fresh=custom is None and not recipe.model.init_from and (recipe.model.kind == "gpt" or recipe.model.from_scratch),
+        fresh=not custom and not recipe.model.init_from and (recipe.model.kind == "gpt" or recipe.model.from_scratch),
     )  # fmt: skip
     model = parallelize(model.double() if precision == "fp64" else model, ranks, recipe)
     if hf:
@@ -231,7 +231,7 @@ def prepare_model(
         initialise(unwrap(model), recipe.run.seed)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
-    if custom is not None and choice is None and recipe.train.startup_checks:
+    if custom and choice is None and recipe.train.startup_checks:
         check_loss_is_a_sum(model, data.train, ranks, partial(autocast, recipe, ranks.device))
     return model, facts
 
