@@ -1,0 +1,119 @@
+"""`windlass launch`, `env` and `submit`: from a login node to all ranks of an allocation."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from windlass.errors import DONE, UserError
+
+
+def launch(
+    command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank.", show_default=False),
+    ranks: int = typer.Option(0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."),
+    per_host: int = typer.Option(0, min=0, help="Ranks on each host."),
+    print_: bool = typer.Option(False, "--print", help="Print the command and run nothing."),
+) -> int:
+    """Run a command on every rank of the allocation: by srun under SLURM, by mpiexec under PBS, else as local processes.
+
+    The exit code is that of the command: 75 where a signal stopped it with everything saved. A signal to this process reaches
+    every rank.
+    """
+    from windlass.launch import allocation as here
+
+    allocation = here.read_allocation(os.environ, here.count_gpus()).with_ranks(ranks, per_host)
+    flavor = here.mpi_flavor() if allocation.scheduler == "pbs" else ""
+    words = here.launch_command(allocation, command, flavor)
+    if allocation.scheduler == "none":
+        from windlass.launch.local import launch as launch_local
+
+        if print_:
+            typer.echo(f"{shlex.join(words)}   # {allocation.ranks} processes on this machine")
+            return DONE
+        return launch_local(words, allocation.ranks)
+    typer.echo(shlex.join(words), err=not print_)
+    if print_:
+        return DONE
+    try:
+        child = subprocess.Popen(words)
+    except OSError as error:
+        raise UserError(f"{words[0]} cannot be started: {error.strerror}; load the machine's module for it") from None
+    # Every mpiexec passes SIGUSR1 on to its ranks; Open MPI's ends them at SIGTERM before they have saved.
+    passed_on = {signal.SIGTERM: signal.SIGUSR1 if words[0] == "mpiexec" else signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1}
+    for number, forwarded in passed_on.items():
+        signal.signal(number, lambda _number, _frame, forwarded=forwarded: child.send_signal(forwarded))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def env(
+    save: bool = typer.Option(False, "--save", help="Write this job's variables, for other shells of yours."),
+) -> int:
+    """Print the variables of a saved job, so that another shell of the allocation joins it: eval "$(windlass env)".
+
+    First, in the job's own shell: windlass env --save.
+    """
+    from windlass.launch import allocation as here
+
+    if save:
+        typer.echo(f"saved to {here.save_job(os.environ, here.jobs_dir())}; in another shell: eval \"$(windlass env)\"", err=True)
+        return DONE
+    for name, value in here.load_job(here.jobs_dir(), socket.gethostname()).items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
+    return DONE
+
+
+def submit(
+    recipe: str = typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells.", show_default=False),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False),
+    scheduler: str = typer.Option("", metavar="slurm|pbs", help="Default: the one that is installed."),
+    nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
+    gpus_per_node: int = typer.Option(-1, min=-1, metavar="G", help="GPUs of each; default: the site's.", show_default=False),
+    per_host: int = typer.Option(0, min=0, help="Ranks of each host; default: one a GPU.", show_default=False),
+    time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
+    site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
+    max_restarts: int = typer.Option(3, min=0, help="Starts after lost hosts, at most."),
+    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Bus bandwidth that `windlass check` must measure first."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
+    watch: bool = typer.Option(False, "--watch", help="Follow state and log until the job is over."),
+    cancel: bool = typer.Option(False, "--cancel", help="End the job of this run or study; it saves first."),
+) -> int:
+    """Submit a training, or the open cells of a study, to SLURM or PBS. It requeues itself at its time limit and resumes.
+
+    Exit codes: 0 submitted (with --watch: the run finished), 1 refused by the scheduler, 2 bad input.
+    """
+    from windlass.launch import submit as jobs
+    from windlass.recipe import Recipe
+
+    directory = Path(recipe)
+    if cancel:
+        typer.echo(f"job {jobs.cancel(directory)} was told to save and end")
+        return DONE
+    asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
+    chosen = jobs.read_site(site)
+    if (directory / "study.json").is_file():
+        from windlass.study.submit import submit_study
+
+        if overrides:
+            raise UserError(f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out")
+        script, job, where = *submit_study(directory, scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run), directory
+    else:
+        loaded = Recipe.load(recipe, overrides or [])
+        script, job = jobs.submit_run(loaded, recipe, overrides or [], scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run)
+        where = Path(chosen.scratch or Path.cwd()) / loaded.run_dir
+    if dry_run:
+        sys.stdout.write(script)
+        return DONE
+    if not job:
+        typer.echo("nothing to submit: no cell is open")
+        return DONE
+    typer.echo(f"submitted job {job}: {where}")
+    return jobs.watch(where, typer.echo) if watch else DONE

@@ -1,0 +1,213 @@
+"""The allocation that a shell is in: its scheduler, hosts and ranks per host, and the command that starts all ranks. No torch.
+
+`read_allocation` and `launch_command` are pure. `save_job` writes the variables of a job to a file of the user's, from which
+`load_job` gives them to a second shell on one of its hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from windlass.errors import UserError
+from windlass.fileio import write_atomic
+
+JOB_ID = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
+JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|PBS|NCPUS|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES)(_\w+)?")
+OF_ONE_TASK = re.compile(
+    r"SLURM_(PROCID|LOCALID|NODEID|STEP\w*|TASK_PID|GTIDS|SRUN_COMM\w*|UMASK|CPU_BIND\w*)|PBS_(TASKNUM|NODENUM|VNODENUM)"
+)
+FLAVORS = {"openmpi": r"open ?mpi|openrte|prrte", "pals": r"\bpals\b|cray", "mpich": r"hydra|mpich|intel\(r\) mpi"}
+"""What `mpiexec --version` prints, by implementation; they have different names for ranks per host."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`scheduler` is `slurm`, `pbs` or `none`; `per_host` is the number of ranks of each host, in the order of `hosts`."""
+
+    scheduler: str = "none"
+    job: str = ""
+    hosts: tuple[str, ...] = ("localhost",)
+    per_host: tuple[int, ...] = (1,)
+    hostfile: str = ""  # PBS_NODEFILE
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.per_host)
+
+    def with_ranks(self, ranks: int = 0, per_host: int = 0) -> Allocation:
+        """With other numbers of ranks, as `-n` and `--per-host` give them; 0: as it is. UserError where they disagree."""
+        if ranks and not per_host and ranks % len(self.hosts) == 0:
+            per_host = ranks // len(self.hosts)
+        changed = replace(self, per_host=(per_host,) * len(self.hosts)) if per_host else self
+        if ranks and changed.ranks != ranks:
+            hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
+            raise UserError(
+                f"-n {ranks} is not {changed.per_host[0]} ranks on each of {hosts}: give -n and --per-host that agree"
+            )
+        return changed
+
+
+def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
+    """The allocation of this shell, from its variables and the host file that they name.
+
+    A host has as many ranks as the job asked tasks of it; where it asked for none (or one per host), one for each of the
+    `gpus` that this host has, and one where it has none. UserError where a job's variables are incomplete.
+    """
+    scheduler = next((name for name, variable in JOB_ID.items() if environ.get(variable)), "none")
+    job, hostfile = environ.get(JOB_ID.get(scheduler, ""), ""), ""
+    if scheduler == "none":
+        return Allocation(per_host=(max(1, gpus),), hosts=(socket.gethostname(),))
+    if scheduler == "slurm":
+        if not (nodes := environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")):
+            raise UserError(
+                f"SLURM_JOB_ID={job} is set and SLURM_JOB_NODELIST is not: this shell has half a job's variables"
+            )
+        hosts = expand_hosts(nodes)
+        tasks = expand_counts(environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else "")
+        per_host = tasks if len(tasks) == len(hosts) else [1] * len(hosts)
+    else:
+        hostfile = environ.get("PBS_NODEFILE", "")
+        try:
+            lines = [line.strip() for line in Path(hostfile).read_text().splitlines() if line.strip()]
+        except OSError:
+            raise UserError(
+                f"PBS_JOBID={job} is set and PBS_NODEFILE={hostfile!r} cannot be read: run `windlass env --save` in the "
+                'job\'s own shell, and eval "$(windlass env)" here'
+            ) from None
+        counts = Counter(lines)  # a host stands there once for each of its MPI processes
+        hosts, per_host = list(counts), list(counts.values())
+    if set(per_host) == {1} and gpus > 1:
+        per_host = [gpus] * len(hosts)
+    return Allocation(scheduler, job, tuple(hosts), tuple(per_host), hostfile)
+
+
+def expand_hosts(text: str) -> list[str]:
+    """SLURM's short list as names: `a[08-10,12],b` is a08, a09, a10, a12, b."""
+    hosts = []
+    for item in re.findall(r"(?:[^,\s\[]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[([^\]]*)\]", item)  # text and ranges in turn
+        choices = [[part] if index % 2 == 0 else _numbers(part, text) for index, part in enumerate(parts)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    return hosts
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    numbers = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit()):
+            raise UserError(f"{text!r} is no list of hosts as SLURM writes it")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def expand_counts(text: str) -> list[int]:
+    """SLURM's numbers of tasks per node: `4(x2),1` is 4, 4, 1."""
+    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def launch_command(allocation: Allocation, command: Sequence[str], flavor: str = "mpich") -> list[str]:
+    """The `srun` or `mpiexec` that runs `command` on all ranks; the bare command where there is no scheduler.
+
+    `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or `pals`. Open MPI on unequal hosts needs a host file
+    with the numbers, which PBS writes.
+    """
+    hosts, ranks, per_host = allocation.hosts, allocation.ranks, allocation.per_host
+    if allocation.scheduler == "none":
+        return list(command)
+    if allocation.scheduler == "slurm":
+        # All ranks end soon after one failed; the GPUs of a host are visible to each of its ranks, as NCCL wants them.
+        equal = [f"--ntasks-per-node={per_host[0]}"] if len(set(per_host)) == 1 else ["--distribution=block"]
+        return [
+            "srun",
+            f"--nodes={len(hosts)}",
+            f"--ntasks={ranks}",
+            *equal,
+            "--kill-on-bad-exit=1",
+            "--wait=60",
+            *command,
+        ]
+    file = ["--hostfile", allocation.hostfile]
+    if len(set(per_host)) > 1:
+        return ["mpiexec", "-n", str(ranks), *file, *command]
+    if flavor == "openmpi":
+        return ["mpiexec", "-n", str(ranks), "--map-by", f"ppr:{per_host[0]}:node", *file, *command]
+    return ["mpiexec", "-n", str(ranks), "-ppn", str(per_host[0]), *file, *command]
+
+
+def mpi_flavor() -> str:
+    """Which `mpiexec` this machine has; UserError where it has none."""
+    if shutil.which("mpiexec") is None:
+        raise UserError("there is no mpiexec here: load the machine's MPI module, then start again")
+    done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False, timeout=60)
+    text = (done.stdout + done.stderr).lower()
+    return next((name for name, words in FLAVORS.items() if re.search(words, text)), "mpich")
+
+
+def count_gpus() -> int:
+    """The NVIDIA GPUs of this host that CUDA_VISIBLE_DEVICES allows; 0 without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    with contextlib.suppress(Exception):  # no driver, no library
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    return 0
+
+
+def jobs_dir() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "windlass" / "jobs"
+
+
+def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a second shell needs to act as the job's own, by allow-list; nothing of a single task, nothing secret."""
+    return {
+        name: value for name, value in sorted(environ.items())
+        if JOB_VARIABLE.fullmatch(name) and not OF_ONE_TASK.fullmatch(name) and "TOKEN" not in name and "COOKIE" not in name
+    }  # fmt: skip
+
+
+def save_job(environ: Mapping[str, str], directory: Path) -> Path:
+    """Write the job's variables, and the lines of its host file, for other shells of this user; returns the file."""
+    allocation = read_allocation(environ, 0)
+    if allocation.scheduler == "none":
+        raise UserError(
+            "this shell is in no job: neither SLURM_JOB_ID nor PBS_JOBID is set; run it in the job's own shell"
+        )
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    nodes = Path(allocation.hostfile).read_text() if allocation.hostfile else ""
+    path = directory / f"{allocation.scheduler}-{allocation.job}.json"
+    saved = {"hosts": allocation.hosts, "variables": job_variables(environ), "nodes": nodes}
+    write_atomic(path, json.dumps(saved, indent=1) + "\n")
+    return path
+
+
+def load_job(directory: Path, host: str) -> dict[str, str]:
+    """The variables of the newest saved job that has this host; the host file is written anew where its own is gone."""
+    short, found = host.partition(".")[0], []
+    for path in sorted(directory.glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
+        saved = json.loads(path.read_text())
+        found.append(path.stem)
+        if short not in {name.partition(".")[0] for name in saved["hosts"]}:
+            continue
+        variables: dict[str, str] = saved["variables"]
+        if saved["nodes"] and not Path(variables["PBS_NODEFILE"]).is_file():
+            nodes = path.with_suffix(".nodes")
+            write_atomic(nodes, saved["nodes"])
+            variables["PBS_NODEFILE"] = str(nodes)
+        return variables
+    others = f"; those of {', '.join(found)} have other hosts" if found else ""
+    raise UserError(f"no saved job has the host {host}{others}: run `windlass env --save` in the job's own shell first")

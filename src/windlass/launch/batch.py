@@ -1,0 +1,194 @@
+"""Batch scripts for SLURM and PBS, as pure functions of a job and of what a site wants. No torch, no disk.
+
+A script starts its command on the hosts of the job, asks for a signal ahead of its time limit, and puts the job back into
+the queue when the command has exited with 75 (stopped, everything saved) for that reason. It does so once per limit, never
+after a failure, and never when a person or the scheduler ended the job (`scancel`, `qdel`, preemption: a scheduler that
+preempts requeues by itself). Where the job starts again and its last attempt never came to an end, hosts were lost.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub"}
+GRACE_SECONDS = 120  # between the signal and the time limit
+
+
+class Site(BaseModel):
+    """What a site wants of every job: the file `~/.config/windlass/site.toml`, or `--site FILE`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    scheduler: str = Field("", pattern="^(slurm|pbs)?$")
+    """`slurm` or `pbs`; empty: the one that is installed."""
+    partition: str = ""
+    """The partition (SLURM) or queue (PBS)."""
+    account: str = ""
+    """What the time is charged to."""
+    time: str = Field("", pattern=r"^(\d+:[0-5]\d:[0-5]\d)?$")
+    """Time limit where `--time` gives none, as HH:MM:SS."""
+    gpus_per_node: int = Field(0, ge=0)
+    """GPUs of a node: the default of `--gpus-per-node`, and the most that it may be; 0: not given."""
+    cpus_per_rank: int = Field(1, ge=1)
+    """Cores for each rank."""
+    constraint: str = ""
+    """Features of the nodes: SLURM's `--constraint`, or resources that PBS adds to each chunk (`system=polaris`)."""
+    mail: str = ""
+    """Where the scheduler mails when a job ends or fails."""
+    directives: list[str] = []
+    """More options of the scheduler, as after `#SBATCH` or `#PBS`; one of ours with the same name gives way."""
+    modules: list[str] = []
+    """Modules to load."""
+    setup: list[str] = []
+    """Lines of shell to run first, as `source ~/venv/bin/activate`."""
+    environment: dict[str, str] = {}
+    """Variables to export. No secrets: the script is a file."""
+    scratch: str = ""
+    """Directory in which jobs run and below which relative run directories are; empty: where `submit` is called."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be submitted; paths are absolute."""
+
+    name: str
+    command: Sequence[str]  # run once, in the job's shell; `windlass launch -- …` starts all ranks
+    directory: Path  # where it is run
+    logs: Path  # the directory of `<name>_<id>.out`
+    script: Path  # where the script will be
+    nodes: int = 1
+    ranks_per_node: int = 1
+    gpus_per_node: int = 0
+    time: str = ""  # HH:MM:SS; empty: the site's
+    array: Sequence[int] = ()  # task numbers, which the command gets as INDEX
+    before: Sequence[str] = ()  # a command that has to succeed first; its exit code ends the job
+    after: Sequence[Sequence[str]] = ()  # commands at the end, whose failures change nothing
+    max_restarts: int = 3  # after lost hosts
+
+
+INDEX = "{index}"  # in a job's command: the number of the array's task
+
+
+def render(job: Job, site: Site, scheduler: str) -> str:
+    """The batch script of a job for `slurm` or `pbs`."""
+    header = slurm_header(job, site) if scheduler == "slurm" else pbs_header(job, site)
+    mark = "#SBATCH" if scheduler == "slurm" else "#PBS"
+
+    def option(text: str) -> str:  # what it sets: `--time`, `-q`, or `-l select`
+        return " ".join(re.split(r"[=\s]+", text)[: 2 if text.startswith("-l") else 1])
+
+    replaced = {option(text) for text in site.directives}
+    lines = [text for text in header if option(text) not in replaced] + site.directives
+    return "\n".join(["#!/bin/bash", *(f"{mark} {text}" for text in lines), "", *body(job, site, scheduler), ""])
+
+
+def slurm_header(job: Job, site: Site) -> list[str]:
+    """The options of `sbatch`, one a line."""
+    output = "%x_%A_%a.out" if job.array else "%x_%j.out"
+    optional = {
+        "--array": ",".join(map(str, job.array)), "--gpus-per-node": job.gpus_per_node, "--time": job.time or site.time,
+        "--partition": site.partition, "--account": site.account, "--constraint": site.constraint, "--mail-user": site.mail,
+        "--mail-type": "END,FAIL" if site.mail else "",
+    }  # fmt: skip
+    return [
+        f"--job-name={job.name}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}",
+        f"--cpus-per-task={site.cpus_per_rank}", *(f"{name}={value}" for name, value in optional.items() if value),
+        f"--output={job.logs}/{output}", "--open-mode=append", "--requeue", f"--signal=B:USR1@{GRACE_SECONDS}",
+    ]  # fmt: skip
+
+
+def pbs_header(job: Job, site: Site) -> list[str]:
+    """The options of `qsub`, one a line. PBS has no array of one task, and names of at most 15 characters."""
+    gpus = f":ngpus={job.gpus_per_node}" if job.gpus_per_node else ""
+    cores = site.cpus_per_rank * job.ranks_per_node
+    select = f"-l select={job.nodes}:ncpus={cores}{gpus}:mpiprocs={job.ranks_per_node}"
+    optional = {
+        "-J": f"{job.array[0]}-{job.array[-1]}" if len(job.array) > 1 else "", "-l walltime=": job.time or site.time,
+        "-q": site.partition, "-A": site.account, "-M": site.mail, "-m": "ae" if site.mail else "",
+    }  # fmt: skip
+    given = [f"{name}{'' if name.endswith('=') else ' '}{value}" for name, value in optional.items() if value]
+    return [
+        f"-N {job.name[:15]}",
+        select + (f":{site.constraint}" if site.constraint else ""),
+        *given,
+        "-r y",
+        "-j oe",
+        "-o /dev/null",
+    ]
+
+
+def body(job: Job, site: Site, scheduler: str) -> list[str]:
+    """The shell that runs the command, passes on signals, and puts the job back into the queue."""
+    slurm, script = scheduler == "slurm", shlex.quote(str(job.script))
+    job_id = "$SLURM_JOB_ID" if slurm else "${PBS_JOBID%%.*}"
+    index = (
+        "$SLURM_ARRAY_TASK_ID"
+        if slurm
+        else f"${{WINDLASS_TASK:-${{PBS_ARRAY_INDEX:-{job.array[0]}}}}}"
+        if job.array
+        else ""
+    )
+    command = shlex.join(job.command).replace(shlex.quote(INDEX), '"$task"')
+    left_out = set(range(job.array[0], job.array[-1])) - set(job.array) if job.array and not slurm else set()
+    limit = seconds(job.time or site.time)
+    log = f'{shlex.quote(str(job.logs))}/"{job.name}_{job_id}.out"'
+    # A new job that follows this one, where it cannot be put back: PBS lets only its operators do that, and a new job for
+    # one task of an array is not an array.
+    if slurm:
+        task = ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
+        again = f'scontrol requeue "{job_id}" || sbatch --dependency="afterany:{job_id}"{task} {script}'
+    else:
+        again = (
+            f'qrerun "$PBS_JOBID" 2>/dev/null || '
+            f'sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task"'
+        )
+    return [
+        *([] if slurm else [f"exec >>{log} 2>&1"]),
+        f"task={index}",
+        *([f'case "$task" in {"|".join(map(str, sorted(left_out)))}) exit 0;; esac  # cells that are done'] if left_out else []),
+        f"cd {shlex.quote(str(job.directory))} || exit 1",
+        *([f"module load {shlex.join(site.modules)}"] if site.modules else []),
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(site.environment.items())),
+        *site.setup,
+        "",
+        "# An attempt that never came to its end lost a host.",
+        f'open={shlex.quote(str(job.logs))}/".open-{job_id}"',
+        'lost=$([ -e "$open" ] && echo $(($(cat "$open") + 1)) || echo 0)',
+        f'if [ "$lost" -gt {job.max_restarts} ]; then',
+        f'  echo "windlass: hosts were lost $lost times, and --max-restarts is {job.max_restarts}: not started again"',
+        '  rm -f "$open"; exit 1',
+        "fi",
+        'echo "$lost" >"$open"',
+        "",
+        *([f'{shlex.join(job.before)}', 'code=$?', '[ $code = 0 ] || { rm -f "$open"; exit $code; }', ""] if job.before else []),
+        f"{command} &",
+        "child=$!",
+        "limit= ended=",
+        "trap 'limit=1; kill -TERM $child' USR1  # the time limit is near",
+        "trap 'ended=1; kill -TERM $child' TERM  # ended by a person, or by a scheduler that starts it again by itself",
+        *([f"(sleep {max(1, limit - GRACE_SECONDS)}; kill -USR1 $$) 2>/dev/null &", "timer=$!"] if limit and not slurm else []),
+        "wait $child; code=$?",
+        "while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done",
+        "[ $code -gt 128 ] && { wait $child; code=$?; }  # a signal cut the wait short, not the command",
+        *(["kill $timer 2>/dev/null"] if limit and not slurm else []),
+        'rm -f "$open"',
+        "if [ $code = 75 ] && [ $limit ] && [ ! $ended ]; then",
+        f"  {again}",
+        "fi",
+        *(f"[ $code = 75 ] || {shlex.join(command)}" for command in job.after),
+        "exit $code",
+    ]  # fmt: skip
+
+
+def seconds(time: str) -> int:
+    """HH:MM:SS in seconds; 0 for none."""
+    total = 0
+    for part in time.split(":") if time else ():
+        total = 60 * total + int(part)
+    return total

@@ -1,0 +1,217 @@
+"""Submits a run to SLURM or PBS, cancels it, and follows it. No torch."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from windlass.errors import DONE, FAILED, STOPPED, RunFailed, UserError
+from windlass.fileio import read_json, write_atomic
+from windlass.launch.batch import SCHEDULERS, Job, Site, render
+from windlass.recipe import Recipe
+from windlass.run import Run
+
+SUBMITTED = "job.json"  # in the directory of a run or study: scheduler, id and script of its last job
+WATCH_SECONDS = 5.0
+SECRET_NAME = re.compile(r"(?i)(key|token|secret|passw|credential)")
+WINDLASS = (sys.executable, "-m", "windlass")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks for: hosts, ranks and GPUs of each (-1: the site's), the time limit, and how often it may restart."""
+
+    nodes: int = 1
+    per_host: int = 0  # ranks of a host; 0: one for each GPU, and one where there is none
+    gpus_per_node: int = -1
+    time: str = ""
+    max_restarts: int = 3
+    min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
+
+
+def site_file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "windlass" / "site.toml"
+
+
+def read_site(path: Path | None = None) -> Site:
+    """The site file; the defaults where there is none. UserError for a file that is not one."""
+    chosen = path or site_file()
+    if path is None and not chosen.is_file():
+        return Site()
+    try:
+        site = Site(**tomllib.loads(chosen.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"the site file {chosen} cannot be read: {error}") from None
+    except ValidationError as error:
+        keys = ", ".join(sorted(Site.model_fields))
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))} is no key of it" if e["type"] == "extra_forbidden"
+            else f"{'.'.join(map(str, e['loc']))} = {e['input']!r} is not what it must be" for e in error.errors()
+        )  # fmt: skip
+        raise UserError(f"{chosen}: {wrong}. Its keys are {keys} (docs/clusters.md)") from None
+    if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
+        raise UserError(
+            f"{chosen}: environment has {', '.join(secret)}, and a batch script is a file that others may read: leave it out; "
+            "SLURM passes the variables of the shell that submits (PBS: `directives = [\"-V\"]`), and W&B reads ~/.netrc"
+        )  # fmt: skip
+    return site
+
+
+def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
+    """`slurm` or `pbs`, as asked, as the site says, or the one that is installed; UserError where there is none."""
+    installed = [name for name, program in SCHEDULERS.items() if shutil.which(program)]
+    chosen = asked or site.scheduler or next(iter(installed), "")
+    if chosen and chosen not in SCHEDULERS:
+        raise UserError(f"--scheduler {chosen}: there are {' and '.join(SCHEDULERS)}")
+    if not chosen:
+        raise UserError(
+            "neither sbatch (SLURM) nor qsub (PBS) is on this machine: submit from a login node; --scheduler NAME --dry-run "
+            "prints the script"
+        )
+    if chosen not in installed and not dry_run:
+        raise UserError(
+            f"there is no {SCHEDULERS[chosen]} on this machine: submit from a login node, or look with --dry-run"
+        )
+    return chosen
+
+
+def make_job(name: str, command: Sequence[str], logs: Path, site: Site, asked: Resources, on_cpu: bool) -> Job:
+    """A job that asks for these resources; UserError where they are not what the site has."""
+    gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    if not gpus and not on_cpu:
+        raise UserError(
+            f"how many GPUs has a node? Write --gpus-per-node N (or gpus_per_node in {site_file()}), or train on the CPU with "
+            "parallel.device=cpu"
+        )
+    if site.gpus_per_node and gpus > site.gpus_per_node:
+        raise UserError(
+            f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node in its file)"
+        )
+    if asked.time and not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", asked.time):
+        raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
+    check = (*WINDLASS, "launch", "--", *WINDLASS, "check", "--min-busbw", f"{asked.min_busbw:g}")
+    return Job(
+        name, command, Path(site.scratch or Path.cwd()), logs, logs / "submit.sh", asked.nodes, asked.per_host or max(1, gpus),
+        gpus, asked.time, max_restarts=asked.max_restarts, before=check if asked.min_busbw else (),
+    )  # fmt: skip
+
+
+def submit_run(
+    recipe: Recipe, name: str, overrides: Sequence[str], *, scheduler: str = "", site: Site | None = None,
+    asked: Resources = Resources(), dry_run: bool = False,
+) -> tuple[str, str]:  # fmt: skip
+    """Submit the training of a recipe; returns the script and the job's id (empty with `dry_run`, which writes nothing).
+
+    `name` and `overrides` are the recipe as it was typed, which is what the job trains. The run directory is created, for the
+    script and the log `<run>_<id>.out`.
+
+    Raises UserError for what the site has not or the recipe cannot do, RunFailed where the scheduler refuses the job.
+    """
+    site = site or read_site()
+    scheduler = find_scheduler(scheduler, site, dry_run)
+    run = Run((Path(site.scratch or Path.cwd()) / recipe.run_dir).resolve())
+    typed = str(Path(name).resolve()) if Path(name).exists() else name
+    given = [text for text in overrides if text.partition("=")[0].strip() != "run.dir"]
+    command = [*WINDLASS, "launch", "--", *WINDLASS, "train", typed, *given, f"run.dir='{run.path}'"]
+    job = make_job(run.name, command, run.path, site, asked, recipe.parallel.device == "cpu")
+    recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided
+    if (
+        "wandb" in recipe.telemetry.trackers
+        and site.environment.get("WANDB_MODE", os.environ.get("WANDB_MODE")) == "offline"
+    ):
+        synchronise = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", str(run.path), "--to", "wandb")
+        job = replace(job, after=[synchronise])
+    if run.path.exists() and not dry_run:
+        job_id, state = _queued(run.path)
+        if state:
+            raise UserError(f"job {job_id} of {run.path} is {state}: `windlass submit --cancel {run.path}` ends it")
+    return submit(job, site, scheduler, dry_run)
+
+
+def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple[str, str]:
+    """Write a job's script and give it to the scheduler; returns the script and the id of the job."""
+    script = render(job, site, scheduler)
+    if dry_run:
+        return script, ""
+    try:
+        job.logs.mkdir(parents=True, exist_ok=True)
+        job.script.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the script cannot be written to {job.script}: {error.strerror}; give another run.dir"
+        ) from None
+    program = ["sbatch", "--parsable"] if scheduler == "slurm" else ["qsub"]
+    done = subprocess.run([*program, str(job.script)], capture_output=True, text=True, check=False, cwd=job.directory)
+    if done.returncode:
+        raise RunFailed(f"{program[0]} refused {job.script}: {(done.stderr or done.stdout).strip()}")
+    job_id = done.stdout.split()[-1].partition(";")[0]  # SLURM adds `;cluster` where there are several
+    write_atomic(
+        job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id, "user": getpass.getuser()}) + "\n"
+    )
+    return script, job_id
+
+
+def _queued(directory: Path) -> tuple[str, str]:
+    """The id of a directory's last job, and its state; empty where it is over or there was none."""
+    submitted = read_json(directory / SUBMITTED)
+    job = str(submitted.get("job", ""))
+    if not job or shutil.which(SCHEDULERS[submitted["scheduler"]]) is None:
+        return job, ""
+    query = ["squeue", "--noheader", "-o", "%T", "-j", job] if submitted["scheduler"] == "slurm" else ["qstat", job]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    words = done.stdout.split()
+    if done.returncode or not words:
+        return job, ""
+    return job, words[0].lower() if submitted["scheduler"] == "slurm" else {"Q": "pending", "R": "running"}.get(
+        words[-2], words[-2]
+    )
+
+
+def cancel(directory: Path) -> str:
+    """End the job of a run or study; what runs saves first. Returns the job's id; UserError where there is none."""
+    submitted = read_json(directory / SUBMITTED)
+    if not submitted:
+        raise UserError(f"{directory} has no {SUBMITTED}: it was not submitted with `windlass submit`")
+    job, state = _queued(directory)
+    if not state:
+        raise UserError(f"job {job} of {directory} is over: there is nothing to cancel")
+    # The batch shell gets the signal, too: it passes it on to the ranks, which save, and requeues nothing.
+    program = ["scancel", "--full"] if submitted["scheduler"] == "slurm" else ["qdel"]
+    done = subprocess.run([*program, job], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunFailed(f"{program[0]} {job}: {done.stderr.strip()}")
+    return job
+
+
+def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> int:
+    """Show state and log of a directory's job until it is over; returns the exit code of the run."""
+    shown, last = dict[Path, int](), ""
+    while True:
+        job, state = _queued(directory)
+        if state and state != last:
+            show(f"[{job}: {state}]")
+        for log in sorted(directory.glob("*.out")):
+            with log.open(errors="replace") as file:
+                file.seek(shown.get(log, 0))
+                if text := file.read():
+                    show(text.rstrip("\n"))
+                shown[log] = file.tell()
+        if not state:
+            break
+        last = state
+        time.sleep(seconds)
+    ended = Run(directory).state
+    show(f"[{job}: the run is {ended}]")
+    return {"finished": DONE, "preempted": STOPPED}.get(ended, FAILED)
