@@ -15,7 +15,7 @@ DDP = {"parallel.strategy": "ddp"}
 
 def launched(command: list[str]) -> str:
     """The output of a command of a plain shell, which has to end with exit code 0."""
-    outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PMI_", "OMPI_"))}
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PMI_", "OMPI_COMM_"))}
     done = subprocess.run(
         ["timeout", "-k", "5", "100", *command], env=outside | {"WINDLASS_QUIET_END": "1"}, check=False, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ from windlass.cli import complete
 VERBS = {
     "init": "recipes", "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
     "sweep": "sweep", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
-    "verify": "train",
+    "verify": "train", "launch": "cluster", "env": "cluster", "submit": "cluster",
 }  # fmt: skip
 """The module of each verb, in the order of the help: as a user needs them."""
 

@@ -45,10 +45,9 @@ def launch(
         child = subprocess.Popen(words)
     except OSError as error:
         raise UserError(f"{words[0]} cannot be started: {error.strerror}; load the machine's module for it") from None
-    # Every mpiexec passes SIGUSR1 on to its ranks; Open MPI's ends them at SIGTERM before they have saved.
-    passed_on = {signal.SIGTERM: signal.SIGUSR1 if words[0] == "mpiexec" else signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1}
-    for number, forwarded in passed_on.items():
-        signal.signal(number, lambda _number, _frame, forwarded=forwarded: child.send_signal(forwarded))
+    # srun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
     code = child.wait()
     return code if code >= 0 else 128 - code
@@ -64,7 +63,9 @@ def env(
     from windlass.launch import allocation as here
 
     if save:
-        typer.echo(f"saved to {here.save_job(os.environ, here.jobs_dir())}; in another shell: eval \"$(windlass env)\"", err=True)
+        typer.echo(
+            f'saved to {here.save_job(os.environ, here.jobs_dir())}; in another shell: eval "$(windlass env)"', err=True
+        )
         return DONE
     for name, value in here.load_job(here.jobs_dir(), socket.gethostname()).items():
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -72,16 +73,24 @@ def env(
 
 
 def submit(
-    recipe: str = typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells.", show_default=False),
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False),
+    recipe: str = typer.Argument(
+        metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells.", show_default=False
+    ),
+    overrides: list[str] = typer.Argument(
+        None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False
+    ),
     scheduler: str = typer.Option("", metavar="slurm|pbs", help="Default: the one that is installed."),
     nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
-    gpus_per_node: int = typer.Option(-1, min=-1, metavar="G", help="GPUs of each; default: the site's.", show_default=False),
+    gpus_per_node: int = typer.Option(
+        -1, min=-1, metavar="G", help="GPUs of each; default: the site's.", show_default=False
+    ),
     per_host: int = typer.Option(0, min=0, help="Ranks of each host; default: one a GPU.", show_default=False),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
     site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
     max_restarts: int = typer.Option(3, min=0, help="Starts after lost hosts, at most."),
-    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Bus bandwidth that `windlass check` must measure first."),
+    min_busbw: float = typer.Option(
+        0.0, min=0, metavar="GB/S", help="Bus bandwidth that `windlass check` must measure first."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = typer.Option(False, "--watch", help="Follow state and log until the job is over."),
     cancel: bool = typer.Option(False, "--cancel", help="End the job of this run or study; it saves first."),
@@ -104,10 +113,15 @@ def submit(
 
         if overrides:
             raise UserError(f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out")
-        script, job, where = *submit_study(directory, scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run), directory
+        script, job, where = (
+            *submit_study(directory, scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run),
+            directory,
+        )
     else:
         loaded = Recipe.load(recipe, overrides or [])
-        script, job = jobs.submit_run(loaded, recipe, overrides or [], scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run)
+        script, job = jobs.submit_run(
+            loaded, recipe, overrides or [], scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run
+        )
         where = Path(chosen.scratch or Path.cwd()) / loaded.run_dir
     if dry_run:
         sys.stdout.write(script)

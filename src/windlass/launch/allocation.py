@@ -127,7 +127,8 @@ def launch_command(allocation: Allocation, command: Sequence[str], flavor: str =
     if allocation.scheduler == "none":
         return list(command)
     if allocation.scheduler == "slurm":
-        # All ranks end soon after one failed; the GPUs of a host are visible to each of its ranks, as NCCL wants them.
+        # Ranks that stop exit with 75, one after another: the first must not end the others (--kill-on-bad-exit). One that
+        # is lost is seen by the others, and what is left of them ends 60 s after the first.
         equal = [f"--ntasks-per-node={per_host[0]}"] if len(set(per_host)) == 1 else ["--distribution=block"]
         return [
             "srun",

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -39,8 +40,9 @@ Value = TypeVar("Value")
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 LEFT_OVER = {
     LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
+    "submit.sh", "job.json", ".open-*", "*.out",
 }  # fmt: skip
-"""What a start that failed before it wrote its recipe may leave behind; a new run may begin among these files."""
+"""What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new run may begin among these."""
 LOCK_WAIT_SECONDS = 10.0  # for the lock of a run directory: a process that was just killed may still be ending
 
 
@@ -91,7 +93,8 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
     restarted = exists and is_restart(run, os.environ)
     fresh = fresh and not restarted
     if fresh or not exists:
-        if not fresh and run.path.is_dir() and any(p.name not in LEFT_OVER for p in run.path.iterdir()):
+        left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
+        if not all(any(fnmatch(p.name, pattern) for pattern in LEFT_OVER) for p in left_over):
             raise UserError(
                 f"{run.path} is not empty and holds no run; give another run.dir, or fresh=True to rename it"
             )

@@ -1,0 +1,95 @@
+"""`windlass submit` through a real SLURM of two nodes: a training over both, its end by the limit, a lost node, a cancel."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from launching import DDP, assert_same
+from slurm_cluster import Cluster
+
+from helpers import wait_for
+from windlass.fileio import read_json
+from windlass.run import Run
+
+pytestmark = pytest.mark.dist
+SUBMIT = [sys.executable, "-m", "windlass", "submit"]
+LONG = DDP | {"train.steps": 400, "telemetry.every": 20, "checkpoint.every": 5000, "eval.every": 5000}
+
+
+def submitted(cluster: Cluster, run: Path, settings: list[str], *options: str) -> str:
+    """The id of the job that trains in `run` on two nodes."""
+    done = cluster.call(
+        *SUBMIT, "quickstart", *settings, "parallel.device=cpu", "--nodes", "2", *options, cwd=run.parent
+    )
+    assert done.returncode == 0, done.stdout + cluster.logs()
+    return read_json(run / "job.json")["job"]
+
+
+def log_of(run: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in run.glob("*.out"))
+
+
+def test_a_run_over_two_nodes(cluster: Cluster, settings, tmp_path, two_local_ranks):
+    run = tmp_path / "run"
+    job = submitted(cluster, run, settings(run, **DDP))
+    assert cluster.wait(job)["JobState"] == "COMPLETED", log_of(run) + cluster.logs()
+    assert_same(run, two_local_ranks)
+    assert [path.name for path in run.glob("*.out")] == [f"run_{job}.out"]
+    assert "srun --nodes=2 --ntasks=2" in log_of(run)
+
+
+def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settings, tmp_path):
+    """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
+    run = Run(tmp_path / "run")
+    job = submitted(cluster, run.path, settings(run.path, **LONG))
+    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
+    done = cluster.call("scancel", "--batch", "--signal=USR1", job)
+    assert done.returncode == 0, done.stdout
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [True]
+    steps = [line["step"] for line in run.lines("train")]
+    assert steps[-1] == 400 and len(set(steps)) == len(steps) and run.state == "finished"
+
+
+@pytest.mark.full
+def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path):
+    run = Run(tmp_path / "run")
+    job = submitted(cluster, run.path, settings(run.path, **LONG))
+    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
+    done = cluster.call(*SUBMIT, "--cancel", str(run.path))
+    assert done.returncode == 0, done.stdout
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log_of(run.path)
+    assert run.state == "preempted"
+    assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
+
+
+@pytest.mark.full
+def test_an_ordinary_failure_is_not_started_again(cluster: Cluster, settings, tmp_path):
+    run = Run(tmp_path / "run")
+    job = submitted(
+        cluster, run.path, settings(run.path, **DDP, **{"data.source": str(tmp_path / "missing.txt"), "data.dir": ""})
+    )
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log_of(run.path)
+    assert "missing.txt" in log_of(run.path)
+
+
+@pytest.mark.full
+def test_a_lost_node_restarts_the_run_on_another(cluster: Cluster, settings, tmp_path):
+    """The controller takes the node for down; it requeues the job, which resumes on the other node."""
+    run, one = Run(tmp_path / "run"), LONG | {"checkpoint.every": 20, "train.steps": 200}
+    job = submitted(cluster, run.path, settings(run.path, **one), "--nodes", "1", "--per-host", "2")
+    wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 150)
+    node = cluster.call("squeue", "--noheader", "-o", "%N", "-j", job).stdout.strip()
+    for state in ("DRAIN", "DOWN"):  # drained, it stays out although its daemon lives
+        done = cluster.call("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
+        assert done.returncode == 0, done.stdout
+    try:
+        ended = cluster.wait(job)
+    finally:
+        cluster.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert ended["NodeList"] != node and run.state == "finished"
+    assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20

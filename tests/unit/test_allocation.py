@@ -1,0 +1,116 @@
+"""The allocation of a shell, by its variables, and the command that starts all ranks."""
+
+import subprocess
+
+import pytest
+
+from helpers import refused
+from windlass.launch.allocation import (
+    Allocation,
+    expand_counts,
+    expand_hosts,
+    job_variables,
+    launch_command,
+    load_job,
+    read_allocation,
+    save_job,
+)
+
+SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a,b-1,c", ["a", "b-1", "c"]), ("n[08-10,12],gpu07", ["n08", "n09", "n10", "n12", "gpu07"]),
+        ("r[1-2]n[01-02]x", ["r1n01x", "r1n02x", "r2n01x", "r2n02x"]), ("h[9-10].site.org", ["h9.site.org", "h10.site.org"]),
+    ],
+)  # fmt: skip
+def test_slurms_short_host_lists(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+def test_slurms_counts_and_a_bad_list():
+    assert expand_counts("4(x2),1") == [4, 4, 1]
+    with refused("n[a-b]"):
+        expand_hosts("n[a-b]")
+
+
+@pytest.fixture
+def pbs(tmp_path):
+    (tmp_path / "nodes").write_text("x1\nx1\nx2\nx2\n")
+    return {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+
+
+def test_allocations(pbs, tmp_path):
+    """A host without a stated number of tasks has a rank for each GPU."""
+    found = read_allocation(SLURM, 0)
+    assert (found.scheduler, found.job, found.hosts, found.per_host) == ("slurm", "9", ("n1", "n2"), (4, 4))
+    shell = {key: value for key, value in SLURM.items() if "TASKS" not in key}
+    assert [read_allocation(shell, gpus).per_host for gpus in (0, 4)] == [(1, 1), (4, 4)]
+    uneven = read_allocation(SLURM | {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "4,1"}, 0)
+    assert uneven.per_host == (4, 1) and uneven.ranks == 5
+    assert read_allocation(pbs, 0) == Allocation("pbs", "7.server", ("x1", "x2"), (2, 2), pbs["PBS_NODEFILE"])
+    assert read_allocation({}, 3).ranks == 3
+    with refused("SLURM_JOB_NODELIST"):
+        read_allocation({"SLURM_JOB_ID": "9"}, 0)
+    with refused("PBS_NODEFILE", "windlass env --save"):
+        read_allocation({"PBS_JOBID": "7"}, 0)
+    with refused("-n 3", "2 hosts"):
+        found.with_ranks(3)
+    assert found.with_ranks(2).per_host == (1, 1) and found.with_ranks(0, 3).ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("flavor", "words"),
+    [
+        ("pals", "mpiexec -n 8 -ppn 4 --hostfile F x"), ("mpich", "mpiexec -n 8 -ppn 4 --hostfile F x"),
+        ("openmpi", "mpiexec -n 8 --map-by ppr:4:node --hostfile F x"),
+    ],
+)  # fmt: skip
+def test_mpiexec(flavor, words):
+    assert launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], flavor) == words.split()
+    uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], flavor)
+    assert uneven == ["mpiexec", "-n", "5", "--hostfile", "F", "x"]
+
+
+def test_srun():
+    words = launch_command(read_allocation(SLURM, 0), ["x", "-y"])
+    assert words[:4] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"] and words[-2:] == ["x", "-y"]
+
+
+def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
+    """By allow-list: nothing of one task, no secret, and the host file also where its own is on another host's disk."""
+    environ = (
+        pbs | SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_TOKEN": "x", "HF_TOKEN": "x", "PATH": "/bin"}
+    )
+    assert job_variables(environ).keys() == {*pbs, *SLURM}
+    store = tmp_path / "jobs"
+    path = save_job(pbs | {"PBS_QUEUE": "a'b"}, store)
+    assert path.stat().st_mode & 0o077 == 0 or store.stat().st_mode & 0o077 == 0
+    (tmp_path / "nodes").unlink()
+    loaded = load_job(store, "x2.site.org")
+    assert loaded["PBS_QUEUE"] == "a'b" and read_allocation(loaded, 0).hosts == ("x1", "x2")
+    with refused("host y", "pbs-7.server", "windlass env --save"):
+        load_job(store, "y")
+    with refused("no job"):
+        save_job({}, store)
+
+
+def test_the_printed_variables_are_shell(tmp_path, monkeypatch, pbs):
+    """`eval "$(windlass env)"` in a real shell."""
+    import socket
+    import sys
+
+    (tmp_path / "nodes").write_text(socket.gethostname() + "\n")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name, value in (pbs | {"PBS_QUEUE": "a 'b'"}).items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "windlass", "env"]
+    subprocess.run([*command, "--save"], check=True, capture_output=True)
+    for name in ("PBS_JOBID", "PBS_NODEFILE", "PBS_QUEUE"):
+        monkeypatch.delenv(name)
+    script = f'eval "$({" ".join(command)})"; echo "$PBS_JOBID $PBS_QUEUE"'
+    assert (
+        subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout == "7.server a 'b'\n"
+    )

@@ -1,0 +1,170 @@
+"""Batch scripts run by a real shell, with a `qsub` that only writes down how it was called; and what a job asks for."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import refused, wait_for, windlass
+from windlass.launch.batch import INDEX, Job, Site, render
+from windlass.launch.submit import Resources, find_scheduler, make_job, read_site, submit_run
+from windlass.recipe import Recipe
+
+SITE = Site(
+    partition="gpu", account="lab", constraint="a100", mail="me@site.org", modules=["cuda/12.6"], time="01:00:00",
+    environment={"NCCL_IB_HCA": "mlx5 0"}, cpus_per_rank=8, directives=["--exclusive", "--job-name=mine"],
+)  # fmt: skip
+
+
+def job_of(folder: Path, *command: str, **more) -> Job:
+    return Job("run", list(command), folder, folder / "logs", folder / "logs" / "submit.sh", **more)
+
+
+def header(script: str) -> list[str]:
+    return [line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS"))]
+
+
+def test_the_header_for_slurm(tmp_path):
+    script = render(job_of(tmp_path, "train", nodes=2, ranks_per_node=4, gpus_per_node=4, array=[0, 2]), SITE, "slurm")
+    assert header(script) == [f"#SBATCH {x}" for x in (
+        "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=8", "--array=0,2", "--gpus-per-node=4", "--time=01:00:00",
+        "--partition=gpu", "--account=lab", "--constraint=a100", "--mail-user=me@site.org", "--mail-type=END,FAIL",
+        f"--output={tmp_path}/logs/%x_%A_%a.out", "--open-mode=append", "--requeue", "--signal=B:USR1@120",
+        "--exclusive", "--job-name=mine",
+    )]  # fmt: skip
+    assert {"module load cuda/12.6", "export NCCL_IB_HCA='mlx5 0'"} <= set(script.splitlines())
+
+
+def test_the_header_for_pbs(tmp_path):
+    """An array of one task is none; the cells between those that are left end at once."""
+    site = SITE.model_copy(update={"directives": [], "constraint": "system=polaris"})
+    many, one, none = (
+        render(job_of(tmp_path, "train", INDEX, nodes=2, ranks_per_node=4, gpus_per_node=4, array=array), site, "pbs")
+        for array in ([0, 2, 3], [3], [])
+    )
+    assert header(none) == [f"#PBS {x}" for x in (
+        "-N run", "-l select=2:ncpus=32:ngpus=4:mpiprocs=4:system=polaris", "-l walltime=01:00:00", "-q gpu", "-A lab",
+        "-M me@site.org", "-m ae", "-r y", "-j oe", "-o /dev/null",
+    )]  # fmt: skip
+    assert set(header(many)) - set(header(none)) == {"#PBS -J 0-3"} and header(one) == header(none)
+    assert 'case "$task" in 1) exit 0' in many and "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
+
+
+@pytest.fixture
+def run_script(tmp_path, monkeypatch):
+    """Starts a PBS script as bash; `qsub` writes its arguments and the script into `queued`."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "qsub").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/queued\ncat >>{tmp_path}/queued\n')
+    (tools / "qsub").chmod(0o755)
+    (tmp_path / "logs").mkdir()
+
+    def start(body: str, **more) -> subprocess.Popen:
+        job = job_of(tmp_path, "bash", "-c", body, **more)
+        job.script.write_text(render(job, Site(), "pbs"))
+        environ = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PBS_JOBID": "7.server"}
+        return subprocess.Popen(["bash", str(job.script)], env=environ, start_new_session=True)
+
+    return start
+
+
+SAVES = "trap 'sleep 0.3; exit 75' TERM; touch up; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
+def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, number, queued):
+    process = run_script(SAVES, array=[0, 1])
+    wait_for((tmp_path / "up").exists, 20)
+    process.send_signal(number)
+    process.send_signal(number)  # a scheduler may say it twice
+    assert process.wait(20) == 75
+    text = (tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else ""
+    assert text.count("depend=afterany:7.server") == queued and "\n#PBS -J" not in text
+    assert not list((tmp_path / "logs").glob(".open*"))
+
+
+def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
+    """PBS sends no signal ahead of it: the script counts the time."""
+    began = time.monotonic()
+    assert run_script(SAVES, time="00:02:01").wait(30) == 75  # one second before the 120 of grace
+    assert time.monotonic() - began < 20 and "depend" in (tmp_path / "queued").read_text()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_any_other_end_is_an_end(run_script, tmp_path, code):
+    assert run_script(f"exit {code}").wait(20) == code
+    assert not (tmp_path / "queued").exists()
+
+
+def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
+    assert run_script("touch trained", before=["bash", "-c", "exit 46"]).wait(20) == 46
+    assert not (tmp_path / "trained").exists()
+
+
+def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
+    for attempt in range(4):
+        process = run_script("touch up; sleep 60", max_restarts=2)
+        if attempt == 3:  # the fourth start would be the third restart
+            assert process.wait(20) == 1
+            assert "--max-restarts is 2" in (tmp_path / "logs" / "run_7.out").read_text()
+            break
+        wait_for((tmp_path / "up").exists, 20)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        (tmp_path / "up").unlink()
+    assert not list((tmp_path / "logs").glob(".open*"))
+
+
+def test_what_a_job_asks_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gpu, site = Recipe.load("quickstart"), Site(gpus_per_node=4)
+    script, job = submit_run(gpu, "quickstart", [], scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4"} <= set(script.splitlines()) and not job
+    cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
+    script, _ = submit_run(cpu, "quickstart", [], scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
+    assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (Resources(), ["--gpus-per-node", "parallel.device=cpu"]), (Resources(time="4h", gpus_per_node=1), ["--time", "04:00:00"]),
+        (Resources(gpus_per_node=3), ["global_batch"]),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, monkeypatch, asked, words):
+    monkeypatch.chdir(tmp_path)
+    with refused(*words):
+        submit_run(Recipe.load("quickstart"), "quickstart", [], scheduler="pbs", site=Site(), asked=asked, dry_run=True)
+    with refused("8", "4", "gpus_per_node"):
+        make_job("run", [], tmp_path, Site(gpus_per_node=4), Resources(gpus_per_node=8), on_cpu=False)
+
+
+def test_the_site_file(tmp_path, monkeypatch):
+    path = tmp_path / "site.toml"
+    for text, words in (
+        ('queue = "x"', ["queue", "partition"]), ("time = 4", ["time"]), ("a =", ["site.toml"]),
+        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]), ('scheduler = "lsf"', ["scheduler", "lsf"]),
+    ):  # fmt: skip
+        path.write_text(text)
+        with refused(*words):
+            read_site(path)
+    with refused("cannot be read"):
+        read_site(tmp_path / "missing.toml")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with refused("sbatch", "qsub", "--dry-run"):
+        find_scheduler("", Site())
+    with refused("sbatch"):
+        find_scheduler("slurm", Site())
+    assert find_scheduler("", Site(scheduler="pbs"), dry_run=True) == "pbs"
+
+
+def test_dry_run_and_cancel_in_the_terminal(tmp_path):
+    done = windlass("submit", "quickstart", "parallel.device=cpu", "--scheduler", "pbs", "--dry-run", cwd=tmp_path)
+    assert done.stdout.startswith("#!/bin/bash") and list(tmp_path.iterdir()) == []
+    checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
