@@ -1,4 +1,4 @@
-"""Under a real SLURM of two nodes: srun, a batch job that is told to stop and resumes, a sweep as an array job."""
+"""Under a real SLURM of two nodes: srun, a batch job that is told to stop and resumes."""
 
 import ast
 import shlex
@@ -11,7 +11,6 @@ from slurm_cluster import NODES, Cluster
 
 from helpers import wait_for
 from windlass.run import Run
-from windlass.study.study import Study
 
 pytestmark = pytest.mark.dist
 
@@ -78,17 +77,3 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     assert 0 < resumed[0]["step"] < 400, "it was stopped on the way, and nothing was lost"
     steps = [line["step"] for line in run.lines("train")]
     assert steps[-1] == 400 and len(set(steps)) == len(steps)
-
-
-@pytest.mark.full
-def test_a_sweep_as_an_array_job(cluster: Cluster, settings, tmp_path):
-    flags = [word for setting in [*settings(None), "parallel.device=cpu"] for word in ("--set", setting)]
-    sweep = [sys.executable, "-m", "windlass", "sweep", "quickstart", "run.seed=1,2", "--dir", str(tmp_path / "study")]
-    done = cluster.call(*sweep, *flags, "--submit", "slurm", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    cluster.wait(done.stdout.split()[-1])
-    said = "\n".join(path.read_text() for path in (tmp_path / "study").glob("slurm-*.out"))
-    study = Study.open(tmp_path / "study")
-    assert [result.state for result in study.results()] == ["finished"] * 2, said + cluster.logs()
-    again = cluster.call(*sweep, *flags, "--submit", "slurm", cwd=tmp_path)
-    assert "nothing to submit" in again.stdout

@@ -10,6 +10,7 @@ from slurm_cluster import Cluster
 from helpers import wait_for
 from windlass.fileio import read_json
 from windlass.run import Run
+from windlass.study.study import Study
 
 pytestmark = pytest.mark.dist
 SUBMIT = [sys.executable, "-m", "windlass", "submit"]
@@ -93,3 +94,20 @@ def test_a_lost_node_restarts_the_run_on_another(cluster: Cluster, settings, tmp
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
     assert ended["NodeList"] != node and run.state == "finished"
     assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
+
+
+@pytest.mark.full
+def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
+    """Each task of the array is one cell on both nodes; a second call has nothing to submit."""
+    path, windlass = tmp_path / "study", [sys.executable, "-m", "windlass"]
+    flags = [word for setting in [*settings(None, **DDP), "parallel.device=cpu"] for word in ("--set", setting)]
+    done = cluster.call(*windlass, "sweep", "quickstart", "run.seed=1,2", "--dir", str(path), *flags, "--create")
+    assert done.returncode == 0, done.stdout
+    done = cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    cluster.wait(read_json(path / "job.json")["job"])
+    study = Study.open(path)
+    assert [result.state for result in study.results()] == ["finished"] * 2, log_of(path) + cluster.logs()
+    for run in study.runs():
+        assert {event["world"] for event in run.events if event["event"] == "started"} == {2}
+    assert "nothing to submit" in cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path).stdout

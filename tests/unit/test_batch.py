@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers import refused, wait_for, windlass
+from helpers import refused, wait_for, windlass, write_ledger
 from windlass.launch.batch import INDEX, Job, Site, render
 from windlass.launch.submit import Resources, find_scheduler, make_job, read_site, submit_run
 from windlass.recipe import Recipe
+from windlass.study.study import Study
+from windlass.study.submit import submit_study
 
 SITE = Site(
     partition="gpu", account="lab", constraint="a100", mail="me@site.org", modules=["cuda/12.6"], time="01:00:00",
@@ -168,3 +170,25 @@ def test_dry_run_and_cancel_in_the_terminal(tmp_path):
     assert done.stdout.startswith("#!/bin/bash") and list(tmp_path.iterdir()) == []
     checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
+    """Cells that are done, failed or running are left out; `parallel.world` as an axis gives each cell one host."""
+    monkeypatch.chdir(tmp_path)
+    study = Study.create(Recipe.load("quickstart"), ["optim.lr=1e-2,1e-3", "run.seed=1,2"], tmp_path / "study")
+    study.set_status(study.cells[1], "failed", "bad input")
+    running = study.run_of(study.cells[2])
+    write_ledger(running, {"kind": "event", "event": "started"})
+    running.heartbeat_path.touch()
+    messages, asked = list[str](), Resources(2, gpus_per_node=4)
+    script, _ = submit_study(
+        study.path, scheduler="slurm", site=Site(), asked=asked, dry_run=True, notify=messages.append
+    )
+    assert {"#SBATCH --array=0,3", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(header(script))
+    assert f'sweep {study.path} --only "$task" --launch &' in script and "cell 2" in messages[0]
+    cpu = Study.create(Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu")
+    script, _ = submit_study(cpu.path, scheduler="pbs", site=Site(), asked=Resources(2), dry_run=True)
+    assert "#PBS -l select=1:ncpus=2:mpiprocs=2" in header(script) and "--launch" not in script
+    for cell in cpu.cells:
+        cpu.set_status(cell, "failed")
+    assert submit_study(cpu.path, scheduler="pbs", site=Site(), dry_run=True) == ("", "")

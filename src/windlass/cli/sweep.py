@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, complete
-from windlass.errors import DONE, FAILED, UserError
+from windlass.errors import DONE, FAILED
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -54,10 +54,9 @@ def sweep(
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),
     halving: bool = typer.Option(False, help="Asynchronous successive halving, by checkpoint.best: see above."),
     retry_failed: bool = typer.Option(False, help="Train failed and diverged cells again."),
-    submit: str = typer.Option("", metavar="slurm|pbs", help="Submit the open cells as an array job instead."),
-    submit_arg: list[str] = typer.Option([], metavar="ARG", help="For the scheduler, as --submit-arg=--time=04:00:00."),
-    dry_run: bool = typer.Option(False, help="With --submit: print the batch script, write and submit nothing."),
+    create: bool = typer.Option(False, "--create", help="Only create the study, for `windlass submit STUDY`."),
     only: int = typer.Option(-1, hidden=True, help="Work on one cell by number; what an array job's tasks call."),
+    launch: bool = typer.Option(False, hidden=True, help="A cell has all ranks of the allocation."),
     json_: Json = False,
 ) -> int:
     """Train every cell of a grid, and tabulate what came out.
@@ -80,14 +79,11 @@ def sweep(
     base, axes = Recipe.load(recipe, set_), axes or []
     dir_ = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
     settings: dict[str, Any] = {"path": dir_, "world": world, "retry_failed": retry_failed}
-    settings |= {"stop_diverged": stop_diverged, "halving": halving}
-    if submit:
-        more: dict[str, Any] = {"arguments": submit_arg, "dry_run": dry_run, "notify": typer.echo}
-        script = studies.submit_sweep(base, axes, submit, **settings, **more)
-        typer.echo(script if dry_run else "", nl=False)
+    settings |= {"stop_diverged": stop_diverged, "halving": halving, "launch": launch}
+    if create:
+        study = Study.create(base, axes, dir_)
+        typer.echo(f"{study.path}: {len(study.cells)} cells; `windlass submit {study.path}` trains them")
         return DONE
-    if submit_arg or dry_run:
-        raise UserError("--submit-arg and --dry-run go with --submit slurm or --submit pbs")
     one, shown = only if only >= 0 else None, dict[str, tuple[str, float]]()
     console = rich_console(sys.stderr if json_ else sys.stdout)  # with --json stdout is for JSON alone
     with Live(console=console, auto_refresh=False) as live:

@@ -123,6 +123,33 @@ def pbs_header(job: Job, site: Site) -> list[str]:
     ]
 
 
+START = """\
+# An attempt that never came to its end lost a host.
+open={open}
+lost=$([ -e "$open" ] && echo $(($(cat "$open") + 1)) || echo 0)
+if [ "$lost" -gt {most} ]; then
+  echo "windlass: hosts were lost $lost times, and --max-restarts is {most}: not started again"
+  rm -f "$open"; exit 1
+fi
+echo "$lost" >"$open"
+"""
+WAIT = """\
+child=$!
+limit= ended= timer=
+trap 'limit=1; kill -TERM $child' USR1  # the time limit is near
+trap 'ended=1; kill -TERM $child' TERM  # ended by a person, or by a scheduler that starts it again by itself
+{timer}
+wait $child; code=$?
+while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+[ $code -gt 128 ] && {{ wait $child; code=$?; }}  # a signal cut the wait short, not the command
+[ $timer ] && kill $timer 2>/dev/null
+rm -f "$open"
+if [ $code = 75 ] && [ $limit ] && [ ! $ended ]; then
+  {again}
+fi
+"""
+
+
 def body(job: Job, site: Site, scheduler: str) -> list[str]:
     """The shell that runs the command, passes on signals, and puts the job back into the queue."""
     slurm, script = scheduler == "slurm", shlex.quote(str(job.script))
@@ -148,39 +175,23 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
             f'qrerun "$PBS_JOBID" 2>/dev/null || '
             f'sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task"'
         )
+    left_out = "|".join(map(str, sorted(left_out)))
     return [
         *([] if slurm else [f"exec >>{log} 2>&1"]),
         f"task={index}",
-        *([f'case "$task" in {"|".join(map(str, sorted(left_out)))}) exit 0;; esac  # cells that are done'] if left_out else []),
+        *([f'case "$task" in {left_out}) exit 0;; esac  # cells that are done'] if left_out else []),
         f"cd {shlex.quote(str(job.directory))} || exit 1",
         *([f"module load {shlex.join(site.modules)}"] if site.modules else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(site.environment.items())),
         *site.setup,
         "",
-        "# An attempt that never came to its end lost a host.",
-        f'open={shlex.quote(str(job.logs))}/".open-{job_id}"',
-        'lost=$([ -e "$open" ] && echo $(($(cat "$open") + 1)) || echo 0)',
-        f'if [ "$lost" -gt {job.max_restarts} ]; then',
-        f'  echo "windlass: hosts were lost $lost times, and --max-restarts is {job.max_restarts}: not started again"',
-        '  rm -f "$open"; exit 1',
-        "fi",
-        'echo "$lost" >"$open"',
-        "",
-        *([f'{shlex.join(job.before)}', 'code=$?', '[ $code = 0 ] || { rm -f "$open"; exit $code; }', ""] if job.before else []),
+        *START.format(open=f'{shlex.quote(str(job.logs))}/".open-{job_id}"', most=job.max_restarts).splitlines(),
+        *([shlex.join(job.before), "code=$?", '[ $code = 0 ] || { rm -f "$open"; exit $code; }', ""] if job.before else []),
         f"{command} &",
-        "child=$!",
-        "limit= ended=",
-        "trap 'limit=1; kill -TERM $child' USR1  # the time limit is near",
-        "trap 'ended=1; kill -TERM $child' TERM  # ended by a person, or by a scheduler that starts it again by itself",
-        *([f"(sleep {max(1, limit - GRACE_SECONDS)}; kill -USR1 $$) 2>/dev/null &", "timer=$!"] if limit and not slurm else []),
-        "wait $child; code=$?",
-        "while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done",
-        "[ $code -gt 128 ] && { wait $child; code=$?; }  # a signal cut the wait short, not the command",
-        *(["kill $timer 2>/dev/null"] if limit and not slurm else []),
-        'rm -f "$open"',
-        "if [ $code = 75 ] && [ $limit ] && [ ! $ended ]; then",
-        f"  {again}",
-        "fi",
+        *WAIT.format(
+            timer=f"(sleep {max(1, limit - GRACE_SECONDS)}; kill -USR1 $$) 2>/dev/null & timer=$!" if limit and not slurm else "",
+            again=again,
+        ).splitlines(),
         *(f"[ $code = 75 ] || {shlex.join(command)}" for command in job.after),
         "exit $code",
     ]  # fmt: skip

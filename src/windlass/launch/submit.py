@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from windlass.errors import DONE, FAILED, STOPPED, RunFailed, UserError
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import SCHEDULERS, Job, Site, render
+from windlass.launch.batch import GRACE_SECONDS, SCHEDULERS, Job, Site, render
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -124,6 +124,8 @@ def submit_run(
     run = Run((Path(site.scratch or Path.cwd()) / recipe.run_dir).resolve())
     typed = str(Path(name).resolve()) if Path(name).exists() else name
     given = [text for text in overrides if text.partition("=")[0].strip() != "run.dir"]
+    if not any(text.startswith("checkpoint.grace_seconds") for text in given):  # the default is that of torchrun
+        given.append(f"checkpoint.grace_seconds={GRACE_SECONDS - 10}")
     command = [*WINDLASS, "launch", "--", *WINDLASS, "train", typed, *given, f"run.dir='{run.path}'"]
     job = make_job(run.name, command, run.path, site, asked, recipe.parallel.device == "cpu")
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided

@@ -1,5 +1,4 @@
-"""Working through a study's cells: side by side, each a `windlass train` process, or as an array job of SLURM or PBS
-whose tasks call `windlass sweep --only N`. No torch.
+"""Working through a study's cells: side by side, each a `windlass train` process. No torch.
 
 The directory is the only state: a sweep that was killed anywhere and is given again leaves finished cells alone, resumes
 interrupted ones from their last checkpoint, and leaves failed and diverged ones as they are, with their reason.
@@ -8,21 +7,18 @@ interrupted ones from their last checkpoint, and leaves failed and diverged ones
 from __future__ import annotations
 
 import os
-import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from windlass.checkpoint.retention import better
-from windlass.errors import BAD_INPUT, DONE, STOPPED, RunFailed, Stopped, UserError, require
+from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError, require
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
@@ -34,12 +30,12 @@ DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted", "running")
 RETRIES = 2  # of a cell that a signal ended (out of memory, a kill) or that another process was training
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
-SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 
 
 def sweep(
     recipe: Recipe | str | Path, axes: Axes, *, path: str | Path | None = None, world: int = 1, workers: int = 1,
     stop_diverged: bool = False, halving: bool = False, retry_failed: bool = False, only: int | None = None,
+    launch: bool = False,
     show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
 ) -> Study:  # fmt: skip
     """Train every cell of a grid that is not done yet, and return the study.
@@ -50,7 +46,7 @@ def sweep(
     `parallel.world`; `workers` cells run side by side, each with an equal share of the cores and devices of its own.
     `stop_diverged` stops a cell whose loss diverged (`study.diverged`), `halving` is asynchronous successive halving by
     `checkpoint.best`, `retry_failed` trains failed and diverged cells again, `only` is the number of the one cell to work
-    on. `show` is called with the study twice a second, `notify` with messages for the user.
+    on. With `launch` a cell has all ranks of the allocation instead (`windlass launch`). `show` is called with the study twice a second, `notify` with messages for the user.
 
     Raises UserError where the directory holds another preset's study or a cell's recipe is invalid, Stopped after a signal.
     """
@@ -64,7 +60,7 @@ def sweep(
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"only={only}: the cells are 0 to {len(study.cells) - 1}")
     cells = study.cells if only is None else [study.cells[only]]
-    Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, show, notify).run()
+    Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, launch, show, notify).run()
     return study
 
 
@@ -84,6 +80,7 @@ class Sweep:
     stop_diverged: bool = False
     halving: bool = False
     retry_failed: bool = False
+    launch: bool = False
     show: Callable[[Study], None] = lambda study: None
     notify: Callable[[str], None] = lambda text: None
     command: Callable[[Study, Cell], list[str]] = train_command
@@ -176,6 +173,8 @@ class Sweep:
             free = [name for name in self.devices if name not in used][:world]
             threads = thread_share(self.workers * self.largest_world)
             command, directory = [*self.command(self.study, cell), "--world", str(world)], self.study.run_of(cell).path
+            if self.launch:
+                command = [sys.executable, "-m", "windlass", "launch", "--", *command[:-2]]
             self.running.append(CellProcess(cell, command, directory, threads, free if len(free) == world else []))
 
     def _watch(self, process: CellProcess) -> None:
@@ -277,83 +276,3 @@ def thread_share(ranks: int) -> int:
     """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
-
-
-def submit_sweep(
-    recipe: Recipe, axes: Axes, scheduler: str, *, path: Path | None = None, world: int = 1, stop_diverged: bool = False,
-    halving: bool = False, retry_failed: bool = False, arguments: Sequence[str] = (), dry_run: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
-) -> str:  # fmt: skip
-    """Write the batch script of a study's open cells into its directory and submit it; with `dry_run` write nothing.
-
-    The arguments are those of `sweep`, and `arguments` for the scheduler itself. Returns the script; empty where no cell is
-    open. Raises UserError for a scheduler that is unknown or not on this machine or halving, RunFailed for a refused job.
-    """
-    if scheduler not in SUBMIT:
-        raise UserError(f"--submit {scheduler}: there are slurm and pbs")
-    if halving:
-        raise UserError("--halving compares cells while one sweep runs them: it does not go with --submit")
-    study = Study.create(recipe, axes, path, write=not dry_run)
-    for note in study.notes:
-        notify(note)
-    states = [result.state for result in study.results()]
-    wanted = ("waiting", "interrupted", *(("failed", "diverged") if retry_failed else ()))
-    cells = [number for number, state in enumerate(states) if state in wanted]
-    if running := [str(number) for number, state in enumerate(states) if state == "running"]:
-        notify(f"running already, so not submitted: cell {', '.join(running)}")
-    if not cells:
-        notify("nothing to submit: no cell is open")
-        return ""
-    flags = ["--stop-diverged"] * stop_diverged + ["--retry-failed"] * retry_failed
-    script = array_script(study, scheduler, cells, world, Path.cwd(), sys.executable, flags, arguments)
-    if dry_run:
-        return script
-    command, path = SUBMIT[scheduler], study.path / f"submit.{scheduler}.sh"
-    if shutil.which(command) is None:
-        raise UserError(f"there is no {command} on this machine: submit from a login node, or look with --dry-run")
-    path.write_text(script, encoding="utf-8")
-    if subprocess.run([command, str(path)], check=False).returncode:
-        raise RunFailed(f"{command} did not take {path}; its message is above")
-    return script
-
-
-def array_script(
-    study: Study, scheduler: str, cells: Sequence[int], world: int, directory: Path, python: str,
-    flags: Sequence[str] = (), arguments: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """The batch script for the cells with these numbers.
-
-    A rank gets a core and, unless the recipe has `parallel.device = "cpu"`, a GPU. `arguments` are the scheduler's own
-    (`--time=04:00:00`) and replace ours of the same name (`--gpus-per-task=0`, `-l select=1:ncpus=8`). A task whose time
-    runs out gets a signal, saves and exits with 75; submitting again resumes it.
-    """
-    chosen, name = [study.cells[number] for number in cells], f"windlass-{study.path.name}"
-    ranks = max(cell.world or world for cell in chosen)
-    gpus = any(cell.recipe.parallel.device != "cpu" for cell in chosen)
-    if scheduler == "slurm":
-        mark, index = "#SBATCH", "$SLURM_ARRAY_TASK_ID"
-        asked = [
-            f"--job-name={name}", f"--array={','.join(map(str, cells))}", "--nodes=1", "--ntasks=1",
-            f"--cpus-per-task={ranks}", *([f"--gpus-per-task={ranks}"] if gpus else []),
-            f"--output={study.path}/slurm-%A_%a.out", "--signal=B:TERM@120", "--requeue",
-        ]  # fmt: skip
-    else:  # PBS has no array of one job
-        mark, index = "#PBS", "$PBS_ARRAY_INDEX" if len(cells) > 1 else str(cells[0])
-        asked = [
-            f"-N {name}"[:18], *([f"-J {cells[0]}-{cells[-1]}"] if len(cells) > 1 else []),
-            f"-l select=1:ncpus={ranks}" + (f":ngpus={ranks}" if gpus else ""), "-r y", "-j oe",
-        ]  # fmt: skip
-
-    def option(text: str) -> str:  # what it sets: `--time`, `-q`, or `-l select`
-        return " ".join(re.split(r"[=\s]+", text)[: 2 if text.startswith("-l") else 1])
-
-    header = [*(text for text in asked if option(text) not in map(option, arguments)), *arguments]
-    words = [python, "-m", "windlass", "sweep", str(study.path), "--world", str(world), *flags]
-    return "\n".join([
-        "#!/bin/bash", *(f"{mark} {text}" for text in header), "",
-        f"cd {shlex.quote(str(directory))}",
-        f"{shlex.join(words)} --only {index} &",
-        "job=$!",
-        "trap 'kill -TERM $job; wait $job; exit $?' TERM",  # the scheduler signals the shell alone
-        "wait $job", "",
-    ])  # fmt: skip
