@@ -48,7 +48,7 @@ def runs(
     if json_:
         typer.echo(json.dumps([{key: plain(value) for key, value in row._asdict().items()} for row in rows], indent=2))
         return
-    cells = [
+    cells: list[tuple[str | Text, ...]] = [
         (
             row.run,
             Text(row.state, STYLES.get(row.state, "")),

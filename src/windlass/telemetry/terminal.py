@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -79,7 +79,7 @@ class Output:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
-def size(stream: TextIO | None) -> os.terminal_size:
+def size(stream: IO[str] | None) -> os.terminal_size:
     """Columns and lines of the terminal that a stream writes to; WIDE where it is none."""
     if stream is None or not stream.isatty():
         return os.terminal_size((WIDE, WIDE))
@@ -91,7 +91,7 @@ def size(stream: TextIO | None) -> os.terminal_size:
     return os.terminal_size((columns or 80, lines or 24))
 
 
-def rich_console(stream: TextIO) -> Console:
+def rich_console(stream: IO[str]) -> Console:
     """A console of `rich` that prints text as it is, as wide as the stream's terminal."""
     from rich.console import Console
 
