@@ -45,18 +45,19 @@ def recipe(
 ) -> None:
     """Print a recipe with every setting resolved; list the presets; print the schema; explain a setting."""
     from windlass.recipe import Recipe, explain, presets
+    from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
     elif key:
         typer.echo(explain(key, recipe, overrides))
     elif list_:
-        names = presets()
-        width = max(map(len, names))
-        for name, path in names.items():  # with the first sentence of the comment that the file opens with
+        rows = []
+        for name, path in presets().items():  # with the first sentence of the comment that the file opens with
             comment = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
             sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
-            typer.echo(f"{name:<{width}}  {sentence}.")
+            rows.append((name, f"{sentence}."))
+        rich_console(sys.stdout).print(pairs(rows))
     elif recipe:
         loaded = Recipe.load(recipe, overrides)
         network = f"# network: {network_of(loaded)}\n" if loaded.model.kind == "hf" else ""
@@ -84,16 +85,17 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     from windlass.data.prepare import as_data
     from windlass.data.prepare import prepare as prepare_data
     from windlass.recipe import Recipe
+    from windlass.telemetry.terminal import pairs, rich_console
 
     loaded = Recipe.load(recipe, overrides)
     prepared = prepare_data(loaded)
     shown = {
-        "directory": prepared.directory,
+        "directory": str(prepared.directory),
         **lines(describe(as_data(loaded, prepared)), loaded.model.context),
         "fingerprint": prepared.index.fingerprint,
         "prepared": f"in {prepared.seconds:.1f} s" if prepared.made else "already",
     }
-    typer.echo("\n".join(f"{name:<12}{value}" for name, value in shown.items()))
+    rich_console(sys.stdout).print(pairs(shown.items()))
 
 
 def plan(

@@ -119,22 +119,17 @@ def verify(
     Exit codes: 0 all proved, 1 a proof failed, 2 bad input.
     """
     import torch
-    from rich.table import Table
     from rich.text import Text
 
     from windlass import verification
-    from windlass.telemetry.terminal import rich_console
+    from windlass.telemetry.terminal import pairs, rich_console
 
     console = rich_console(sys.stdout)
 
     def show(proof: Proof) -> None:
         word, color = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}[proof.passed]
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(min_width=9)
-        grid.add_column(overflow="fold")
-        grid.add_row(Text(word, color), f"{proof.claim} ({proof.seconds:.0f} s)")
-        grid.add_row("", proof.measured)
-        console.print(grid)
+        claim = f"{proof.claim} ({proof.seconds:.0f} s)"
+        console.print(pairs([(Text(f"{word:<9}", color), claim), ("", proof.measured)]))
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
     conditions = (

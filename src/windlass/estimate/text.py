@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
 from windlass.telemetry.console import duration, short
-from windlass.telemetry.terminal import table
+from windlass.telemetry.terminal import pairs, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -137,17 +137,11 @@ def _section(
     text_columns: int = 1, strong: Sequence[int] = (), notes: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Print a title, facts as pairs, a table whose first columns are text, and notes."""
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text(title, style="bold"))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in facts:
-        grid.add_row(f"  {name}", Text(value))
-    if grid.row_count:
-        console.print(grid)
+    if facts := list(facts):
+        console.print(pairs(facts, indent="  ", style="dim"))
     if rows:
         styles = ["bold cyan" if i in strong else "" for i in range(len(rows))]
         console.print(table(head, rows, console.width, text=head[:text_columns], styles=styles, keys=text_columns))

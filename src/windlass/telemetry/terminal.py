@@ -8,11 +8,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
+    from rich.table import Table
     from rich.text import Text
 
 WIDE = 1000  # columns of an output that is no terminal: nothing wraps there
@@ -53,8 +54,8 @@ class Output:
 
     buffer = None  # click would write UTF-8 to it, whatever the stream's own encoding is
 
-    def __init__(self, stream: TextIO):
-        self._stream, self.gone = stream, False
+    def __init__(self, stream: IO[str], trims: bool = False):
+        self._stream, self.gone, self._trims = stream, False, trims
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=fallback())
 
@@ -63,7 +64,7 @@ class Output:
 
     def write(self, text: str) -> int:
         with self._surviving():
-            self._stream.write(text)
+            self._stream.write(re.sub(" +$", "", text, flags=re.MULTILINE) if self._trims else text)
         return len(text)
 
     def flush(self) -> None:
@@ -92,11 +93,25 @@ def size(stream: IO[str] | None) -> os.terminal_size:
 
 
 def rich_console(stream: IO[str]) -> Console:
-    """A console of `rich` that prints text as it is, as wide as the stream's terminal."""
+    """A console of `rich` that prints text as it is, as wide as the stream's terminal; elsewhere without spaces at line ends."""
     from rich.console import Console
 
     width, height = size(stream)
-    return Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False)
+    file: Any = stream if stream.isatty() else Output(stream, trims=True)
+    return Console(file=file, width=width, height=height, highlight=False, markup=False, emoji=False)
+
+
+def pairs(rows: Iterable[tuple[str | Text, str | Text]], indent: str = "", style: str = "") -> Table:
+    """Names in a column (in `style`), and beside it what they are, wrapped."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style=style, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(Text.assemble(indent, name), Text.assemble(value))
+    return grid
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str | Text]], **options: Any) -> None:
