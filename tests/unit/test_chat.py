@@ -13,6 +13,8 @@ import tokenizer_fixtures
 from helpers import refused
 from windlass.data import chat
 from windlass.data.chat import Template
+from windlass.data.conversations import Conversation
+from windlass.data.conversations import read as read_conversations
 from windlass.data.prepare import open_data
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
@@ -37,7 +39,7 @@ ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "ll
 
 
 def row(talk: list[dict[str, str]], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
-    ids, marks, _ = chat.row(talk, template, tokenizer, context)  # type: ignore[misc]
+    ids, marks, _ = chat.row(Conversation(talk), template, tokenizer, context)  # type: ignore[misc]
     return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
 
 
@@ -57,7 +59,7 @@ def test_only_the_answers_and_their_ends_count_and_a_row_is_cut_at_the_context_a
     assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
     ids, marks, _ = row(TALK, Template(), BYTES, 70)
     assert len(ids) == 71 and any(marks)
-    assert chat.row(TALK, Template(), BYTES, 20) is None
+    assert chat.row(Conversation(TALK), Template(), BYTES, 20) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,8 +150,8 @@ def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path)
     data = open_data(recipe(f"hf:{tmp_path / 'set'}", eval_split="validation", dir=str(tmp_path / "e")))
     assert (len(data.train), len(data.val or ())) == (10, 3)
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
-    with refused("'messages'", "it has text"):
-        chat.read(f"hf:{tmp_path / 'other'}")
+    with refused("has 'text'", "messages"):
+        read_conversations([f"hf:{tmp_path / 'other'}"])
 
 
 @pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
@@ -179,7 +181,7 @@ def test_rows_of_another_template_are_not_taken(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("{", "write"), ('{"messages": [{"role": "user"}]}', "write"),
+    ("{", "write"), ('{"messages": [{"role": "user"}]}', "'content'"),
     ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
     ('{"messages": [{"role": "user", "content": 3}]}', "content"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
@@ -187,7 +189,7 @@ def test_rows_of_another_template_are_not_taken(tmp_path: Path, monkeypatch: pyt
 def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
     with refused("talk.jsonl, line 2", words):
-        chat.read(str(tmp_path / "talk.jsonl"))
+        read_conversations([str(tmp_path / "talk.jsonl")])
 
 
 # -- streams

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_fixtures import documents, jsonl, recipe_for
-from tests.helpers import windlass
 
+from helpers import windlass
 from windlass.data.facts import describe, lines
 from windlass.data.prepare import Data, open_data
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers import refused
-from windlass.data.sources import download, open_corpus
+from windlass.data.sources import download, has_changed, open_corpora, open_corpus
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import DataSettings
 
@@ -199,3 +199,31 @@ def test_datasets(streaming, tmp_path):
     for source in ("hf:nobody/nothing-of-the-kind", f"hf:{tmp_path / 'bad'}"):
         with pytest.raises((UserError, RunFailed), match="hf:"):
             read(source, streaming=streaming)
+
+
+def test_a_list_is_read_one_after_the_other_and_json_arrays_as_lines(tmp_path):
+    write_all(tmp_path)
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
+    assert read(str(array)) == TEXTS and read(str(array), start=7) == TEXTS[7:]
+    names = [str(array), "stdlib", f"{tmp_path}/all.jsonl"]
+    several = open_corpora(DataSettings(), names, notify=lambda text: None)
+    whole, alone = list(several.documents()), open_corpora(DataSettings(), ["stdlib"])
+    assert whole[: len(TEXTS)] == TEXTS == whole[-len(TEXTS) :] and not several.single_text
+    assert whole[len(TEXTS) : -len(TEXTS)] == list(alone.documents())
+    assert list(several.documents(30)) == whole[30:]
+    assert not has_changed([str(array)], open_corpora(DataSettings(), [str(array)]).description)
+    array.write_text("[]")
+    assert has_changed([names[0], names[2]], several.description)
+
+
+def test_the_files_of_a_pattern_are_named_with_those_that_are_no_part_of_a_corpus(tmp_path):
+    for name in ("a.txt", "b.txt", "c.txt", "LICENSE", "README.txt"):
+        (tmp_path / name).write_text("text")
+    said: list[str] = []
+    open_corpora(DataSettings(), [f"{tmp_path}/*"], notify=said.append)
+    assert "5 files (4 .txt, 1 without ending)" in said[0] and "with LICENSE, README.txt: narrow" in said[0]
+    open_corpora(DataSettings(), [f"{tmp_path}/?.txt"], notify=said.append)
+    assert said[1].endswith("3 files: a.txt, b.txt, c.txt")
+    open_corpora(DataSettings(), [f"{tmp_path}/a.txt"], notify=said.append)
+    assert len(said) == 2

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import hf_fixtures
-from tests.helpers import refused, tiny_recipe, write_corpus
 
+import hf_fixtures
+from helpers import refused, tiny_recipe, write_corpus
 from windlass import Recipe, train
 from windlass.data.prepare import open_data, prepare
 

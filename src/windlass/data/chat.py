@@ -13,23 +13,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from windlass.data.samples import Row, choose
-from windlass.data.sources import find_files, load_dataset
+from windlass.data.conversations import Conversation, Message
+from windlass.data.samples import Row
 from windlass.data.tokenizer import MARK, Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import read_json
 
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
-
-LAYOUT = "chat 3"  # changes with the rows that a conversation gives: rows of another layout are prepared again
-ROLES = ("system", "user", "assistant")
-Message = dict[str, str]  # `role` and `content`
+LAYOUT = "chat 4"  # changes with the rows that a conversation gives: rows of another layout are prepared again
 Piece = tuple[str | int, bool]  # a text, or a special token by its id; and whether it counts in the loss
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} {{ m.content | trim }}{{ end_of_text }}"
@@ -69,7 +63,7 @@ class Template:
         config = {**dict(self.special), "chat_template": self.source}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
-    def pieces(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[Piece]:
         """The conversation up to its last answer, in pieces, each with whether it counts.
 
         An answer ends with the token that ends its turn; what a template has between `{% generation %}` and
@@ -77,16 +71,21 @@ class Template:
         the template writes earlier turns differently once later ones are there.
         """
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self.render(messages[: places[-1] + 1], tokenizer, ask=False)
+        whole = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
         if GENERATION.search(self.source or PLAIN):
             return _cut(whole, tokenizer)
         # An answer follows the text that asks for it, and ends with the first special token after its content.
-        heads = [self.render(messages[:place], tokenizer, ask=True) for place in places]
+        heads = [self.render(messages[:place], tokenizer, ask=True, tools=tools) for place in places]
         limits = [*map(len, heads[1:]), len(whole)]
         for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
-            tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"], tokenizer).strip()
+            tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"] or "", tokenizer).strip()
             content_end = tail.find(answer) + len(answer) if answer in tail else 0  # a template may change it
             ends = [m.end() for m in tokenizer.special_pattern.finditer(tail) if m.start() >= content_end]
+            if messages[place].get(
+                "tool_calls"
+            ):  # special tokens of its own may be in it: it ends with the turn's last
+                turn = self.render(messages[: place + 1], tokenizer, ask=False, tools=tools)
+                ends = [end for end in ends if end <= len(turn) - len(head)][-1:]
             if not whole.startswith(head) or not (ends or limit == limits[-1]):
                 raise UserError(
                     "the answers cannot be told apart in the tokenizer's chat template, which changes earlier turns or ends none "
@@ -115,23 +114,35 @@ class Template:
         tags = {None: "call mark()", "end": "endcall"}
         return environment.from_string(GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN))
 
-    def render(self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, *, ask: bool, tools: list[Any] | None = None
+    ) -> str:
         """The rendered conversation, its messages guarded, generation blocks between BEGIN and END."""
         from jinja2 import TemplateError
 
-        guarded = [{**message, "content": _guarded(message["content"], tokenizer)} for message in messages]
+        if not self.source and (tools or any(message.get("tool_calls") for message in messages)):
+            raise UserError(
+                "tools are written by a tokenizer's own chat template: set data.tokenizer to one that has one"
+            )
+        guarded = _guarded(list(messages), tokenizer)
         end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` gives None for what a caller leaves out, and templates ask for that.
-        names = {"tools": None, "documents": None, "end_of_text": end, **dict(self.special)}
+        names = {"tools": _guarded(tools, tokenizer), "documents": None, "end_of_text": end, **dict(self.special)}
         try:
             return str(self._compiled.render(messages=guarded, add_generation_prompt=ask, **names))
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the tokenizer's chat template does not take this conversation: {error}") from None
 
 
-def _guarded(text: str, tokenizer: Tokenizer) -> str:
-    """A message in which nothing is a special token: each character of what looks like one is followed by a mark."""
-    text = re.sub(f"[{MARK}{BEGIN}{END}]", "", text)
+def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
+    """Messages in which nothing is a special token: each character of what looks like one is followed by a mark."""
+    if isinstance(value, dict):
+        return {key: _guarded(part, tokenizer) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_guarded(part, tokenizer) for part in value]
+    if not isinstance(value, str):
+        return value
+    text = re.sub(f"[{MARK}{BEGIN}{END}]", "", value)
     return tokenizer.special_pattern.sub(lambda m: "".join(c + MARK for c in m[0]), text)
 
 
@@ -164,58 +175,17 @@ def prompt_tokens(messages: Sequence[Message], template: Template, tokenizer: To
     return tokenizer.encode_marked(_cut(template.render(messages, tokenizer, ask=True), tokenizer))[0]
 
 
-def row(messages: Sequence[Message], template: Template, tokenizer: Tokenizer, context: int) -> Row | None:
-    """A conversation, cut after `context` + 1 tokens; None where nothing is left to learn."""
-    ids, marks = tokenizer.encode_marked(template.pieces(messages, tokenizer))
+def row(item: Conversation, template: Template, tokenizer: Tokenizer, context: int) -> Row | None:
+    """A conversation, cut after `context` + 1 tokens; None where nothing is left to learn. A prompt and its completion are two
+    texts and the end-of-text token."""
+    if item.text is not None:
+        both, prompt = tokenizer.encode_pair(*item.text)
+        ids = [*both, *([] if tokenizer.eot is None else [tokenizer.eot])]
+        marks = [False] * prompt + [True] * (len(ids) - prompt)
+    else:
+        try:
+            ids, marks = tokenizer.encode_marked(template.pieces(item.messages, tokenizer, item.tools))
+        except UserError as error:
+            raise UserError(f"{item.where}: {error}") from None
     size = context + 1
     return Row(ids[:size], marks[:size], len(ids)) if any(marks[1:size]) else None
-
-
-# -- files
-
-
-def read_splits(recipe: Recipe) -> list[list[list[Message]]]:
-    """The training and evaluation conversations of a recipe."""
-    data = recipe.data
-    train = read(data.source, data.split)
-    if data.eval_source or (data.eval_split and data.source.startswith("hf:")):
-        return [train, read(data.eval_source or data.source, data.eval_split or data.split, "data.eval_source")]
-    places: set[int] = set()
-    if data.val_fraction and len(train) > 1:
-        count = max(1, int(len(train) * Fraction(str(data.val_fraction))))
-        places = set(choose(map(str, range(len(train))), count, recipe.run.seed, "split"))
-    return [[item for i, item in enumerate(train) if (i in places) == held_out] for held_out in (False, True)]
-
-
-def read(source: str, split: str = "train", setting: str = "data.source") -> list[list[Message]]:
-    """The conversations of JSONL files, each line an object with `messages`, or of the column `messages` of `hf:...`."""
-    records: list[tuple[str, Any]] = []
-    if source.startswith("hf:"):
-        table = load_dataset(source[3:], split)
-        if "messages" not in table.column_names:
-            raise UserError(f"{setting}: {source} has no column 'messages'; it has {', '.join(table.column_names)}")
-        records = [(f"{source}, row {n}", record) for n, record in enumerate(table.select_columns(["messages"]))]
-    else:
-        for path in find_files(source, setting):
-            try:
-                lines = path.read_text(encoding="utf-8").split("\n")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{setting}: {path} cannot be read: {error}") from None
-            records += [(f"{path}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not records:
-        raise UserError(f"{setting}: there is no conversation in {source}")
-    conversations = []
-    for where, record in records:
-        try:
-            tree = json.loads(record) if isinstance(record, str) else record
-            conversation = [{"role": m["role"], "content": m["content"]} for m in tree["messages"]]
-            if not all(m["role"] in ROLES and isinstance(m["content"], str) for m in conversation):
-                raise ValueError(f"a role is one of {', '.join(ROLES)}, and a content is text")
-            if not any(m["role"] == "assistant" for m in conversation):
-                raise ValueError("there is no answer of the assistant to learn from")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f'{where}: write {{"messages": [{{"role": "user", "content": "..."}}, ...]}}: {error}'
-            ) from None
-        conversations.append(conversation)
-    return conversations

@@ -24,7 +24,7 @@ import numpy as np
 
 from windlass.data import vocabulary
 from windlass.data.shards import EVAL, MAIN, Index, Shard, ShardWriter, Split, Stream, file_states, remember, scan
-from windlass.data.sources import Corpus, find_files, open_corpus
+from windlass.data.sources import Corpus, find_files, open_corpora
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
@@ -77,10 +77,10 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
     """Write shards and tokenizer; returns the index, not written yet."""
     data, kind, resumed = recipe.data, vocabulary.kind_of(recipe.data.tokenizer), False
     state, source, streams = read_json(directory / PROGRESS), dict[str, Any](), dict[str, list[Shard]]()
-    if data.source.startswith("shards:"):
+    if data.sources[0].startswith("shards:"):
         tokenizer = vocabulary.load_tokenizer(recipe)
         tokenizer.save(directory)
-        source[MAIN] = {"name": data.source}
+        source[MAIN] = {"name": ", ".join(data.sources)}
         streams = _scan_shards(data, tokenizer, progress)
     else:
         stream_parts = _parts(data, progress)
@@ -112,11 +112,11 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
 def _parts(data: DataSettings, progress: Progress) -> list[Part]:
     """What is to be written: the training corpus, and the validation corpus where it is one of its own."""
     share, held_out = Fraction(str(data.val_fraction)), data.val_shards * data.shard_tokens
-    main = open_corpus(data, data.source, sha256=data.sha256, split=data.split, notify=progress.note)
+    main = open_corpora(data, data.sources, sha256=data.sha256, split=data.split, notify=progress.note)
     main.limit = data.max_documents or None
     most = Fraction(data.max_tokens)
-    if separate := data.eval_source or (data.eval_split and data.source):
-        held = open_corpus(data, separate, split=data.eval_split or data.split, notify=progress.note)
+    if separate := data.eval_sources or (data.sources if data.eval_split else []):
+        held = open_corpora(data, separate, split=data.eval_split or data.split, notify=progress.note)
         held.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else None
         return [(MAIN, main, most), (EVAL, held, Fraction(max(1, int(most * share)) if most and share else 0))]
     if main.single_text and share and not data.val_shards:
@@ -194,11 +194,11 @@ def _write(
 
 def _scan_shards(data: DataSettings, tokenizer: Tokenizer, progress: Progress) -> dict[str, list[Shard]]:
     """Shards that other tools wrote are read once, and stay where they are."""
-    main, held = find_files(data.source.removeprefix("shards:")), list[Path]()
-    if data.eval_source:
-        if not data.eval_source.startswith("shards:"):
+    main, held = [path for source in data.sources for path in find_files(source.removeprefix("shards:"))], list[Path]()
+    if data.eval_sources:
+        if not all(source.startswith("shards:") for source in data.eval_sources):
             raise UserError("data.eval_source: where data.source is token shards, so is it: write shards:GLOB")
-        held = find_files(data.eval_source.removeprefix("shards:"), "data.eval_source")
+        held = [p for s in data.eval_sources for p in find_files(s.removeprefix("shards:"), "data.eval_source")]
     elif not data.val_shards:
         held = [path for path in main if re.search(VALIDATION_NAME, path.name.lower())]
         held = held if len(held) < len(main) else []

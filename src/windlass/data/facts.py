@@ -51,7 +51,8 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
     unit = facts.get("items", "samples")
     if "source" in facts:
         source, files = facts["source"], facts["files"]
-        shown["data"] = f"{source}{f' ({files:,} files)' if files > 1 else ''}"
+        names = ", ".join(source) if isinstance(source, list) else source
+        shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
     for name, title in (("train", "training"), ("val", "validation")):
         if split := facts.get(name):
             items = split.get("items") if "source" in facts else split["samples"]

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass import hub
-from windlass.data import chat, shards, squad, vocabulary
+from windlass.data import chat, conversations, shards, squad, vocabulary
 from windlass.data.documents import PROGRESS, Progress, prepare_text
 from windlass.data.samples import DocumentSamples, PackedSamples, Row, Rows, Samples, choose, lengths
 from windlass.data.shards import EVAL, MAIN, Index, RowsFile, Stream
-from windlass.data.sources import describe_files, find_files, has_changed, slug
+from windlass.data.sources import JSON_LINES, describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import Recipe, as_recipe
@@ -87,8 +87,9 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
             raise UserError(f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}")
         vocabulary.check_tokenizer(recipe, tokenizer, progress.note if _is_rank_0() else lambda text: None)
         shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
-        corpora = [d["name"] for d in index.source.values() if not made and has_changed(d["name"], d)]
-        if corpora and _is_rank_0():
+        streams = ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources))
+        corpora = [", ".join(s) for stream, s in streams if s and has_changed(s, index.source.get(stream, {}))]
+        if corpora and not made and recipe.data.format == "text" and _is_rank_0():
             progress.note(f"{corpora[0]} has changed since it was prepared; delete {directory} to prepare it again")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -122,7 +123,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         if data.source == "stdlib":
             settings["python"] = platform.python_version()
         return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
-    files = [path for source in (data.source, data.eval_source) if source for path in _row_files(source)]
+    files = [path for source in [*data.sources, *data.eval_sources] for path in _row_files(source, data.format)]
     return {
         **settings,
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
@@ -134,11 +135,13 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _row_files(source: str) -> list[Path]:
+def _row_files(source: str, kind: str) -> list[Path]:
     """The local files that questions or conversations are read from."""
     if source.startswith("hf:"):
         return [path for path in sorted(Path(source[3:]).expanduser().rglob("*")) if path.is_file()]
-    return [] if source == "squad" else find_files(source.removeprefix("squad:"))
+    if kind == "squad":
+        return find_files(source.removeprefix("squad:")) if ":" in source else []
+    return find_files(source, endings=JSON_LINES)
 
 
 def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
@@ -148,7 +151,7 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
     settings = preparing_settings(recipe) if settings is None else settings
     naming = {key: value for key, value in settings.items() if key != "tokenizer_files"}
     digest = hashlib.sha256(json.dumps(naming, sort_keys=True).encode()).hexdigest()
-    name = slug(recipe.data.source) if recipe.data.format == "text" else recipe.data.format
+    name = slug(recipe.data.sources[0]) if recipe.data.format == "text" else recipe.data.format
     return Path("data") / f"{name}-{digest[:8]}"
 
 
@@ -185,7 +188,7 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
 def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, progress: Progress) -> Index:
     """Rows of questions or conversations, in memory, then in `train.npz` and `val.npz`; returns the index."""
     data, context, is_squad = recipe.data, recipe.model.context, recipe.data.format == "squad"
-    splits: Any = squad.read_splits(recipe) if is_squad else chat.read_splits(recipe)
+    splits: Any = squad.read_splits(recipe) if is_squad else conversations.read_splits(recipe, progress.note)
     for i, (size, purpose) in enumerate([(data.train_size, "train"), (data.eval_size, "eval")]):
         keys = [item.id if is_squad else str(number) for number, item in enumerate(splits[i])]
         splits[i] = [splits[i][place] for place in choose(keys, size, recipe.run.seed, purpose)]
@@ -193,7 +196,7 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
     if is_squad:
         layouts = [(squad.PROMPT.format(question=q.question, context=q.context), *q.answers) for q in splits[0]]
     else:
-        layouts = [tuple(message["content"] for message in conversation) for conversation in splits[0]]
+        layouts = [tuple(item.texts) for item in splits[0]]
         if recipe.tokenizer.startswith("hf:"):
             template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:]))
     texts, kind = dict.fromkeys(text for layout in layouts for text in layout), vocabulary.kind_of(data.tokenizer)
@@ -224,8 +227,13 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         )  # fmt: skip
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    sources = {MAIN: data.source, **({EVAL: data.eval_source} if data.eval_source else {})}
-    source = {stream: {"name": name, "files": describe_files(_row_files(name))} for stream, name in sources.items()}
+    source = {
+        stream: {
+            "name": names,
+            "files": describe_files([path for name in names for path in _row_files(name, data.format)]),
+        }
+        for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources))
+    }
     return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files)
 
 

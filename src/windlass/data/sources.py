@@ -6,6 +6,7 @@ resumes in the middle.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import http.client
@@ -18,6 +19,7 @@ import shutil
 import sysconfig
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,12 +32,17 @@ from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe.settings import DataSettings
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-ENDINGS = (".txt", ".jsonl", ".ndjson", ".parquet")
+JSON_LINES = (".jsonl", ".ndjson")
+ENDINGS = (".txt", *JSON_LINES, ".parquet")  # of a directory's files; a `.json` in one may be about the others
 NOT_PROSE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",  # not the library itself
     "encodings", "pydoc_data",  # tables, not code
 }  # fmt: skip
+ABOUT = re.compile(
+    r"\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b", re.IGNORECASE
+)
 HASHED_BYTES = 64_000_000  # corpora up to this size are told apart by content, larger ones by size and time
+TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 DOWNLOADS = Path("data") / "downloads"
 TIMEOUT_SECONDS = 60.0
 
@@ -59,10 +66,31 @@ class Corpus:
             yield text
 
 
+def open_corpora(
+    data: DataSettings, sources: list[str], *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
+) -> Corpus:
+    """The corpus behind `data.source` or `data.eval_source`, one after the other where they are several; UserError where there is
+    none."""
+    corpora = [open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources]
+    if len(corpora) == 1:
+        return corpora[0]
+
+    def read(start: int) -> Iterator[tuple[str, float]]:
+        every = (
+            (text, (number + share) / len(corpora))
+            for number, corpus in enumerate(corpora)
+            for text, share in corpus.read(0)
+        )
+        return islice(every, start, None)
+
+    files = [file for corpus in corpora for file in corpus.description.get("files", ())]
+    return Corpus(", ".join(sources), read, {"files": files, "corpora": [c.description for c in corpora]})
+
+
 def open_corpus(
     data: DataSettings, source: str, *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
 ) -> Corpus:
-    """The corpus behind `data.source` or `data.eval_source`; raises UserError where there is none."""
+    """The corpus behind one source; raises UserError where there is none."""
     if source == "stdlib":
         return _open_stdlib()
     if source.startswith("hf:"):
@@ -71,7 +99,10 @@ def open_corpus(
         return _open_files(source, [download(source, sha256, DOWNLOADS, notify)], data.text_key)
     if source.startswith("shards:"):
         raise UserError(f"data.source and data.eval_source must both be token shards, or neither: {source}")
-    return _open_files(source, find_files(source), data.text_key)
+    files = find_files(source)
+    if len(files) > 1:
+        notify(f"{source}: {listing(files)}")
+    return _open_files(source, files, data.text_key)
 
 
 def slug(source: str) -> str:
@@ -90,20 +121,37 @@ def sha256_of(path: Path) -> str:
 # -- files
 
 
-def find_files(pattern: str, setting: str = "data.source") -> list[Path]:
+def find_files(pattern: str, setting: str = "data.source", endings: tuple[str, ...] = ENDINGS) -> list[Path]:
     """The files behind a path, a directory or a glob, sorted by name; raises UserError where there are none."""
     path = Path(pattern).expanduser()
     if path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0] in ENDINGS]
+        files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0] in endings]
     else:
         places = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         files = [Path(place) for place in places if Path(place).is_file()]
     if not files:
+        several = [part.strip() for part in pattern.split(",")]
+        many = f"; several are a list: {setting}={json.dumps(several, ensure_ascii=False)}" if len(several) > 1 else ""
         raise UserError(
-            f"{setting}: there is no file {pattern} (of a directory: {', '.join(ENDINGS)}); a source is stdlib, a path or "
-            "glob, https://..., hf:NAME, squad, or shards:GLOB"
+            f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); a source is stdlib, a path or "
+            "glob, https://..., hf:NAME, squad, or shards:GLOB" + many
         )
     return files
+
+
+def listing(files: list[Path]) -> str:
+    """How many files there are, the names of a few, and those that a pattern may have matched by accident."""
+    names = ", ".join(path.name for path in files[:4]) + (f" and {len(files) - 4:,} more" if len(files) > 4 else "")
+    kinds = Counter(_suffix(path)[0] or "without ending" for path in files)
+    unlike = (
+        f" ({', '.join(f'{count:,} {ending}' for ending, count in kinds.most_common(4))})" if len(kinds) > 1 else ""
+    )
+    usual = any(kinds[ending] for ending in (*ENDINGS, ".json"))
+    odd = [
+        path.name for path in files if ABOUT.match(path.name) or (usual and _suffix(path)[0] not in (*ENDINGS, ".json"))
+    ]
+    among = f"; with {', '.join(odd[:4])}{', ...' if len(odd) > 4 else ''}: narrow the source if that is not meant"
+    return f"{len(files):,} files{unlike}: {names}{among if odd else ''}"
 
 
 def _suffix(path: Path) -> tuple[str, str]:
@@ -120,18 +168,19 @@ def describe_files(files: list[Path]) -> list[dict[str, Any]]:
     return [{"file": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns} for path, stat in stats]
 
 
-def has_changed(source: str, description: dict[str, Any]) -> bool:
+def has_changed(sources: list[str], description: dict[str, Any]) -> bool:
     """Whether local files differ from those that were prepared; False where they are not there any more."""
+    remote = ("http://", "https://", "hf:")
     with suppress(UserError, OSError):
-        local = "files" in description and not source.startswith(("http://", "https://"))
-        return local and describe_files(find_files(source)) != description["files"]
+        local = [path for source in sources if not source.startswith(remote) for path in find_files(source)]
+        return bool(local) and describe_files(local) != description["files"]
     return False
 
 
 def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     for path in files:
-        if _suffix(path)[0] in (".bin", ".npy", ".json"):
-            raise UserError(f"data.source: {path}: write shards:GLOB for token shards; a JSON corpus is a .jsonl file")
+        if _suffix(path)[0] in (".bin", ".npy"):
+            raise UserError(f"data.source: {path}: write shards:GLOB for token shards")
         if _suffix(path)[0] == ".parquet" or _suffix(path)[1]:
             require("pyarrow", f"data.source: {path.name}")
     sizes = [path.stat().st_size for path in files]
@@ -139,7 +188,7 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
     def read(start: int) -> Iterator[tuple[str, float]]:
         number, before, total = 0, 0, max(1, sum(sizes))
         for path, size in zip(files, sizes, strict=True):
-            is_json = _suffix(path)[0] in (".jsonl", ".ndjson")
+            is_json = _suffix(path)[0] in (*JSON_LINES, ".json")
             try:
                 with path.open("rb") as raw:
                     for place, record in _records(path, raw, text_key):
@@ -152,14 +201,13 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
                 raise UserError(f"{path} is damaged, cut short or cannot be read: {first_line(error)}") from None
             before += size
 
-    single_text = len(files) == 1 and _suffix(files[0])[0] not in ENDINGS[1:]
+    single_text = len(files) == 1 and _suffix(files[0])[0] not in (*ENDINGS[1:], ".json")
     return Corpus(source, read, {"files": describe_files(files)}, single_text)
 
 
 def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
     """The documents of a file, each with its place for messages: values of Parquet, else bytes that are not decoded yet."""
-    ending, codec = _suffix(path)
-    stream: Any = raw
+    ending = _suffix(path)[0]
     if ending == ".parquet":
         import pyarrow.parquet as pq
 
@@ -171,16 +219,49 @@ def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, An
             for value in batch.column(0).to_pylist():
                 yield f"{path}", value
         return
-    if codec:
-        import pyarrow as pa  # unlike Python's and zstandard's own streams, it refuses a cut last frame in both formats
-
-        stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec]), 1 << 20)
-    if ending not in (".jsonl", ".ndjson"):
+    if ending == ".json":
+        yield from read_json_items(path)
+        return
+    stream = _decompressed(path, raw)
+    if ending not in JSON_LINES:
         yield f"{path}", stream.read()
         return
     for number, line in enumerate(stream, 1):
         if line.strip():
             yield f"{path}, line {number:,}", line
+
+
+def _decompressed(path: Path, raw: BinaryIO) -> Any:
+    """The content of a file."""
+    if not (codec := _suffix(path)[1]):
+        return raw
+    import pyarrow as pa  # unlike Python's and zstandard's own streams, it refuses a cut last frame in both formats
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), CODECS[codec]), 1 << 20)
+
+
+def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
+    """The items of a file of JSON, one a line or (`.json`) all in an array, each with its place for messages; UserError."""
+    where = str(path)
+    try:
+        with path.open("rb") as raw:
+            lines = _decompressed(path, raw)
+            if _suffix(path)[0] == ".json":
+                content = lines.read().removeprefix(codecs.BOM_UTF8)
+                if content.lstrip()[:1] == b"[":
+                    yield from (
+                        (f"{path}, item {number:,}", item) for number, item in enumerate(json.loads(content), 1)
+                    )
+                    return
+                lines = content.split(b"\n")
+            for number, line in enumerate(lines, 1):
+                where = f"{path}, line {number:,}"
+                if line.strip():
+                    yield where, json.loads(line.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: {error}; {TO_UTF8}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no JSON: {error}; write an object a line (.jsonl), or one array (.json)") from None
 
 
 def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
@@ -189,11 +270,12 @@ def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
         try:
             record = record.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{place}: {error}; convert it to UTF-8") from None
+            raise UserError(f"{place}: {error}; {TO_UTF8}") from None
         if not is_json:
             return str(record.removeprefix("\ufeff"))
+    if is_json:
         try:
-            record = json.loads(record)
+            record = json.loads(record) if isinstance(record, str) else record
             record = record[text_key]
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             there = f"it has {', '.join(map(repr, list(record)[:12]))}" if isinstance(record, dict) else str(error)

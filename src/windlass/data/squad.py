@@ -68,6 +68,14 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
     return questions
 
 
+def read_all(sources: list[str], split: str = "train", key: str = "data.source") -> list[Question]:
+    """The questions of several sources."""
+    questions = [question for source in sources for question in read_questions(source, split, key)]
+    if len({question.id for question in questions}) < len(questions):
+        raise UserError(f"{key}: {', '.join(sources)} have two questions with one id")
+    return questions
+
+
 def _question(entry: dict[str, Any], context: str, group: str, answers: list[dict[str, Any]]) -> Question:
     texts, start = tuple(str(a["text"]) for a in answers), int(answers[0]["answer_start"])
     if not texts[0] or context[start : start + len(texts[0])] != texts[0]:
@@ -81,9 +89,9 @@ def read_splits(recipe: Recipe) -> list[list[Question]]:
     Without `data.eval_source`: the Hub's validation split for `squad`; of a file the last `data.val_fraction` of the
     articles.
     """
-    data, train = recipe.data, read_questions(recipe.data.source)
-    if elsewhere := data.eval_source or ("squad" if data.source == "squad" else ""):
-        return [train, read_questions(elsewhere, "validation", "data.eval_source")]
+    data, train = recipe.data, read_all(recipe.data.sources)
+    if elsewhere := data.eval_sources or [source for source in data.sources if source == "squad"]:
+        return [train, read_all(elsewhere, "validation", "data.eval_source")]
     return split(train, data.val_fraction) if data.val_fraction else [train, []]
 
 
@@ -99,26 +107,26 @@ def split(items: list[Question], share: float) -> list[list[Question]]:
 def eval_questions(recipe: Recipe) -> list[Question]:
     """The questions that the suite `squad` asks, `eval.squad_items` or `data.eval_size` of them as `run.seed` chooses."""
     data, asked = recipe.data, []
-    if source := asked_source(recipe):
+    if sources := asked_sources(recipe):
         setting = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
-        asked = read_questions(source, "validation", setting)
+        asked = read_all(sources, "validation", setting)
     elif data.val_fraction:
-        asked = split(read_questions(data.source), data.val_fraction)[1]
+        asked = split(read_all(data.sources), data.val_fraction)[1]
     if not asked:
         raise UserError("no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction")
     size = recipe.eval.squad_items or data.eval_size
     return [asked[i] for i in choose([q.id for q in asked], size, recipe.run.seed, "eval")]
 
 
-def asked_source(recipe: Recipe) -> str:
+def asked_sources(recipe: Recipe) -> list[str]:
     """Where the questions of the suite `squad` come from: `eval.squad_file`, `data.eval_source`, or SQuAD's own validation
     questions; empty: held out from the training questions."""
     data = recipe.data
     if recipe.eval.squad_file:
-        return f"squad:{recipe.eval.squad_file}"
+        return [f"squad:{recipe.eval.squad_file}"]
     if data.format == "squad":
-        return data.eval_source or ("squad" if data.source == "squad" else "")
-    return data.eval_source if data.eval_source.partition(":")[0] == "squad" else "squad"
+        return data.eval_sources or [source for source in data.sources if source == "squad"]
+    return [source for source in data.eval_sources if source.partition(":")[0] == "squad"] or ["squad"]
 
 
 # -- rows and prompts

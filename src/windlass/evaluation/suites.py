@@ -189,11 +189,11 @@ def measured_on(suite: str, recipe: Recipe, device: torch.device, fingerprint: s
         return {"settings": settings, "data": fingerprint}
     if suite.startswith(HARNESS):
         return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
-    file = recipe.eval.hellaswag_file
+    files = [recipe.eval.hellaswag_file]
     if suite == SQUAD_SUITE:
-        file = (squad_data.asked_source(recipe) or recipe.data.source).partition(":")[2]
-    content = Path(file).read_bytes() if file else b""  # from the Hub otherwise
-    return {"settings": settings, "files": {file: hashlib.sha256(content).hexdigest()} if file else {}}
+        files = [source.partition(":")[2] for source in squad_data.asked_sources(recipe) or recipe.data.sources]
+    # Those that are not named come from the Hub.
+    return {"settings": settings, "files": {f: hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in files if f}}
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:

@@ -268,13 +268,16 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Combinations that cannot work."""
     m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
     yield from _impossible_model(m, d.vocab_)
-    if d.source.startswith(("http://", "https://")) and not d.sha256:
+    if any(source.startswith(("http://", "https://")) for source in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
-    if d.format == "text" and d.source.split(":")[0] == "squad":
+    if d.format == "text" and any(source.split(":")[0] == "squad" for source in d.sources):
         yield "data.format", 'the source squad needs data.format = "squad"'
-    if d.source.startswith("shards:") and d.packing == "documents":
+    shards = [source.startswith("shards:") for source in d.sources]
+    if any(shards) and not all(shards):
+        yield "data.source", "token shards and texts cannot be in one list: tokens are not made again"
+    if any(shards) and d.packing == "documents":
         yield "data.packing", 'shards that others wrote are streams of tokens: write "packed"'
-    if d.streaming and not d.source.startswith("hf:"):
+    if d.streaming and not all(source.startswith("hf:") for source in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
     best, suites = recipe.checkpoint.best, recipe.eval.suites
     if (suite := best.partition(".")[0]) not in ("loss", *suites):

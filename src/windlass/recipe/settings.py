@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from windlass.recipe.network import Names, Section
 from windlass.recipe.units import EPOCHS, Duration
@@ -19,6 +19,14 @@ BestMeasure = Literal[
 ]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _one_or_many(value: str | list[str]) -> str | list[str]:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+Source = Annotated[str, Field(min_length=1)]
+Sources = Annotated[str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)]
 
 
 class RunSettings(Section):
@@ -37,11 +45,11 @@ class RunSettings(Section):
 class DataSettings(Section):
     """The corpus, how it becomes tokens, and the order in which they are seen."""
 
-    source: str = "stdlib"
-    """`stdlib` (Python's own source), a path, glob or directory of .txt, .jsonl, .parquet (.gz, .zst), `https://...`
-    (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (`datasets`), `squad` or `squad:FILE.json`, or token shards of other
-    tools: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin)."""
-    eval_source: str = ""
+    source: Sources = "stdlib"
+    """`stdlib` (Python's own source), a path, glob or directory of .txt, .jsonl, .json, .parquet (.gz, .zst), `https://...`
+    (with `sha256`), `hf:NAME[:CONFIG]` or `hf:DIR` (`datasets`), `squad` or `squad:FILE.json`, token shards of other
+    tools: `shards:GLOB` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin); or a list of them, read one after the other."""
+    eval_source: Sources = ""
     """Validation corpus, as `source`; empty: held out from it. It has `val_fraction` of `max_documents` and `max_tokens`."""
     sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     """The SHA-256 that a downloaded `source` must have."""
@@ -80,7 +88,7 @@ class DataSettings(Section):
     prefetch: int = Field(2, ge=0)
     """Steps whose batches are read ahead in the background."""
     format: Literal["text", "squad", "chat"] = "text"
-    """`text`: documents; `squad`: question, context, answer (loss on the answer); `chat`: JSONL of `messages`."""
+    """`text`: documents; `squad`: question, context, answer (loss on the answer); `chat`: conversations (loss on the answers)."""
     train_size: int = Field(0, ge=0)
     """With `squad` and `chat`: number of training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)
@@ -92,6 +100,16 @@ class DataSettings(Section):
     def vocab_(self) -> int:
         """The tokenizer's vocabulary with its end-of-text token, where it is fixed before there is any data; else 0."""
         return {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}.get(self.tokenizer.partition(":")[0], 0)
+
+    @property
+    def sources(self) -> list[str]:
+        """`source` as a list."""
+        return [self.source] if isinstance(self.source, str) else self.source
+
+    @property
+    def eval_sources(self) -> list[str]:
+        """`eval_source` as a list, empty where there is none."""
+        return [source for source in ([self.eval_source] if isinstance(self.eval_source, str) else self.eval_source) if source]
 
 
 class TrainSettings(Section):
