@@ -109,7 +109,11 @@ class DataSettings(Section):
     @property
     def eval_sources(self) -> list[str]:
         """`eval_source` as a list, empty where there is none."""
-        return [source for source in ([self.eval_source] if isinstance(self.eval_source, str) else self.eval_source) if source]
+        return [
+            source
+            for source in ([self.eval_source] if isinstance(self.eval_source, str) else self.eval_source)
+            if source
+        ]
 
 
 class TrainSettings(Section):
