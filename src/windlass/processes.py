@@ -25,6 +25,11 @@ STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT a
 PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h
 
 
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def exit_with_parent(parent: int) -> None:
     """End this process soon after its parent has ended (a thread polls), with exit code 1."""
 

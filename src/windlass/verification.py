@@ -73,6 +73,7 @@ class Bench:
     ):  # fmt: skip
         self.folder, self.recipe, self.worlds, self.kills = folder.resolve(), recipe or "quickstart", worlds, kills
         self.base: dict[str, Any] = {**COMMON, "data.dir": f"'{self.folder / 'data'}'"}
+        self.base["train.threads"] = max(1, processes.usable_cores() // max(worlds))  # equal for all, so that bits are
         if not recipe:
             text = self.folder / "text.txt"
             text.write_text(Path(__file__).read_text(encoding="utf-8")[:900], encoding="utf-8")

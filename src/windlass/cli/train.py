@@ -133,7 +133,7 @@ def verify(
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU {platform.machine()}"
     conditions = (
-        f"bits are compared for equal world, micro-batch, threads ({torch.get_num_threads()}) and versions (torch "
+        f"bits are compared for equal world, micro-batch, threads and versions (torch "
         f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
     )
     if not json_:

@@ -171,13 +171,14 @@ class Group:
                 return max(worker.code or 0 for worker in ended)
 
     def _start(self) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # A rank of its own chooses by measurement (training/threads.py); several share the cores.
+        threads = {"OMP_NUM_THREADS": str(max(1, processes.usable_cores() // self.world))} if self.world > 1 else {}
         # The kernel's signal follows the thread that forks: from another one only the rank itself watches its parent.
         is_main = threading.current_thread() is threading.main_thread()
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
             for rank in range(self.world):
                 environ = {
-                    "OMP_NUM_THREADS": str(max(1, cores // self.world)), **os.environ, "WORLD_SIZE": str(self.world),
+                    **threads, **os.environ, "WORLD_SIZE": str(self.world),
                     "LOCAL_WORLD_SIZE": str(self.world), "RANK": str(rank), "LOCAL_RANK": str(rank),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1]), "WINDLASS_LAUNCHED": "1",
                     "WINDLASS_ATTEMPT": str(self.attempt), "PYTHONFAULTHANDLER": "1",

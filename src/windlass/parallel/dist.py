@@ -209,8 +209,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // env.local_world))
+        torch.set_num_threads(max(1, processes.usable_cores() // env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
     elif recipe.train.tf32:

@@ -151,7 +151,7 @@ class TrainSettings(Section):
     startup_checks: bool = True
     """Checks at step 1: master weights, ties, replicas, gradient norm, the first loss, that your own module sums its loss."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one rank; 0: the cores shared among the ranks of a host."""
+    """CPU threads of one rank; 0: chosen by measurement, or the cores shared among the ranks of a host."""
 
     @field_validator("steps", mode="before")
     @classmethod

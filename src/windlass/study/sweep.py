@@ -19,6 +19,7 @@ from types import FrameType
 
 from windlass.checkpoint.retention import better
 from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError, require
+from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
@@ -171,7 +172,8 @@ class Sweep:
             world = cell.world or self.world
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
-            threads = thread_share(self.workers * self.largest_world)
+            ranks = self.workers * self.largest_world
+            threads = thread_share(ranks) if ranks > 1 else 0  # a cell alone chooses by measurement
             command, directory = [*self.command(self.study, cell), "--world", str(world)], self.study.run_of(cell).path
             if self.launch:
                 command = [sys.executable, "-m", "windlass", "launch", "--", *command[:-2]]
@@ -216,7 +218,7 @@ class CellProcess(subprocess.Popen[bytes]):
         self.cell, self.devices = cell, devices
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "WINDLASS_QUIET_END": "1"}
+        env = {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **os.environ, "WINDLASS_QUIET_END": "1"}
         env |= {"WINDLASS_PARENT": str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         with self.log_path.open("ab") as log:
             super().__init__(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -274,5 +276,4 @@ class Halving:
 
 def thread_share(ranks: int) -> int:
     """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, usable_cores() // ranks)

@@ -63,6 +63,7 @@ class Console:
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
         model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "", first_step: int = 0,
+        threads: str = "",
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens = short(self.steps * tokens_per_step)
@@ -72,6 +73,7 @@ class Console:
         facts = {
             "run": run, "recipe": f"{recipe} ({config_hash})",
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
+            **({"threads": threads} if threads else {}),
             "model": model,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
             **{key: data[key] for key in ("lengths", "cut") if key in data},

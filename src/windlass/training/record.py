@@ -35,6 +35,7 @@ from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, thr
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan
+from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
 MUCH_EVALUATION = 0.2  # share of a run's work from which on evaluations are warned of
@@ -125,6 +126,8 @@ class Recorder:
         self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines, from the ledger and since
         self._next_beat = 0.0  # of the monotonic clock
+        # Ranks that share a host are other processes to each other.
+        self.contention = Contention() if ranks.device.type == "cpu" and ranks.world == 1 else None
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, stamp=lambda: {"seconds": goodput.seconds()})
         stack.callback(self.ledger.close)
         self.console = Console(horizon.steps, ranks.rank, run.log_path)
@@ -140,8 +143,10 @@ class Recorder:
         self.trackers = Trackers(run.path, settings.trackers if ranks.main else [], settings.flush_seconds)
         stack.callback(self.trackers.close)
 
-    def started(self, batch: BatchPlan, facts_of_data: Facts, resumed_from: str, notes: list[str]) -> None:
-        """The terminal's header and the event of this start."""
+    def started(
+        self, batch: BatchPlan, threads: str, facts_of_data: Facts, resumed_from: str, notes: list[str]
+    ) -> None:
+        """The terminal's header and the event of this start; `threads`: how many there are on a CPU, and why."""
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
         shared: dict[str, Any] = {
             "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
@@ -155,14 +160,14 @@ class Recorder:
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
             model=describe_sizes(facts.sizes), tokens_per_step=batch.tokens_per_step, first_step=state.step,
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
-            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, **shared,
+            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads, **shared,
         )  # fmt: skip
         for note in notes:
             self.console.warning(note)
         how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
         self.event(
             how, **shared, parameters=facts.sizes.total, trained=facts.sizes.trained, network=facts.sizes.network or None,
-            steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
+            threads=torch.get_num_threads(), steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
             global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
             data=facts_of_data, extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
@@ -255,6 +260,8 @@ class Recorder:
         """Show what happened beside the steps: messages of trackers, a ledger or sampler that cannot write."""
         self.beat()
         self.show(self.trackers.poll())
+        if self.contention and (text := self.contention.poll()):
+            self.console.warning(text)
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning)

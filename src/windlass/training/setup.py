@@ -34,6 +34,7 @@ from windlass.optim.build import build_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, unwrap
+from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe, as_recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.timing import Goodput, peak_flops
@@ -43,6 +44,7 @@ from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
 from windlass.training.stop import StopSignals
+from windlass.training.threads import set_threads
 from windlass.training.trainer import OnStep, Trainer
 
 
@@ -101,6 +103,8 @@ def set_up(
     state = TrainState()
     if choice is not None:
         state = load_checkpoint(choice.path, recipe, ranks, data, batch, facts, model, optimizer, notes)
+    recorded = checkpoints.open_checkpoint(choice.path, deep=False).meta if choice is not None else {}
+    threads = set_threads(recipe, model, batch.micro_batch, data.vocab, ranks, recorded, custom is not None)
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
 
@@ -121,12 +125,13 @@ def set_up(
         count = checkpoints_to_come(recipe, horizon, state.step, present)
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
-    recorder.started(batch, describe(data), str(choice.path) if choice is not None else "", notes)
+    recorder.started(batch, threads, describe(data), str(choice.path) if choice is not None else "", notes)
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
         "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,
+        "threads": torch.get_num_threads(), "cores": usable_cores(),
     }  # fmt: skip
     newest = (state.step, state.step) if choice is not None else (-1, 0)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)

@@ -1,0 +1,119 @@
+"""The number of threads of a run on a CPU: measured, given, recorded; and the watch over other processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+
+from helpers import tiny_recipe
+from windlass import train
+from windlass.checkpoint.load import candidates, open_checkpoint
+from windlass.errors import Stopped
+from windlass.training import threads
+
+CPU = namedtuple("CPU", "user idle iowait")
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected", "tried"),
+    [
+        (lambda n: 0.002 * n, 1, [1, 2, 4, 8]),  # a tiny model: threads only wait for each other
+        (lambda n: 0.08 / n, 8, [4, 8]),  # scales: half as many are clearly slower, and fewer are not tried
+        (lambda n: 0.04 / min(n, 4), 4, [2, 4, 8]),  # scales up to four
+    ],
+)
+def test_the_fewest_threads_that_are_as_fast_are_taken(monkeypatch, seconds, expected, tried):
+    now = [0.0]
+
+    def a_pass():
+        now[0] += seconds(torch.get_num_threads())
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    measured = threads.probe(a_pass, 8)
+    assert sorted(measured) == tried and threads.fewest(measured) == expected
+
+
+def test_a_long_pass_keeps_all_threads_and_is_not_timed_again():
+    passes = []
+
+    def a_pass():
+        passes.append(torch.get_num_threads())
+        end = time.process_time() + 0.7
+        while time.process_time() < end:
+            pass
+
+    assert threads.fewest(threads.probe(a_pass, 2)) == 2 and passes == [2, 2]
+
+
+def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monkeypatch):
+    recipe = tiny_recipe(corpus, tmp_path / "run", checkpoint__every=2, telemetry__every=2)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "probe", lambda run, most: (run(), {1: 0.010, most: 0.020})[1])
+    with pytest.raises(Stopped):
+        train(recipe, stop_at=4)
+    monkeypatch.setattr(threads, "probe", None)  # a resume does not measure
+    torch.set_num_threads(2)
+    run = train(recipe)
+    assert torch.get_num_threads() == 1
+    assert [event["threads"] for event in run.events if event["event"] in ("started", "resumed")] == [1, 1]
+    log = (run.path / "log.txt").read_text()
+    assert "1 of 2 cores" in log and "1: 10 ms, 2: 20 ms" in log and "as in the run so far" in log
+    newest = open_checkpoint(candidates(run.path)[0], deep=False)
+    assert newest.meta["threads"] == 1
+    given = train(tiny_recipe(corpus, tmp_path / "given", train__threads=2, train__steps=2))
+    assert "2, by train.threads" in (given.path / "log.txt").read_text()
+
+
+def test_timing_changes_no_bit_of_the_training(corpus, tmp_path, monkeypatch):
+    plain = train(tiny_recipe(corpus, tmp_path / "plain", train__threads=1, model__dropout=0.1))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "fewest", lambda seconds: 1)
+    timed = train(tiny_recipe(corpus, tmp_path / "timed", model__dropout=0.1))
+    losses = [[(x["loss"], x["grad_norm"]) for x in run.lines("train")] for run in (plain, timed)]
+    assert losses[0] == losses[1]
+    assert "a pass" in (timed.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("own_threads", "busy", "words"),
+    [
+        (2, 1.0, "use 1.0 of 2 cores;train.threads=1"),
+        (1, 1.0, ""),
+        (2, 0.2, ""),
+        (1, 2.0, "use 2.0 of 2 cores;stop them"),
+    ],
+)
+def test_another_busy_process_is_told_once(monkeypatch, own_threads, busy, words):
+    seconds = [0.0]
+    # Of 2 cores this process uses what the others leave, up to its threads; the second core's counters hold the rest.
+    own = min(own_threads, max(0.5, 2 - busy))
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(
+        threads.psutil, "cpu_times", lambda percpu: [CPU(0, seconds[0] * max(0, 2 - own - busy), 0), CPU(0, 0, 0)]
+    )
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(time, "process_time", lambda: seconds[0] * (2 - busy if own + busy > 2 else own))
+    torch.set_num_threads(own_threads)
+    watch = threads.Contention()
+    seconds[0] = 2.0
+    assert watch.poll() == ""  # too soon to know
+    seconds[0] = 10.0
+    text = watch.poll()
+    assert bool(text) == bool(words) and all(word in text for word in words.split(";"))
+    seconds[0] = 20.0
+    assert watch.poll() == ""
