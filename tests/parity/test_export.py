@@ -17,12 +17,14 @@ from windlass import train
 from windlass.data.chat import Template
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer, train_bpe
 from windlass.errors import UserError
+from windlass.estimate.plan import plan
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export, save_tokenizer, save_weights
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model
 from windlass.recipe import Recipe
+from windlass.recipe.network import HF_ONLY
 from windlass.run import Run
 
 WORDS = "the cat sat on the mat and the dog ran after the cat " * 40
@@ -149,7 +151,10 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
     base = chat_base(tmp_path)
     for name, kind in (("alike", "llama3"), ("other", "gemma")):
         place = tokenizer_fixtures.save(kind, tmp_path / name)
-        out = export(fine_tuned(tmp_path, base, f"run-{name}", data__tokenizer=f"hf:{place}"), tmp_path / f"out-{name}")
+        out = export(
+            fine_tuned(tmp_path, base, f"run-{name}", data__tokenizer=f"hf:{place}", model__from_scratch=True),
+            tmp_path / f"out-{name}",
+        )
         exported, wanted = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(place)
         assert exported("Who are you? é")["input_ids"] == wanted("Who are you? é")["input_ids"]
         assert (exported.bos_token, exported.eos_token) == (wanted.bos_token, wanted.eos_token)
@@ -157,9 +162,27 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
 
 
 def test_a_run_that_matches_no_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    run = trained(tmp_path, model__final_norm=False)
+    assert "cannot be exported" in (log := (run / "log.txt").read_text()) and "model.final_norm = false" in log
+    assert "model.final_norm = false" in plan(Run(run).recipe).export
     with pytest.raises(UserError, match=r"model\.final_norm"):
-        export(trained(tmp_path, model__final_norm=False), tmp_path / "out")
+        export(run, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run"}
+
+
+def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(tmp_path: Path) -> None:
+    network = Recipe.load("quickstart").model.model_dump(exclude={"layers", "heads", "width", "context", "vocab"})
+    network = {
+        f"model__{key}": network[key] for key in Recipe().model.model_dump() if key in network and key not in HF_ONLY
+    }
+    run = trained(tmp_path, train__steps=5, **network)
+    directory = export(run, tmp_path / "out")
+    model, _ = loaded(directory)
+    assert type(model).__name__ == "ApertusForCausalLM" and "cannot be exported" not in (run / "log.txt").read_text()
+    ours = open_model(find_source(str(run)), alone("cpu"))
+    assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
+    again = trained(tmp_path, "again", model__init_from=str(directory), **network)
+    assert Run(again).lines("eval")[0]["loss"] == pytest.approx(Run(run).lines("eval")[-1]["loss"], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft of transformers

@@ -32,7 +32,15 @@ LLAMA: dict[str, dict[str, Any]] = {
     "grouped queries, tied": {**MODERN, "attn_bias": False, "ff_bias": False, "kv_heads": 2},
     "one key head, biases, another theta": {**MODERN, "kv_heads": 1, "tie_head": False, "rope_theta": 5e5},
 }
-MODELS = {**GPT2, **LLAMA}
+QUICKSTART = {"activation": "relu2", "attn_bias": False, "ff_bias": False, "qk_norm": True}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Qwen3": {**MODERN, "qk_norm": True, "ff_bias": False, "kv_heads": 2, "tie_head": False},
+    "Arcee, biased": {**MODERN, "activation": "relu2"},
+    "Arcee, GELU": {**MODERN, "activation": "gelu", "attn_bias": False, "ff_bias": False, "kv_heads": 1},
+    "Apertus, as quickstart": {**MODERN, **QUICKSTART},
+    "Apertus, untied": {**MODERN, **QUICKSTART, "activation": "gelu_tanh", "attn_bias": True, "kv_heads": 2, "tie_head": False},
+}  # fmt: skip
+MODELS = {**GPT2, **LLAMA, **OTHERS}
 
 
 def ours(settings: dict[str, Any]) -> GPT:

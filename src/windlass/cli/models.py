@@ -134,8 +134,8 @@ def export(
 ) -> None:
     """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
 
-    Our GPT becomes GPT-2 (learned positions, LayerNorm) or Llama (RoPE, RMSNorm, SwiGLU), with equal logits; where it
-    is neither, the message names what differs. A model of transformers stays what it is, its adapters merged.
+    Our GPT becomes GPT-2 (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
+    equal logits; where it is none of them, the message names what differs. A model of transformers stays what it is, its adapters merged.
     """
     from windlass.interop.export import export as export_run
 

@@ -29,6 +29,7 @@ from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_voca
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
+from windlass.model.convert import export_note
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
@@ -125,6 +126,7 @@ class Plan:
     not_counted: list[str] = field(default_factory=list)  # milestones to come whose time was not measured
     milestones: list[MilestoneRow] = field(default_factory=list)
     evaluations: Evaluations | None = None  # of the loss, and their share of the work
+    export: str = ""  # why `windlass export` cannot write the model; empty where it can
     unknown: dict[str, str] = field(default_factory=dict)  # what is None, and why
 
     def __repr__(self) -> str:
@@ -307,7 +309,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     plan = Plan(
         recipe=recipe.preset, config_hash=recipe.config_hash, run_dir=str(run.path if run else recipe.run_dir),
         state=run.state if run else "", world=subject.world, device=subject.device, precision=subject.precision,
-        size=size, steps=steps, done=done, tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
+        size=size, export=export_note(recipe.model), steps=steps, done=done, tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
         taken_as_full=subject.tokens_per_sample is None
         and (recipe.data.packing == "documents" or recipe.data.format != "text"),
         tokens=None if steps is None else round(steps * tokens_per_step),

@@ -55,6 +55,8 @@ def _facts(plan: Any) -> list[Fact]:
     if size.trained != size.parameters:
         what = trainable(size.trained or 0, size.parameters or 0)
         facts.append(("trainable", f"{what}: the rest has neither gradients nor optimizer state"))
+    if plan.export:
+        facts.append(("export", plan.export))
     if size.network:
         facts.append(("network", describe_network(size.network)))
     if "size" in plan.unknown:

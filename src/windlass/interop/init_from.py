@@ -97,6 +97,11 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
         tensor: Tensor = files.files[key].get_tensor(key)
         return tensor.float()
 
+    for name in convert.unit_weights(model.settings):
+        if (read(name) != 1).any():
+            raise UserError(
+                f"model.init_from: in {directory} {name} is not 1: norms of queries and keys have no weights here"
+            )
     for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
             raise UserError(

@@ -1,24 +1,37 @@
-"""Our GPT as GPT-2 or Llama of `transformers`, and back: which of them it is, its configuration, its weights.
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back: which it is, its configuration, its weights.
 
-Each table serves both directions. A tensor is read only when it is needed, so that neither side is held as a whole.
+Each table serves both directions. A tensor is read only when it is needed, so that neither side is held as a whole. Imports
+no torch, so that `plan` can say what a model could be exported as.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
 from windlass.recipe.network import ModelSettings
 
-Read = Callable[[str], Tensor]  # gives the tensor of a name, whole, on the CPU
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Read = Callable[[str], "Tensor"]  # gives the tensor of a name, whole, on the CPU
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}  # our names, and GPT-2's
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
 """The settings that say which modules have a bias, and what is in the names of those modules."""
+LLAMA = {
+    "embedding": "model.embed_tokens",
+    "blocks.#.attn_norm": "model.layers.#.input_layernorm", "blocks.#.ff_norm": "model.layers.#.post_attention_layernorm",
+    "blocks.#.attn.qkv": "model.layers.#.self_attn.q_proj model.layers.#.self_attn.k_proj model.layers.#.self_attn.v_proj",
+    "blocks.#.attn.out": "model.layers.#.self_attn.o_proj", "blocks.#.ff.gate": "model.layers.#.mlp.gate_proj",
+    "blocks.#.ff.up": "model.layers.#.mlp.up_proj", "blocks.#.ff.down": "model.layers.#.mlp.down_proj",
+    "norm": "model.norm", "head": "lm_head",
+}  # fmt: skip
+UNGATED = {name: there for name, there in LLAMA.items() if name != "blocks.#.ff.gate"}
+APERTUS_NORMS = {
+    "blocks.#.attn_norm": "model.layers.#.attention_layernorm", "blocks.#.ff_norm": "model.layers.#.feedforward_layernorm",
+}  # fmt: skip
 MODULES = {
     "gpt2": {
         "embedding": "transformer.wte", "positions": "transformer.wpe",
@@ -27,41 +40,42 @@ MODULES = {
         "blocks.#.ff.up": "transformer.h.#.mlp.c_fc", "blocks.#.ff.down": "transformer.h.#.mlp.c_proj",
         "norm": "transformer.ln_f", "head": "lm_head",
     },
-    "llama": {
-        "embedding": "model.embed_tokens",
-        "blocks.#.attn_norm": "model.layers.#.input_layernorm", "blocks.#.ff_norm": "model.layers.#.post_attention_layernorm",
-        "blocks.#.attn.qkv": "model.layers.#.self_attn.q_proj model.layers.#.self_attn.k_proj model.layers.#.self_attn.v_proj",
-        "blocks.#.attn.out": "model.layers.#.self_attn.o_proj", "blocks.#.ff.gate": "model.layers.#.mlp.gate_proj",
-        "blocks.#.ff.up": "model.layers.#.mlp.up_proj", "blocks.#.ff.down": "model.layers.#.mlp.down_proj",
-        "norm": "model.norm", "head": "lm_head",
-    },
+    "llama": LLAMA, "qwen3": LLAMA, "arcee": UNGATED, "apertus": UNGATED | APERTUS_NORMS,
 }  # fmt: skip
 """Our modules in order, and those of `transformers`; several of those lie in ours on top of one another."""
+LLAMA_SETTINGS = {
+    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "width": "hidden_size", "ff_width": "intermediate_size", "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps", "attn_bias": "attention_bias",
+}  # fmt: skip
 SETTINGS = {
     "gpt2": {
         "layers": "n_layer", "heads": "n_head", "width": "n_embd", "ff_width": "n_inner", "context": "n_positions",
         "norm_eps": "layer_norm_epsilon",
     },
-    "llama": {
-        "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-        "width": "hidden_size", "ff_width": "intermediate_size", "context": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps", "attn_bias": "attention_bias", "ff_bias": "mlp_bias",
-    },
+    "llama": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"}, "qwen3": LLAMA_SETTINGS,
+    "arcee": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"}, "apertus": LLAMA_SETTINGS,
 }  # fmt: skip
 """Our settings, and the entries of a configuration that say the same."""
-COMMON: dict[str, Any] = {"qk_norm": (False,), "logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
+COMMON: dict[str, Any] = {"logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
+ROPE: dict[str, Any] = {"position": ("rope",), "norm": ("rmsnorm",), **COMMON}
 ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpt2": {"position": ("learned",), "norm": ("layernorm",), "activation": tuple(ACTIVATIONS), **COMMON},
-    "llama": {"position": ("rope",), "norm": ("rmsnorm",), "activation": ("swiglu",), **COMMON},
-}
-"""What our settings may be where the architecture has no choice."""
+    "gpt2": {"position": ("learned",), "norm": ("layernorm",), "activation": tuple(ACTIVATIONS), "qk_norm": (False,), **COMMON},
+    "llama": {"activation": ("swiglu",), "qk_norm": (False,), **ROPE},
+    "qwen3": {"activation": ("swiglu",), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
+    "arcee": {"activation": tuple(ACTIVATIONS), "qk_norm": (False,), **ROPE},
+    "apertus": {"activation": tuple(ACTIVATIONS), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
+}  # fmt: skip
+"""What our settings may be where the architecture has no choice. With RoPE and RMSNorm there is one for each combination
+of a gated feed-forward layer and normalised queries and keys."""
+CLASSES = {"gpt2": "GPT2", "llama": "Llama", "qwen3": "Qwen3", "arcee": "Arcee", "apertus": "Apertus"}
 
 
 def their_names(m: ModelSettings, name: str) -> list[str]:
     """The names of one of our weights in `transformers`."""
     module, _, leaf = name.rpartition(".")
     number = re.search(r"\d+", module)
-    there = MODULES["gpt2" if m.position == "learned" else "llama"][re.sub(r"\d+", "#", module)]
+    there = MODULES[architecture(m)][re.sub(r"\d+", "#", module)]
     return [f"{one}.{leaf}".replace("#", number.group() if number else "") for one in there.split()]
 
 
@@ -86,8 +100,12 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
     GPT-2 has all biases: those that we do not have are zero there, and its matrices are transposed.
     """
+    import torch
+
     kind = architecture(m)
     own, tensor = set(our_names(kind, m, own_biases(m))), torch.empty(0)
+    for name, width in unit_weights(m).items():
+        yield name, torch.ones(width)
     for name in our_names(kind, m, BIASES if kind == "gpt2" else own_biases(m)):
         tensor = read(name) if name in own else tensor.new_zeros(tensor.shape[0])
         there = their_names(m, name)
@@ -101,8 +119,16 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
             yield from zip(there, (part.contiguous() for part in tensor.split(rows)), strict=True)
 
 
+def unit_weights(m: ModelSettings) -> dict[str, int]:
+    """The weights of the norms of queries and keys, which ours has not, and their size: 1 where the two are equal."""
+    norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in range(m.layers) for one in "qk"]
+    return dict.fromkeys(norms if m.qk_norm else [], m.width // m.heads)
+
+
 def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
     """One of our weights, by its name, from the weights of the matching architecture."""
+    import torch
+
     tensor = torch.cat([read(there) for there in their_names(m, name)])
     if name == "positions.weight":
         return tensor[: m.context]
@@ -111,7 +137,7 @@ def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
 
 def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
     """Our names of the biases that their weights have and our model has not: they must be zero for the two to be equal."""
-    kind = "gpt2" if m.position == "learned" else "llama"
+    kind = architecture(m)
     own = set(our_names(kind, m, own_biases(m)))
     return [name for name in our_names(kind, m, [key for key in BIASES if there.get(key)]) if name not in own]
 
@@ -122,19 +148,24 @@ def toml(value: Any) -> str:
 
 
 def architecture(m: ModelSettings) -> str:
-    """`gpt2` or `llama`; a UserError says what differs from the nearer of them where it is neither."""
+    """The `model_type` in `transformers`; a UserError says what differs from the nearest where it is none of them."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
     differs = {
-        kind: [
-            f"model.{key} = {toml(getattr(m, key))}" for key, values in keys.items() if getattr(m, key) not in values
-        ]
+        kind: [f"model.{key} = {toml(getattr(m, key))}" for key, ok in keys.items() if getattr(m, key) not in ok]
         for kind, keys in allowed.items()
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
     if differs[kind]:
-        nearest = {"gpt2": "GPT-2", "llama": "Llama"}[kind]
-        raise UserError(f"transformers has no such model; {nearest} differs in {', '.join(differs[kind])}")
+        raise UserError(f"transformers has no such model; {CLASSES[kind]} differs in {', '.join(differs[kind])}")
     return kind
+
+
+def export_note(m: ModelSettings) -> str:
+    """A sentence where `windlass export` will not be able to write this model; else empty."""
+    try:
+        return "" if m.kind == "hf" else architecture(m) and ""
+    except UserError as error:
+        return f"it cannot be exported: {error}"
 
 
 def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
@@ -145,29 +176,31 @@ def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
         "model_type": kind, "vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot,
         "tie_word_embeddings": m.tie_head, "initializer_range": m.init_std, "dtype": "float32",
     }  # fmt: skip
+    entries["architectures"] = ["GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"]
     if kind == "gpt2":
-        return entries | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout) | {
-            "architectures": ["GPT2LMHeadModel"], "activation_function": ACTIVATIONS[m.activation],
-        }  # fmt: skip
+        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout)
+        return entries | dropout | {"activation_function": ACTIVATIONS[m.activation]}
     return entries | {
-        "architectures": ["LlamaForCausalLM"], "head_dim": m.width // m.heads, "hidden_act": "silu",
-        "attention_dropout": m.dropout, "rope_theta": m.rope_theta,
+        "head_dim": m.width // m.heads, "hidden_act": ACTIVATIONS.get(m.activation, "silu"),
+        "attention_dropout": m.dropout, "rope_theta": m.rope_theta, "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
     }  # fmt: skip
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The settings `[model]` of our GPT that compute what a GPT-2 or Llama of `transformers` does; `vocab` among them.
+    """The settings `[model]` of our GPT that compute what a model of `transformers` does; `vocab` among them.
 
-    Raises UserError where it is neither, or a variant of them that ours is not.
+    Raises UserError where it is none that ours can be, or a variant that ours is not.
     """
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
-        raise UserError(f"model.init_from: weights of architecture {kind!r} do not fit; GPT-2's and Llama's do")
+        raise UserError(
+            f"model.init_from: weights of architecture {kind!r} do not fit; those of {', '.join(SETTINGS)} do"
+        )
     settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
     settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
+    ours = {there: own for own, there in ACTIVATIONS.items()}
     if kind == "gpt2":
-        ours = {there: own for own, there in ACTIVATIONS.items()}
         unlike = {
             "activation_function": config.activation_function not in ours,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
@@ -176,9 +209,12 @@ def settings_of(config: Any) -> dict[str, Any]:
         settings |= {"kv_heads": config.n_head, "ff_width": config.n_inner or 4 * config.n_embd}
     else:
         rope = getattr(config, "rope_parameters", None) or {}
-        head_width = config.head_dim or config.hidden_size // config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        gated = "swiglu" in ALLOWED[kind]["activation"]
+        settings["activation"] = "swiglu" if gated else ours.get(config.hidden_act)
         unlike = {
-            "hidden_act": config.hidden_act != "silu",
+            "hidden_act": config.hidden_act != "silu" if gated else config.hidden_act not in ours,
+            "sliding_window": bool(getattr(config, "use_sliding_window", False)),
             "rope scaling": rope.get("rope_type", "default") != "default",
             "head_dim": head_width * config.num_attention_heads != config.hidden_size,
         }

@@ -27,6 +27,7 @@ from windlass.fileio import Files
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import build_model, read_sizes, sizes_of
+from windlass.model.convert import export_note
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.size import flops_per_token
@@ -125,6 +126,8 @@ def set_up(
         count = checkpoints_to_come(recipe, horizon, state.step, present)
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
+    if custom is None and (note := export_note(recipe.model)):
+        notes.append(note)
     recorder.started(batch, threads, describe(data), str(choice.path) if choice is not None else "", notes)
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
