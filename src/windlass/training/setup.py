@@ -94,7 +94,6 @@ def set_up(
     data = open_data(recipe) if data is None else data
     init_process_group(ranks, recipe)
     batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
-    # What is wrong with the model is said before anything is written.
     built = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path) if custom is None else custom
     attempt, token, choice, notes = open_run_directory(plan, ranks, data, horizon, stack)
 
@@ -126,8 +125,7 @@ def set_up(
         count = checkpoints_to_come(recipe, horizon, state.step, present)
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
-    if custom is None and (note := export_note(recipe.model)):
-        notes.append(note)
+    notes += [note] if custom is None and (note := export_note(recipe.model)) else []
     recorder.started(batch, threads, describe(data), str(choice.path) if choice is not None else "", notes)
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
