@@ -82,6 +82,8 @@ def sweep(
     settings |= {"stop_diverged": stop_diverged, "halving": halving, "launch": launch}
     if create:
         study = Study.create(base, axes, dir_)
+        for note in study.notes:
+            typer.echo(note)
         typer.echo(f"{study.path}: {len(study.cells)} cells; `windlass submit {study.path}` trains them")
         return DONE
     one, shown = only if only >= 0 else None, dict[str, tuple[str, float]]()
