@@ -1,0 +1,150 @@
+"""The pages of docs/tutorials: every `windlass` command on them runs, in order, on small data.
+
+The commands are those of the page but for what `instead` replaces: fewer steps, a model that was made here, fewer ranks.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import hf_fixtures
+from windlass.cli import main
+
+PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
+SMALL = "model.layers=1 model.width=32 model.heads=2 model.context=32 train.steps=8 checkpoint.every=4"
+
+
+@dataclass
+class Page:
+    """What a page needs, what is run instead of what it says, and the files that there are afterwards."""
+
+    prepare: Callable[[Path, Path], None]
+    instead: dict[str, str]
+    makes: list[str]
+    prints: list[str] = field(default_factory=list)
+
+
+def book(folder: Path, data: Path) -> None:
+    text = (data / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
+    (folder / "book.txt").write_text(text[:60_000], encoding="utf-8")
+
+
+def chats(folder: Path, data: Path) -> None:
+    articles = json.loads((data / "squad" / "dev-v1.1.json").read_text(encoding="utf-8"))["data"]
+    texts, lines = [], []
+    for paragraph in (paragraph for article in articles[:8] for paragraph in article["paragraphs"][:5]):
+        asked = f"{paragraph['context'][:200]}\n{paragraph['qas'][0]['question']}"
+        answer = paragraph["qas"][0]["answers"][0]["text"]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+        texts += [asked, answer]
+    (folder / "chat.jsonl").write_text("".join(lines), encoding="utf-8")
+    hf_fixtures.save("llama", folder / "tiny-model", max_position_embeddings=1024)
+    hf_fixtures.save_tokenizer(texts, folder / "tiny-model")
+
+
+TUTORIALS = {
+    "own-text.md": Page(
+        book,
+        {
+            "train book.toml": f"train book.toml {SMALL}",
+            "--extend-to 600": "--extend-to 10",
+            "train larger.toml": f"train larger.toml {SMALL}",
+            "--n 3": "--n 3 --max-tokens 20",
+        },
+        ["book.toml", "runs/book-*/report/index.html", "runs/larger-*/report/index.html"],
+        ["optim.lr = 0.003", "(preset quickstart), then", "report:"],
+    ),
+    "own-chat.md": Page(
+        chats,
+        {"HuggingFaceTB/SmolLM2-135M-Instruct": "tiny-model"},
+        ["runs/chat/report/index.html", "answers/model.safetensors", "answers/tokenizer.json"],
+        ["36 conversations", "> Who built it?", "exported: answers", "60640 512"],
+    ),
+    "more-gpus.md": Page(
+        book,
+        {
+            "run.dir=runs/gpt": f"run.dir=runs/gpt {SMALL}",
+            "--stop-at 200": "--stop-at 2",
+            "--stop-at 400": "--stop-at 4",
+            "--world 8\n": "--world 2\n",
+            "train.steps=100 --world 2": SMALL,
+        },
+        ["compared/index.html", "runs/gpt/checkpoints/step-00000008", "runs/sharded/report/index.html"],
+        ["A100", "every byte good"],
+    ),
+    "sweep.md": Page(
+        book,
+        {
+            "optim.lr=1e-3,3e-3,1e-2 model.width=64,128 run.seed": "optim.lr=1e-3 run.seed",
+            "optim.lr=3e-4,1e-3,3e-3,1e-2 model.width=64,128 run.seed": "optim.lr=1e-3,1e-2 run.seed",
+            "--set train.steps=400 --set eval.every=100": " ".join(f"--set {setting}" for setting in SMALL.split()),
+        },
+        ["studies/lr/report/index.html", "studies/lr/report/seeds.csv", "studies/lr/report/plots/*.png"],
+        ["best: "],
+    ),
+}
+
+
+def commands(page: str) -> Iterator[tuple[str, str]]:
+    """The language and text of each block that begins with a file's name, `("run", command)` for each command, in order."""
+    for info, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.M | re.S):
+        if info in ("toml", "json", "python"):
+            if re.match(r"# [\w.-]+\n", block):
+                yield info, block
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("windlass "):
+                yield "run", f"{line}\n"
+
+
+def words_of(command: str) -> list[str]:
+    """A command's words without its comment, file patterns expanded, as a shell does it."""
+    words = shlex.split(command, comments=True)[1:]
+    return [path for word in words for path in (sorted(glob.glob(word)) if "*" in word and "=" not in word else [word])]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PAGES.glob("*.md")))
+def test_every_command_of_a_tutorial_runs(
+    name: str, tmp_path: Path, data_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = TUTORIALS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who built it?\n"))
+    page.prepare(tmp_path, data_files)
+    printed, unused = "", set(page.instead)
+    capsys.readouterr()
+    for kind, text in commands((PAGES / name).read_text(encoding="utf-8")):
+        if kind != "run":
+            file = Path(text.partition("\n")[0].removeprefix("# "))
+            file.write_text(text, encoding="utf-8")
+            if kind == "python":
+                runpy.run_path(str(file))
+                printed += capsys.readouterr().out
+            continue
+        for said, run in page.instead.items():
+            if said in text:
+                text = text.replace(said, run)
+                unused.discard(said)
+        words = words_of(text)
+        monkeypatch.setattr(sys, "argv", ["windlass", *words])
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        out = capsys.readouterr()
+        wanted = 75 if "--stop-at" in words else 0
+        assert ended.value.code == wanted, f"{text}\n{out.out[-3000:]}\n{out.err[-3000:]}"
+        printed += out.out + out.err
+    missing = [pattern for pattern in page.makes if not glob.glob(pattern)]
+    assert not missing and not unused, (missing, unused, sorted(glob.glob("**", recursive=True))[:80])
+    assert [words for words in page.prints if words not in printed] == [], printed[-3000:]
