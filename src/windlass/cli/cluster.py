@@ -1,7 +1,8 @@
-"""`windlass launch`, `env` and `submit`: from a login node to all ranks of an allocation."""
+"""`windlass check`, `launch`, `env` and `submit`: from a login node to all ranks of an allocation."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -9,10 +10,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from windlass.errors import DONE, UserError
+from windlass.cli import Json
+from windlass.errors import DONE, NOT_MEASURED, UserError
+
+if TYPE_CHECKING:
+    from windlass.preflight.check import Check
 
 
 def launch(
@@ -131,3 +137,79 @@ def submit(
         return DONE
     typer.echo(f"submitted job {job}: {where}")
     return jobs.watch(where, typer.echo) if watch else DONE
+
+
+def check(
+    recipe: str = typer.Argument("quickstart", metavar="[RECIPE]", help="Whose device, directories and trackers are looked at."),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False),
+    world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
+    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."),
+    max_size: str = typer.Option("", metavar="BYTES", help="Largest message, as 64M or 4G; default 16M on a CPU, 512M on a GPU."),
+    json_: Json = False,
+) -> int:
+    """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix products and collectives.
+
+    On several hosts: windlass launch -- windlass check --min-busbw 5.
+
+    Exit codes: 0 fine (warnings too), 1 a problem, 2 bad input, 44 the bandwidth could not be measured, 46 it is too low.
+    """
+    from windlass.parallel.env import detect_env
+    from windlass.recipe import Recipe
+
+    loaded, env = Recipe.load(recipe, overrides or []), detect_env()
+    if env.launcher == "none" and world > 1:
+        from windlass.launch.local import launch as launch_local
+
+        return launch_local([sys.executable, "-m", "windlass", *sys.argv[1:]], world)
+    from windlass.errors import RunFailed
+    from windlass.preflight.check import check as run_check
+    from windlass.preflight.check import size_of
+
+    if max_size and not size_of(max_size):
+        raise UserError(f"--max-size {max_size}: write a number of bytes, as 64M or 4G")
+    try:
+        done = run_check(loaded, max_bytes=size_of(max_size), show=_progress if env.rank == 0 and not json_ else lambda text: None)
+    except RunFailed as error:
+        if not min_busbw:
+            raise
+        typer.echo(f"windlass: the bandwidth could not be measured: {error}", err=True)
+        return NOT_MEASURED
+    if env.rank == 0:
+        _show_check(done, min_busbw, json_)
+    return done.exit_code(min_busbw)
+
+
+def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
+    """Findings, rates and the verdict."""
+    from windlass.telemetry.terminal import print_table
+
+    if json_:
+        verdict = {"busbw": done.busbw, "min_busbw": min_busbw or None, "exit_code": done.exit_code(min_busbw)}
+        fields = {"findings": [vars(finding) for finding in done.findings], "ranks": done.ranks, "rates": done.rates}
+        typer.echo(json.dumps(verdict | fields, indent=1))
+        return
+    rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
+    print_table(["", "what", "found", "advice"], rows, text=["found", "advice"])
+    products = [(str(r["rank"]), r["host"], r["device"], *(f"{v:.3g}" for v in r["tflops"].values())) for r in done.ranks]
+    names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
+    typer.echo("\nMatrix products")
+    print_table(["rank", "host", "device", *names], products)
+    if done.rates:
+        typer.echo("\nCollectives: GB/s by nccl-tests' formulas, medians; the slowest rank's")
+        rates = [
+            (r["group"], r["collective"], f"{r['size']:,}", f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
+            for r in done.rates
+        ]
+        print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
+    measured = "not measured: one rank" if done.busbw is None else f"{done.busbw:.3g} GB/s"
+    asked = f"; asked for: {min_busbw:g}" if min_busbw else ""
+    problems = sum(finding.status == "problem" for finding in done.findings)
+    typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{asked}")
+    code = done.exit_code(min_busbw)
+    typer.echo(f"{problems} problem{'s' * (problems != 1)}" if code == 1 else {0: "fine", 44: "NOT MEASURED", 46: "TOO SLOW"}[code])
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text} ")
+        sys.stderr.flush()

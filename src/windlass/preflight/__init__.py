@@ -1,0 +1,1 @@
+"""The check of machine, packages, disks and interconnect before a training."""

@@ -1,0 +1,84 @@
+"""Matrix products on each device, and collectives by size: medians of repeated, synchronised calls."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.preflight.findings import bus_bandwidth
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+SECONDS, MOST_CALLS = 1.0, 20  # for one collective and size, after the calls that warm it up
+CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)
+
+
+def matrix_products(device: torch.device) -> dict[str, float]:
+    """TFLOP/s of square matrix products by precision: fp32 and, on a GPU, bf16 where it has it, else fp16."""
+    on_gpu = device.type == "cuda"
+    half = torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    rates = {}
+    for dtype in (torch.float32, half) if on_gpu else (torch.float32,):
+        size = 8192 if on_gpu else 1024
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        seconds = _median_seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds / 1e12
+    return rates
+
+
+def collectives(
+    device: torch.device, group: dist.ProcessGroup, sizes: tuple[int, ...], show: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Time every collective of `group` at every size in bytes; every rank of the group calls this.
+
+    Returns rows with `collective`, `size`, `seconds` (median), `algbw` and `busbw` in GB/s.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = []
+    for size in sizes:
+        count = max(1, size // 4 // world) * world  # float32
+        whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
+        other = torch.empty_like(whole)
+        to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
+
+        def send_recv(whole: torch.Tensor = whole, other: torch.Tensor = other, to: int = to, source: int = source) -> None:
+            calls = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
+            for work in dist.batch_isend_irecv(calls):
+                work.wait()
+
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),
+            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part, group=group),
+            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole, group=group),
+            "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole, group=group),
+            "send_recv": send_recv,
+        }  # type: ignore[misc]
+        for name in COLLECTIVES:
+            show(f"{name} {size:,} bytes")
+            seconds = _median_seconds(calls[name], device, group)
+            algorithm, bus = bus_bandwidth(name, 4 * count, seconds, world)
+            rows.append({"collective": name, "size": 4 * count, "seconds": seconds, "algbw": algorithm, "busbw": bus})
+    return rows
+
+
+def _median_seconds(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    def timed() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    first = max(timed(), timed())  # warms up
+    number = max(3, min(MOST_CALLS, int(SECONDS / max(first, 1e-6))))
+    if group is not None:  # the ranks must make equally many calls
+        agreed = torch.tensor([number], device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        number = int(agreed.item())
+    return statistics.median(timed() for _ in range(number))

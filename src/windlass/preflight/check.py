@@ -1,0 +1,275 @@
+"""`check`: what every rank finds on its host, compared over all ranks, then matrix products and collectives, and a verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from windlass import __version__
+from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
+from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.env import detect_env
+from windlass.preflight import findings
+from windlass.preflight.bandwidth import CPU_SIZES, GPU_SIZES, collectives, matrix_products
+from windlass.preflight.findings import PROBLEM, WARNING, Finding
+from windlass.recipe import Recipe
+
+PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
+CONNECT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check came to.
+
+    `ranks` are the facts of each rank, `rates` one row for each group, collective and size (`algbw` and `busbw` in GB/s), and
+    `busbw` the bus bandwidth of the largest all-reduce over all ranks; None where there is one rank, or it failed.
+    """
+
+    findings: list[Finding]
+    ranks: list[dict[str, Any]]
+    rates: list[dict[str, Any]]
+    busbw: float | None
+
+    def exit_code(self, min_busbw: float = 0.0) -> int:
+        """1 with a problem; else by the bandwidth asked for: 44 where it was not measured, 46 where it is lower."""
+        if any(finding.status == PROBLEM for finding in self.findings):
+            return FAILED
+        if min_busbw and self.busbw is None:
+            return NOT_MEASURED
+        return TOO_SLOW if min_busbw and self.busbw is not None and self.busbw < min_busbw else DONE
+
+
+def check(recipe: Recipe, *, max_bytes: int = 0, show: Callable[[str], None] = lambda text: None) -> Check:
+    """Check machine, packages, disks and interconnect as one rank among those of the launcher; every rank gets the result.
+
+    `recipe` gives device, directories and trackers; `max_bytes` is the largest message (0: 16 MiB on a CPU, 512 MiB on a
+    GPU). Takes seconds on one host, and minutes at most.
+    """
+    env = detect_env()
+    strategy = "ddp" if env.world > 1 else "single"
+    with init_ranks(env, recipe.with_overrides(f"parallel.strategy={strategy}")) as ranks:
+        show("machine and packages")
+        ranks.all_gather_object("ready", None)
+        now = time.time()  # all ranks came out of the exchange within some hundredths of a second
+        facts = facts_of_rank(ranks, recipe) | {"time": now}
+        _probe_disks(ranks, recipe, facts)
+        show("matrix products")
+        facts["tflops"] = matrix_products(ranks.device)
+        facts |= {"time": now}
+        rates = measure_groups(ranks, max_bytes, show) if env.world > 1 else []
+        everyone = ranks.all_gather_object("facts", {**facts, "rates": rates})
+    rates = _merge([one.pop("rates") for one in everyone])
+    all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
+    return Check(judge(everyone, rates, recipe, os.environ), everyone, rates, max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None)
+
+
+def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
+    """What this rank is and runs on: JSON values only."""
+    package = Path(__file__).parents[1]
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(path.read_bytes())
+    facts: dict[str, Any] = {
+        "rank": ranks.rank, "node": ranks.env.node, "host": socket.gethostname(), "device": str(ranks.device),
+        "python": platform.python_version(), "torch": torch.__version__, "windlass": __version__,
+        "code": code.hexdigest()[:12], "config": recipe.config_hash[:12], "cuda": torch.version.cuda or "",
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "shm_gb": None,
+        "precisions": ["fp32"],
+    }  # fmt: skip
+    with contextlib.suppress(OSError):
+        facts["shm_gb"] = shutil.disk_usage("/dev/shm").total / 1e9
+    if ranks.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(ranks.device)
+        facts |= {
+            "name": properties.name, "capability": [properties.major, properties.minor],
+            "built_for": torch.cuda.get_arch_list(), "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9, "total_gb": properties.total_memory / 1e9,
+            "precisions": ["fp32", "fp16", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else [])],
+            **_nvml(ranks.device),
+        }  # fmt: skip
+    return facts
+
+
+def _nvml(device: torch.device) -> dict[str, Any]:
+    """The driver, uncorrected memory errors and the reasons why the clock is low, where NVML says."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # no library, or a driver that does not say
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
+        found["throttled"] = [name for name, bits in slow.items() if reasons & bits]
+        found["ecc_errors"] = pynvml.nvmlDeviceGetTotalEccErrors(
+            handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        )
+    return found
+
+
+def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
+    """Space and write speed of the run's and the data's directory, and whether a file of rank 0 is seen by this rank."""
+    places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
+    facts["disks"] = {}
+    for name, place in places.items():
+        there = next(path for path in (place.absolute(), *place.absolute().parents) if path.is_dir())
+        mark, probe = there / ".windlass-check", there / f".windlass-check-{ranks.rank}"
+        seconds = 0.0
+        try:
+            if ranks.main:
+                mark.write_text(socket.gethostname())
+            began = time.perf_counter()
+            with probe.open("wb") as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+            error = ""
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+        ranks.all_gather_object("written", None)
+        facts["disks"][name] = {
+            "path": str(there), "free_gb": shutil.disk_usage(there).free / 1e9, "error": error, "shared": mark.exists(),
+            "write_mb_s": PROBE_BYTES / 1e6 / seconds if seconds else 0.0,
+        }  # fmt: skip
+        ranks.all_gather_object("seen", None)
+        for path in (probe, *([mark] if ranks.main else [])):
+            path.unlink(missing_ok=True)
+
+
+def measure_groups(ranks: Ranks, max_bytes: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The collectives over all ranks; on several hosts also inside this host, and between hosts (one rank of each)."""
+    sizes = CPU_SIZES if ranks.device.type == "cpu" else GPU_SIZES
+    if max_bytes:
+        sizes = (*(size for size in sizes if size < max_bytes), max_bytes)
+    places = ranks.all_gather_object("place", [ranks.env.node, ranks.env.local_rank])
+    members: dict[str, dict[int, list[int]]] = {"one host": defaultdict(list), "between hosts": defaultdict(list)}
+    for rank, (node, local_rank) in enumerate(places):
+        members["one host"][node].append(rank)
+        members["between hosts"][local_rank].append(rank)
+    assert dist.group.WORLD is not None
+    rates = [{"group": "all ranks", **row} for row in collectives(ranks.device, dist.group.WORLD, sizes, show)]
+    if ranks.env.nodes == 1:
+        return rates
+    for name, by_key in members.items():
+        mine = None
+        for group_ranks in by_key.values():  # every rank makes every group
+            if len(group_ranks) > 1:
+                group = dist.new_group(group_ranks)
+                mine = group if ranks.rank in group_ranks else mine
+        if mine is not None:
+            rates += [{"group": name, **row} for row in collectives(ranks.device, mine, sizes, show)]
+        ranks.all_gather_object(name, None)
+    return rates
+
+
+def _merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each group, collective and size: the slowest rank's, with the bus bandwidth of each rank."""
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for rank, rates in enumerate(by_rank):
+        for rate in rates:
+            row = rows.setdefault((rate["group"], rate["collective"], rate["size"]), {**rate, "ranks": {}})
+            row["ranks"][rank] = rate["busbw"]
+            if rate["busbw"] < row["busbw"]:
+                row |= {name: rate[name] for name in ("seconds", "algbw", "busbw")}
+    return list(rows.values())
+
+
+def judge(
+    ranks: list[dict[str, Any]], rates: list[dict[str, Any]], recipe: Recipe, environ: Mapping[str, str]
+) -> list[Finding]:
+    """The findings from the facts of all ranks."""
+    hosts = {one["rank"]: one["host"] for one in ranks}
+    nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host speaks for it
+    found = [
+        findings.same("Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts),
+        findings.same("recipe", {r["rank"]: r["config"] for r in ranks}, hosts),
+        findings.same("Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts),
+    ]
+    for one in ranks:
+        where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
+        new = []
+        if "capability" in one:
+            capability = (one["capability"][0], one["capability"][1])
+            new.append(findings.architecture(one["name"], capability, one["built_for"], one["torch"], one["cuda"]))
+            new.append(Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free"))
+            if one.get("ecc_errors"):
+                new.append(Finding("ECC", f"{one['ecc_errors']} uncorrected errors", PROBLEM, "take this GPU out of use"))
+            if one.get("throttled"):
+                new.append(Finding("clock rate", f"throttled: {', '.join(one['throttled'])}", WARNING, "the GPU is slowed down"))
+        found += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in new]
+    if "cuda" in ranks[0]["device"] and "driver" in ranks[0]:
+        found.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
+    found.append(Finding("precisions", ", ".join(sorted(set.intersection(*(set(r["precisions"]) for r in ranks))))))
+    for name, first in ranks[0]["disks"].items():
+        disks = [one["disks"][name] for one in ranks]
+        if errors := sorted({f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}):
+            advice = "make it writable, or give another run.dir or data.dir"
+            found.append(Finding(name, f"{first['path']}: {'; '.join(errors)}", PROBLEM, advice))
+            continue
+        slowest = min(d["write_mb_s"] for d in disks)
+        shared = all(d["shared"] for d in disks)
+        found.append(findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes)))
+    for one in nodes.values():
+        where = f" ({one['host']})" if len(nodes) > 1 else ""
+        limits = findings.limits(one["shm_gb"], one["files"])
+        found += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in limits]
+    if len(nodes) > 1:
+        found.append(findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks)))
+    found += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
+    measures = {f"{name} matrix products": {r["rank"]: r["tflops"][name] for r in ranks} for name in ranks[0]["tflops"]}
+    measures |= {f"{r['group']}, {r['collective']} of {r['size']:,} bytes": r["ranks"] for r in rates}
+    for name, by_rank in measures.items():
+        if slow := findings.outliers(by_rank):
+            text = ", ".join(f"rank {rank} on {hosts[rank]}: {by_rank[rank]:.3g}" for rank in slow)
+            mean = sum(by_rank.values()) / len(by_rank)
+            found.append(Finding(f"slow: {name}", f"{text}; mean {mean:.3g}", WARNING, "look at this host, or leave it out"))
+    return found
+
+
+def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
+    """Whether the trackers and the Hub that the recipe needs can be reached from here."""
+    wanted = {}
+    if "wandb" in recipe.telemetry.trackers and environ.get("WANDB_MODE", "online") == "online":
+        wanted["W&B"] = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", "set WANDB_MODE=offline; `windlass track` sends it later"
+    uri = environ.get("MLFLOW_TRACKING_URI", "")
+    if "mlflow" in recipe.telemetry.trackers and uri.startswith("http"):
+        wanted["MLflow"] = uri, "unset MLFLOW_TRACKING_URI to write to a local file"
+    names = [recipe.model.name] if recipe.model.kind == "hf" else []
+    names += [recipe.data.tokenizer.removeprefix("hf:")] if recipe.data.tokenizer.startswith("hf:") else []
+    if any(name and not Path(name).exists() for name in names) and environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+        wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or "https://huggingface.co", "download first, then set HF_HUB_OFFLINE=1"
+    found = []
+    for name, (url, advice) in wanted.items():
+        parts = urlsplit(url)
+        try:
+            address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection(address, CONNECT_SECONDS).close()
+            found.append(Finding(name, f"{parts.hostname} can be reached"))
+        except OSError as error:
+            found.append(Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice))
+    return found
+
+
+def size_of(text: str) -> int:
+    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for anything else."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text)
+    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else 0

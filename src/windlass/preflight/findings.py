@@ -1,0 +1,127 @@
+"""What a rank finds on its host, and how ranks are compared, as pure functions of facts. No torch.
+
+Sources: the formulas of bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md); the rule for outliers, more than one
+standard deviation and a tenth off, follows Megatron-LM's GPU sniff test.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OFF = 0.10  # of the mean, besides one standard deviation: from here on a rank is named
+FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES, SKEW_SECONDS = 10, 1, 4096, 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: `ok`, `warning`, or `problem` (training would fail)."""
+
+    name: str
+    text: str
+    status: str = OK
+    advice: str = ""
+
+
+def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in GB/s of one collective over `size` bytes (nccl-tests' sizes and factors).
+
+    `size` is what nccl-tests calls size: the whole buffer of an all-reduce, the gathered result of an all-gather, what goes
+    into a reduce-scatter and an all-to-all, one message of a send and receive.
+    """
+    algorithm = size / seconds / 1e9
+    part = (world - 1) / world
+    return algorithm, algorithm * {"all_reduce": 2 * part, "send_recv": 1.0}.get(collective, part)
+
+
+def outliers(values: Mapping[int, float]) -> list[int]:
+    """The ranks whose value is under the mean by more than one standard deviation and by more than a tenth."""
+    if len(values) < 3:  # of two, none is the odd one
+        return []
+    mean, deviation = statistics.mean(values.values()), statistics.pstdev(values.values())
+    return sorted(rank for rank, value in values.items() if mean - value > deviation and mean - value > OFF * mean)
+
+
+def architecture(name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str) -> Finding:
+    """Whether this torch has code for this device (`built_for` as torch.cuda.get_arch_list gives it)."""
+    own = f"sm_{capability[0]}{capability[1]}"
+    # Code for an earlier minor number of the same generation runs; PTX (`compute_`) of any earlier one is compiled.
+    same = [a for a in built_for if re.fullmatch(rf"sm_{capability[0]}\d", a) and int(a[-1]) <= capability[1]]
+    ptx = [a for a in built_for if (m := re.fullmatch(r"compute_(\d+)(\d)", a)) and (int(m[1]), int(m[2])) <= capability]
+    if same or ptx:
+        return Finding("device", f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it")
+    wheel = (
+        "the wheels of the same torch for CUDA 12.6 have it: install torch from the index whose name ends in cu126"
+        if (5, 0) <= capability <= (7, 0)
+        else f"install a torch whose wheel was built for {own}"
+    )
+    text = f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only"
+    return Finding("device", text, PROBLEM, wheel)
+
+
+def driver(version: str, cuda: str) -> Finding:
+    """Whether the NVIDIA driver is new enough for torch's CUDA (minor versions are compatible: NVIDIA's CUDA release notes)."""
+    needed = {11: 450.80, 12: 525.60, 13: 580.0}.get(int(cuda.partition(".")[0] or 0), 0.0)
+    have = float(".".join(version.split(".")[:2]) or 0)
+    text = f"driver {version}, torch's CUDA {cuda}"
+    if have >= needed:
+        return Finding("driver", text)
+    return Finding("driver", text, PROBLEM, f"CUDA {cuda} needs driver {needed:g} or newer: ask for it, or install a torch for an older CUDA")
+
+
+def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, hosts: int) -> Finding:
+    """Space and speed of a directory, and whether all hosts see the same one."""
+    text = f"{path}: {free_gb:,.0f} GB free, writes {write_mb_s:,.0f} MB/s" + (", shared by all hosts" if hosts > 1 and shared else "")
+    if hosts > 1 and not shared:
+        return Finding(name, f"{text}; not every host sees it", PROBLEM, "put it on a file system that all hosts share")
+    if free_gb < FULL_DISK_GB:
+        return Finding(name, text, WARNING, "`windlass plan` says how much a run writes")
+    return Finding(name, text)
+
+
+def limits(shm_gb: float | None, files: int) -> list[Finding]:
+    """/dev/shm (None: there is none) and the number of files that a process may open."""
+    small = shm_gb is not None and shm_gb < SMALL_SHM_GB
+    found = []
+    if shm_gb is not None:
+        advice = "NCCL keeps its buffers there: start the container with --shm-size=8g" if small else ""
+        found.append(Finding("/dev/shm", f"{shm_gb:,.1f} GB", WARNING if small else OK, advice))
+    few = files < FEW_FILES
+    found.append(Finding("open files", f"{files:,} a process", WARNING if few else OK, f"ulimit -n {16 * FEW_FILES}" if few else ""))
+    return found
+
+
+def clock(skew: float) -> Finding:
+    """The largest difference between the ranks' clocks, in seconds."""
+    late = skew > SKEW_SECONDS
+    text = f"the hosts' clocks differ by {skew:.2f} s at most"
+    return Finding("clock", text, WARNING if late else OK, "times in ledger and logs of different hosts cannot be compared" if late else "")
+
+
+def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
+    """Whether all ranks have the same value; else the ranks of each, by host."""
+    if len(set(values.values())) == 1:
+        return Finding(name, f"{next(iter(values.values()))} on every rank")
+    groups = [f"{value} on {', '.join(sorted({hosts[r] for r in values if values[r] == value}))}" for value in dict.fromkeys(values.values())]
+    return Finding(name, "; ".join(groups), PROBLEM, "all ranks must run the same: install it once, on a file system that they share")
+
+
+def nccl_variables(environ: Mapping[str, str], nodes: int) -> list[Finding]:
+    """The NCCL variables that are set, with advice on those that slow a run down or hide its errors."""
+    advice = {
+        "NCCL_P2P_DISABLE": ("1", "turns NVLink and PCIe copies between devices off: for debugging only"),
+        "NCCL_IB_DISABLE": ("1", "turns InfiniBand off: between hosts TCP is several times slower"),
+        "NCCL_SHM_DISABLE": ("1", "turns shared memory off: for debugging only"),
+        "TORCH_NCCL_BLOCKING_WAIT": ("1", "makes the host wait for each collective: slower, and not needed for time limits"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose partner is gone would hang: leave it at its default"),
+        "NCCL_DEBUG": ("TRACE", "writes a line for each call: use WARN or INFO"),
+    }  # fmt: skip
+    found = []
+    for name in sorted(n for n in environ if n.startswith(("NCCL_", "TORCH_NCCL_"))):
+        bad, why = advice.get(name, ("", ""))
+        wrong = bool(bad) and environ[name].upper() == bad and (name != "NCCL_IB_DISABLE" or nodes > 1)
+        found.append(Finding(name, environ[name], WARNING if wrong else OK, why if wrong else ""))
+    return found
