@@ -111,3 +111,11 @@ def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
     for run in study.runs():
         assert {event["world"] for event in run.events if event["event"] == "started"} == {2}
     assert "nothing to submit" in cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path).stdout
+
+
+def test_a_check_under_its_bandwidth_ends_the_job_before_training(cluster: Cluster, settings, tmp_path):
+    run = Run(tmp_path / "run")
+    job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "46:0", "0"), log_of(run.path)
+    assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()

@@ -21,7 +21,7 @@ of its 15, in which it would keep the core from the one that it waits for, where
 VERBS = {
     "init": "recipes", "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
     "sweep": "sweep", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
-    "verify": "train", "launch": "cluster", "env": "cluster", "submit": "cluster",
+    "verify": "train", "check": "cluster", "launch": "cluster", "env": "cluster", "submit": "cluster",
 }  # fmt: skip
 """The module of each verb, in the order of the help: as a user needs them."""
 

@@ -140,11 +140,17 @@ def submit(
 
 
 def check(
-    recipe: str = typer.Argument("quickstart", metavar="[RECIPE]", help="Whose device, directories and trackers are looked at."),
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False),
+    recipe: str = typer.Argument(
+        "quickstart", metavar="[RECIPE]", help="Whose device, directories and trackers are looked at."
+    ),
+    overrides: list[str] = typer.Argument(
+        None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False
+    ),
     world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."),
-    max_size: str = typer.Option("", metavar="BYTES", help="Largest message, as 64M or 4G; default 16M on a CPU, 512M on a GPU."),
+    max_size: str = typer.Option(
+        "", metavar="BYTES", help="Largest message, as 64M or 4G; default 16M on a CPU, 512M on a GPU."
+    ),
     json_: Json = False,
 ) -> int:
     """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix products and collectives.
@@ -168,7 +174,9 @@ def check(
     if max_size and not size_of(max_size):
         raise UserError(f"--max-size {max_size}: write a number of bytes, as 64M or 4G")
     try:
-        done = run_check(loaded, max_bytes=size_of(max_size), show=_progress if env.rank == 0 and not json_ else lambda text: None)
+        done = run_check(
+            loaded, max_bytes=size_of(max_size), show=_progress if env.rank == 0 and not json_ else lambda text: None
+        )
     except RunFailed as error:
         if not min_busbw:
             raise
@@ -189,15 +197,24 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
         typer.echo(json.dumps(verdict | fields, indent=1))
         return
     rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
-    print_table(["", "what", "found", "advice"], rows, text=["found", "advice"])
-    products = [(str(r["rank"]), r["host"], r["device"], *(f"{v:.3g}" for v in r["tflops"].values())) for r in done.ranks]
+    print_table(["", "what", "found", "advice"], rows, text=["what", "found", "advice"])
+    products = [
+        (str(r["rank"]), r["host"], r["device"], *(f"{v:.3g}" for v in r["tflops"].values())) for r in done.ranks
+    ]
     names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
     typer.echo("\nMatrix products")
     print_table(["rank", "host", "device", *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by nccl-tests' formulas, medians; the slowest rank's")
         rates = [
-            (r["group"], r["collective"], f"{r['size']:,}", f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
+            (
+                r["group"],
+                r["collective"],
+                f"{r['size']:,}",
+                f"{1e6 * r['seconds']:,.0f}",
+                f"{r['algbw']:.3g}",
+                f"{r['busbw']:.3g}",
+            )
             for r in done.rates
         ]
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
@@ -206,7 +223,11 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     problems = sum(finding.status == "problem" for finding in done.findings)
     typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{asked}")
     code = done.exit_code(min_busbw)
-    typer.echo(f"{problems} problem{'s' * (problems != 1)}" if code == 1 else {0: "fine", 44: "NOT MEASURED", 46: "TOO SLOW"}[code])
+    typer.echo(
+        f"{problems} problem{'s' * (problems != 1)}"
+        if code == 1
+        else {0: "fine", 44: "NOT MEASURED", 46: "TOO SLOW"}[code]
+    )
 
 
 def _progress(text: str) -> None:

@@ -38,6 +38,9 @@ def collectives(
     Returns rows with `collective`, `size`, `seconds` (median), `algbw` and `busbw` in GB/s.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    # torch 2.13 renamed these two, and warns of the old names
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     rows = []
     for size in sizes:
         count = max(1, size // 4 // world) * world  # float32
@@ -45,15 +48,17 @@ def collectives(
         other = torch.empty_like(whole)
         to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
 
-        def send_recv(whole: torch.Tensor = whole, other: torch.Tensor = other, to: int = to, source: int = source) -> None:
+        def send_recv(
+            whole: torch.Tensor = whole, other: torch.Tensor = other, to: int = to, source: int = source
+        ) -> None:
             calls = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
             for work in dist.batch_isend_irecv(calls):
                 work.wait()
 
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),
-            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part, group=group),
-            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole, group=group),
+            "all_gather": lambda whole=whole, part=part: gather(whole, part, group=group),
+            "reduce_scatter": lambda whole=whole, part=part: scatter(part, whole, group=group),
             "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole, group=group),
             "send_recv": send_recv,
         }  # type: ignore[misc]

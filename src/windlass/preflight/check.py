@@ -68,16 +68,20 @@ def check(recipe: Recipe, *, max_bytes: int = 0, show: Callable[[str], None] = l
         show("machine and packages")
         ranks.all_gather_object("ready", None)
         now = time.time()  # all ranks came out of the exchange within some hundredths of a second
-        facts = facts_of_rank(ranks, recipe) | {"time": now}
+        facts = {"time": now, **facts_of_rank(ranks, recipe)}
         _probe_disks(ranks, recipe, facts)
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
-        facts |= {"time": now}
         rates = measure_groups(ranks, max_bytes, show) if env.world > 1 else []
         everyone = ranks.all_gather_object("facts", {**facts, "rates": rates})
     rates = _merge([one.pop("rates") for one in everyone])
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
-    return Check(judge(everyone, rates, recipe, os.environ), everyone, rates, max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None)
+    return Check(
+        judge(everyone, rates, recipe, os.environ),
+        everyone,
+        rates,
+        max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None,
+    )
 
 
 def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
@@ -212,9 +216,15 @@ def judge(
             new.append(findings.architecture(one["name"], capability, one["built_for"], one["torch"], one["cuda"]))
             new.append(Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free"))
             if one.get("ecc_errors"):
-                new.append(Finding("ECC", f"{one['ecc_errors']} uncorrected errors", PROBLEM, "take this GPU out of use"))
+                new.append(
+                    Finding("ECC", f"{one['ecc_errors']} uncorrected errors", PROBLEM, "take this GPU out of use")
+                )
             if one.get("throttled"):
-                new.append(Finding("clock rate", f"throttled: {', '.join(one['throttled'])}", WARNING, "the GPU is slowed down"))
+                new.append(
+                    Finding(
+                        "clock rate", f"throttled: {', '.join(one['throttled'])}", WARNING, "the GPU is slowed down"
+                    )
+                )
         found += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in new]
     if "cuda" in ranks[0]["device"] and "driver" in ranks[0]:
         found.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
@@ -241,7 +251,9 @@ def judge(
         if slow := findings.outliers(by_rank):
             text = ", ".join(f"rank {rank} on {hosts[rank]}: {by_rank[rank]:.3g}" for rank in slow)
             mean = sum(by_rank.values()) / len(by_rank)
-            found.append(Finding(f"slow: {name}", f"{text}; mean {mean:.3g}", WARNING, "look at this host, or leave it out"))
+            found.append(
+                Finding(f"slow: {name}", f"{text}; mean {mean:.3g}", WARNING, "look at this host, or leave it out")
+            )
     return found
 
 
@@ -249,14 +261,20 @@ def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
     """Whether the trackers and the Hub that the recipe needs can be reached from here."""
     wanted = {}
     if "wandb" in recipe.telemetry.trackers and environ.get("WANDB_MODE", "online") == "online":
-        wanted["W&B"] = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", "set WANDB_MODE=offline; `windlass track` sends it later"
+        wanted["W&B"] = (
+            environ.get("WANDB_BASE_URL") or "https://api.wandb.ai",
+            "set WANDB_MODE=offline; `windlass track` sends it later",
+        )
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     if "mlflow" in recipe.telemetry.trackers and uri.startswith("http"):
         wanted["MLflow"] = uri, "unset MLFLOW_TRACKING_URI to write to a local file"
     names = [recipe.model.name] if recipe.model.kind == "hf" else []
     names += [recipe.data.tokenizer.removeprefix("hf:")] if recipe.data.tokenizer.startswith("hf:") else []
     if any(name and not Path(name).exists() for name in names) and environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
-        wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or "https://huggingface.co", "download first, then set HF_HUB_OFFLINE=1"
+        wanted["Hugging Face Hub"] = (
+            environ.get("HF_ENDPOINT") or "https://huggingface.co",
+            "download first, then set HF_HUB_OFFLINE=1",
+        )
     found = []
     for name, (url, advice) in wanted.items():
         parts = urlsplit(url)

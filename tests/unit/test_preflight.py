@@ -1,0 +1,105 @@
+"""What a check finds: pure functions of facts, and the verb on two real ranks."""
+
+import json
+
+import pytest
+
+from helpers import windlass
+from windlass.preflight import findings
+from windlass.preflight.check import Check, services, size_of
+from windlass.preflight.findings import Finding
+from windlass.recipe import Recipe
+
+V100, H200, ARCHS = (7, 0), (9, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("all_to_all", 0.875), ("send_recv", 1.0)],
+)
+def test_bus_bandwidth_as_nccl_tests_has_it(collective, factor):
+    """1 GB in half a second over 8 ranks."""
+    assert findings.bus_bandwidth(collective, 10**9, 0.5, 8) == (2.0, 2.0 * factor)
+
+
+def test_a_v100_gets_the_very_sentence():
+    found = findings.architecture("Tesla V100", V100, ARCHS, "2.13.0", "12.8")
+    assert found.status == "problem" and all(w in found.text for w in ("Tesla V100", "sm_70", "sm_75", "12.8"))
+    assert "CUDA 12.6" in found.advice and "cu126" in found.advice
+    assert findings.architecture("Tesla V100", V100, ["sm_70", *ARCHS], "2.13.0", "12.6").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "status"),
+    [
+        (H200, ARCHS, "ok"), ((8, 9), ARCHS, "ok"), ((8, 0), ["sm_86"], "problem"), ((12, 1), ["sm_90", "compute_90"], "ok"),
+        ((3, 7), ARCHS, "problem"),
+    ],
+)  # fmt: skip
+def test_other_devices(capability, archs, status):
+    """Code for an earlier minor number runs, PTX of any earlier one is compiled; a K80 is not told of CUDA 12.6."""
+    found = findings.architecture("X", capability, archs, "2.13.0", "12.8")
+    assert found.status == status and ("12.6" in found.advice) == (status == "problem" and capability == V100)
+
+
+def test_the_driver():
+    assert findings.driver("535.104.05", "12.6").status == "ok"
+    found = findings.driver("535.104.05", "13.0")
+    assert found.status == "problem" and "580" in found.advice
+
+
+def test_a_rank_that_is_off_is_named():
+    even = {rank: 100.0 + rank for rank in range(8)}
+    assert findings.outliers(even) == [] and findings.outliers({0: 1.0, 1: 9.0}) == []
+    assert findings.outliers(even | {3: 60.0}) == [3]
+    assert findings.outliers(even | {3: 93.0}) == [], "one standard deviation alone is not enough"
+    assert findings.outliers({0: 100.0, 1: 100.0, 2: 200.0, 3: 50.0, 4: 80.0}) == [3], "a tenth alone is not enough"
+
+
+def test_disks_limits_and_clocks():
+    assert findings.disk("run directory", "/x", 500, 900, False, 1).status == "ok"
+    assert findings.disk("run directory", "/x", 500, 900, False, 2).status == "problem"
+    assert findings.disk("run directory", "/x", 5, 900, True, 2).status == "warning"
+    assert [f.status for f in findings.limits(0.06, 1024)] == ["warning", "warning"]
+    assert [f.status for f in findings.limits(None, 65536)] == ["ok"]
+    assert findings.clock(0.1).status == "ok" and findings.clock(5.0).status == "warning"
+    differ = findings.same("torch", {0: "2.13", 1: "2.13", 2: "2.11"}, {0: "a", 1: "a", 2: "b"})
+    assert differ.status == "problem" and "2.13 on a" in differ.text and "2.11 on b" in differ.text
+
+
+def test_variables_that_slow_a_run_down():
+    environ = {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN", "TORCH_NCCL_BLOCKING_WAIT": "1", "PATH": "/bin"}
+    found = {f.name: f.status for f in findings.nccl_variables(environ, 2)}
+    assert found == {"NCCL_DEBUG": "ok", "NCCL_IB_DISABLE": "warning", "TORCH_NCCL_BLOCKING_WAIT": "warning"}
+    assert findings.nccl_variables({"NCCL_IB_DISABLE": "1"}, 1)[0].status == "ok"
+
+
+def test_services_that_the_recipe_needs(tmp_path):
+    recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb"]'])
+    closed = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
+    assert [(f.name, f.status) for f in services(recipe, closed)] == [("W&B", "warning")]
+    assert services(recipe, closed | {"WANDB_MODE": "offline"}) == []
+    assert services(Recipe.load("quickstart"), {}) == []
+
+
+def test_exit_codes():
+    bad = Finding("x", "y", "problem")
+    assert Check([bad], [], [], 9.0).exit_code() == 1 and Check([], [], [], None).exit_code() == 0
+    assert [Check([], [], [], busbw).exit_code(5.0) for busbw in (None, 4.9, 5.0)] == [44, 46, 0]
+    assert [size_of(text) for text in ("4G", "64M", "1000", "4X")] == [4 * 2**30, 64 * 2**20, 1000, 0]
+
+
+@pytest.mark.dist
+def test_check_on_two_ranks(tmp_path):
+    done = windlass("check", "--world", "2", "--max-size", "1M", "--json", cwd=tmp_path)
+    result = json.loads(done.stdout)
+    assert {row["collective"] for row in result["rates"]} == {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv",
+    }  # fmt: skip
+    largest = max((r for r in result["rates"] if r["collective"] == "all_reduce"), key=lambda r: r["size"])
+    assert result["busbw"] == largest["busbw"] == pytest.approx(largest["size"] / largest["seconds"] / 1e9)
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1] and all(
+        rank["tflops"]["float32"] > 0 for rank in result["ranks"]
+    )
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert windlass("check", "--min-busbw", "1", cwd=tmp_path, code=44).stdout
