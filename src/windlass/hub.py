@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from windlass.errors import UserError, first_line, needs
+from windlass.errors import UserError, first_line, needs, require
 from windlass.fileio import read_json
 
 # How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute.
 PROBE_SECONDS = (3.0, 6.0)
+YES = ("1", "ON", "YES", "TRUE")
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
 # Configuration, tokenizer and code; of weights the safetensors files that `transformers` would read, and no others.
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -70,7 +71,7 @@ def explained(what: str) -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         if reason := next((text for name, text in REFUSALS.items() if name in kinds), ""):
             raise UserError(f"{what} {reason}") from None
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
             raise UserError(
                 f"{what} is not on this machine, and the Hub is out of reach (or HF_HUB_OFFLINE is set): "
                 "download it where there is a network, or give a local directory"
@@ -104,6 +105,36 @@ def directory(name: str, revision: str = "", key: str = "model.name", weights: b
         if weights:
             snapshot_download(name, revision=commit_of(folder) or version, allow_patterns=weight_files(folder))
         return folder
+
+
+def check_push(repo: str) -> None:
+    """Raise UserError where nothing can be uploaded to a repository of the Hub: no token, or no network."""
+    prepare()
+    require("huggingface_hub", "--push")
+    from huggingface_hub import get_token
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
+        raise UserError(f"--push {repo}: write a repository of the Hub as NAME/MODEL")
+    if not get_token():
+        raise UserError(f"--push {repo} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
+        raise UserError(
+            f"--push {repo}: the Hub is out of reach (or HF_HUB_OFFLINE is set): export without it, push later"
+        )
+
+
+def push(folder: Path, repo: str) -> None:
+    """Upload a directory to a repository of the Hub, which is made, private, where it is not there; or UserError."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+        HfApi().upload_folder(folder_path=folder, repo_id=repo, commit_message="Export of a Windlass run")
+    except (OSError, ValueError) as error:  # the Hub's own errors are all of these
+        raise UserError(
+            f"--push {repo}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
+            "is the name yours, and may the token write (HF_TOKEN)?"
+        ) from None
 
 
 def tokenizer_directory(place: str) -> Path:

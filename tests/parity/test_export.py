@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor
 
 import hf_fixtures
 import tokenizer_fixtures
+from helpers import refused
 from windlass import train
+from windlass.data import chat
 from windlass.data.chat import Template
+from windlass.data.conversations import Conversation
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer, train_bpe
 from windlass.errors import UserError
 from windlass.estimate.plan import plan
@@ -202,6 +206,7 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in load_file(adapter / "adapter_model.safetensors"))
     expected = logits(open_model(find_source(str(run)), alone("cpu")), tokens())
     assert (logits(plain, tokens()) - expected).abs().max() > 1e-3
+    assert 'AutoPeftModelForCausalLM.from_pretrained("adapter")' in (adapter / "README.md").read_text()
     for model in (merged, PeftModel.from_pretrained(plain, adapter).eval()):
         assert (logits(model, tokens()) - expected).abs().max() < 1e-4
     assert not any("lora" in name or "base_layer" in name for name, _ in merged.named_parameters())
@@ -236,3 +241,91 @@ def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path
     for line in ("num_key_value_heads = 4 (it is 2)", "rms_norm_eps = 0.01", "hidden_act = 'gelu' (it is 'silu')"):
         assert line in str(error.value)
     assert "dropout" not in str(error.value) and "vocab" not in str(error.value)
+
+
+# -- chat, card, files, the Hub ---------------------------------------------------------------------------------------
+
+TALK = [
+    {"role": "system", "content": "the mat"},
+    {"role": "user", "content": " the cat sat? "},
+    {"role": "assistant", "content": "the dog <|endoftext|> ran"},
+    {"role": "user", "content": "on the mat"},
+    {"role": "assistant", "content": "after the cat"},
+]
+
+
+@pytest.mark.parametrize("kind", ["gpt", "hf"])
+def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
+    chat_data = {"data__format": "chat", "data__source": str(tmp_path / "talk.jsonl"), "data__tokenizer": "byte"}
+    if kind == "gpt":
+        run = trained(tmp_path, **chat_data)
+    else:  # its tokenizer has no template of its own
+        base = hf_fixtures.save_tokenizer([WORDS], hf_fixtures.save("llama", tmp_path / "base"))
+        run = fine_tuned(tmp_path, base, **{**chat_data, "data__tokenizer": f"hf:{base}"})
+    source, (_, tokenizer) = find_source(str(run)), loaded(export(run, tmp_path / "out"))
+    talk = [message if "<|" not in message["content"] else {**message, "content": "the dog"} for message in TALK]
+    ids, _, _ = chat.row(Conversation(talk), source.template, source.tokenizer, 10_000)  # type: ignore[misc]
+    assert tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"] == ids
+    asked = tokenizer.apply_chat_template(talk[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert asked == chat.prompt_tokens(talk[:2], source.template, source.tokenizer)
+
+
+def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path: Path) -> None:
+    run = trained(tmp_path, train__steps=3)
+    old = os.umask(0o022)
+    try:
+        out = export(run, tmp_path / "out")
+    finally:
+        os.umask(old)
+    assert {file.name: file.stat().st_mode & 0o777 for file in out.iterdir()} == {f.name: 0o644 for f in out.iterdir()}
+    text, line = (out / "README.md").read_text(), Run(run).lines("train")[-1]
+    for word in (
+        str(tmp_path / "text.txt"),
+        "3 steps",
+        f"{line['tokens']:,} tokens",
+        f"{line['loss']:.4f}",
+        "license: unknown",
+    ):
+        assert word in text
+    assert "Trained further" not in text and "base_model" not in text
+
+
+def test_an_export_is_pushed_where_a_token_is_set_and_refused_before_anything_is_written_where_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the Hub's client: nothing here reaches the Hub."""
+    import huggingface_hub
+
+    run, calls = trained(tmp_path), list[Any]()
+
+    class Api:
+        def create_repo(self, repo: str, **how: Any) -> None:
+            calls.append((repo, how))
+
+        def upload_folder(self, *, folder_path: Path, repo_id: str, **_: Any) -> None:
+            calls.append((sorted(p.name for p in Path(folder_path).iterdir()), repo_id))
+            if repo_id == "other/model":
+                raise OSError("403 Forbidden")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with refused("--push me/model", "HF_TOKEN"):
+        export(run, tmp_path / "out", push="me/model")
+    assert not (tmp_path / "out").exists() and not calls
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    out = export(run, tmp_path / "out", push="me/model")
+    assert calls == [
+        ("me/model", {"private": True, "exist_ok": True}),
+        (sorted(p.name for p in out.iterdir()), "me/model"),
+    ]
+    assert 'from_pretrained("me/model")' in (out / "README.md").read_text()
+    with refused("403 Forbidden", "HF_TOKEN", "whole"):
+        export(run, tmp_path / "out2", push="other/model")
+    assert (tmp_path / "out2" / "config.json").is_file()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with refused("--push", "out of reach"):
+        export(run, tmp_path / "out3", push="me/model")
+    with refused("--push", "NAME/MODEL"):
+        export(run, tmp_path / "out3", push="me/a/b")

@@ -131,12 +131,18 @@ def export(
     ),
     directory: Path = typer.Argument(..., metavar="DIR", help="A new directory."),
     adapter: bool = typer.Option(False, "--adapter", help="Of a model with model.lora: the adapter alone, for peft."),
+    push: str = typer.Option(
+        "", metavar="NAME/MODEL", help="Upload it to the Hub, to a private repository; needs HF_TOKEN."
+    ),
 ) -> None:
     """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
 
     Our GPT becomes GPT-2 (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
-    equal logits; where it is none of them, the message names what differs. A model of transformers stays what it is, its adapters merged.
+    equal logits; where it is none of them, the message names what differs. A model of transformers stays what it is, its
+    adapters merged.
     """
     from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {export_run(run, directory, adapter)}")
+    typer.echo(f"exported: {export_run(run, directory, adapter, push)}")
+    if push:
+        typer.echo(f"pushed: https://huggingface.co/{push}")

@@ -1,13 +1,14 @@
 """A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is
 from.
 
-Our GPT becomes GPT-2 or Llama (model/convert.py). A model of `transformers` stays what it is: it is opened, its adapters
+Our GPT becomes GPT-2, Llama or one of its relatives (model/convert.py). A model of `transformers` stays what it is: it is opened, its adapters
 are merged, and it saves itself. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass import hub
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.reshard import MODEL
-from windlass.data.chat import Template, stop_tokens
+from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
@@ -31,18 +33,22 @@ FILE_BYTES = 4 * 10**9  # weights in one file, at most
 MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_per_token", "exact_match", "f1")
 
 
-def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) -> Path:
+def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, push: str = "") -> Path:
     """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
 
     Args:
         run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
         directory: a new or empty directory.
         adapter: of a model with `model.lora`: only the adapter, as `peft` reads it, instead of the merged model.
+        push: a repository of the Hub, as `NAME/MODEL`, to upload the directory to; it is made where it is not there,
+            private.
 
     Raises:
         UserError: no architecture of `transformers` computes what the model does (with what differs), the directory
-            holds something, or there is no adapter.
+            holds something, there is no adapter, or the Hub does not take it.
     """
+    if push:
+        hub.check_push(push)
     source, directory = find_source(run), Path(directory)
     model = source.recipe.model
     if source.checkpoint is None:
@@ -52,7 +58,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
     if adapter and not model.lora.rank:
         raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave adapter=True out")
     if model.kind == "gpt":
-        convert.architecture(model)  # refuses a model that is neither GPT-2 nor Llama
+        convert.architecture(model)  # refuses a model that is none of them
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     make_dir(directory, "name another directory")
@@ -64,13 +70,26 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False) 
             _write_gpt(source, source.checkpoint, partial)
         else:
             _write_hf(source, partial)
-        (partial / "README.md").write_text(card(source), encoding="utf-8")
+        if source.recipe.data.format == "chat" and not source.template.source:
+            (partial / "chat_template.jinja").write_text(plain_template(source.tokenizer), encoding="utf-8")
+        (partial / "README.md").write_text(card(source, push or directory.name, adapter), encoding="utf-8")
+        os.umask(umask := os.umask(0))
+        for file in partial.iterdir():  # those of some libraries are for their owner alone
+            file.chmod(0o666 & ~umask)
         if directory.is_dir():
             directory.rmdir()
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    if push:
+        hub.push(directory, push)
     return directory
+
+
+def plain_template(tokenizer: Tokenizer) -> str:
+    """The chat template of a tokenizer that has none of its own, as `transformers` takes it."""
+    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
+    return PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
 
 
 def _write_gpt(source: Source, path: Path, directory: Path) -> None:
@@ -117,6 +136,8 @@ def _write_adapter(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
     config = model.model.peft_config["default"]
     config.base_model_name_or_path, config.task_type = source.recipe.model.name.removeprefix("hf:"), "CAUSAL_LM"
+    if (base := Path(source.recipe.model.name).expanduser()).is_dir():
+        config.base_model_name_or_path = str(base.resolve())
     config.inference_mode = True
     config.save_pretrained(directory)
     # A PeftModel holds the model as `base_model.model`; ours has its adapters put in without one.
@@ -154,10 +175,10 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     _write_json(directory / "tokenizer_config.json", config)
 
 
-def card(source: Source) -> str:
-    """The model card: what it is, what it was measured at, and its recipe."""
-    run, recipe, step, m = source.run, source.recipe, source.step or 0, source.recipe.model
-    assert run is not None
+def card(source: Source, name: str, adapter: bool = False) -> str:
+    """The model card: what it is, what it was trained on and measured at, and its recipe; nothing that is not known."""
+    run, recipe, step = source.run, source.recipe, source.step or 0
+    assert run is not None and source.checkpoint is not None
     # What was measured at this step while training and by `windlass eval` (which counts where both did).
     lines: dict[str, dict[str, Any]] = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
@@ -168,22 +189,39 @@ def card(source: Source) -> str:
         if isinstance(line.get(name), float)
     )
     results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n" if rows else ""
-    base = origin = ""  # what the weights began as; nothing for a model from scratch
-    if name := m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name):
-        directory = None if m.init_from else hf_files.saved_origin(run.path, m)
-        commit = read_json(directory / hf_files.RECORD).get("commit", "") if directory else ""
-        origin = f"Trained further from `{Path(name).name}`.\n\n"
-        if name.startswith("hf:") or commit:
-            repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
-            base = f"base_model: {repo}\n"
-            origin = f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n"
+    base, origin = _origin(source)
+    loss = next((line["loss"] for line in reversed(run.lines("train")) if line["step"] <= step), None)
+    shown = "" if loss is None else f"; the last logged training loss is {loss:.4f} nats per token"
+    tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
+    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
+    data = ", ".join(f"`{one}`" for one in sources)
+    load = f'model = AutoModelForCausalLM.from_pretrained("{name}")'
+    imports, library = "from transformers import AutoModelForCausalLM, AutoTokenizer", "transformers"
+    if adapter:
+        load, library = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")', "peft"
+        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
     return (
-        f"---\nlibrary_name: transformers\n{base}tags:\n- windlass\n- text-generation\n---\n\n# {recipe.preset}\n\n"
-        f"{origin}Trained with Windlass, recipe `{recipe.preset}` ({recipe.config_hash}), {step:,} steps.\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("DIR")\ntokenizer = AutoTokenizer.from_pretrained("DIR")\n```\n\n'
+        f"---\nlibrary_name: {library}\nlicense: unknown\n{base}pipeline_tag: text-generation\ntags:\n- windlass\n---\n\n"
+        f"# {Path(name).name}\n\n"
+        f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` ({recipe.config_hash}): {step:,} steps, "
+        f"{tokens:,} tokens{shown}. No licence was chosen for it.\n\n"
+        f'```python\n{imports}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{recipe.toml()}```\n"
     )
+
+
+def _origin(source: Source) -> tuple[str, str]:
+    """What the weights began as, for the card's header and in a sentence; empty for a model from scratch."""
+    m = source.recipe.model
+    name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
+    if not name or source.run is None:
+        return "", ""
+    directory = None if m.init_from else hf_files.saved_origin(source.run.path, m)
+    commit = read_json(directory / hf_files.RECORD).get("commit", "") if directory else ""
+    if not name.startswith("hf:") and not commit:
+        return "", f"Trained further from `{Path(name).name}`.\n\n"
+    repo, at = name.removeprefix("hf:"), f", commit `{commit}`" if commit else ""
+    return f"base_model: {repo}\n", f"Trained further from [{repo}](https://huggingface.co/{repo}){at}.\n\n"
 
 
 def _write_json(path: Path, value: Any) -> None:
