@@ -124,6 +124,15 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
     assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
 
 
+def test_a_second_interrupt_of_one_process_ends_it_at_once():
+    code = "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
+    code += (
+        "    stop.training, stop.step = True, lambda: 1234\n    [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and "interrupted twice" in done.stderr and "step 1,234" in done.stderr
+
+
 def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch, trainers):
     """Ranks that wait for each other cannot stop while one has no data: after the grace the run ends."""
     poll = Loader.poll

@@ -145,6 +145,7 @@ def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, ca
     rows = json.loads(text)["checkpoints"]
     assert code == 1 and [bool(row["problem"]) for row in rows] == [False, True, False]
     assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"] and rows[0]["scores"] == {"loss": 2.0}
+    assert rows[2]["scores"] == {"loss": None}, "of step 30 there is no evaluation"
 
 
 def test_temporary_directories_are_listed_and_do_not_count(run: Path, capsys: Any) -> None:

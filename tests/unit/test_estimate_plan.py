@@ -14,11 +14,12 @@ from windlass.cli import main
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate.devices import GIB, find_device
+from windlass.estimate.milestones import evaluations
 from windlass.estimate.optimum import optimal_tokens, resolve_steps
 from windlass.estimate.plan import Subject, assemble, plan
 from windlass.estimate.time import Speed
 from windlass.model.size import count
-from windlass.recipe import Recipe, presets
+from windlass.recipe import Horizon, Recipe, presets
 from windlass.telemetry.timing import peak_flops
 
 C4 = Recipe.load("c4-30m")
@@ -135,6 +136,23 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
     result = plan("quickstart", own, device="A100-80GB")
     assert result.unknown == {} and result.steps > 0 and result.seconds > 0 and result.memory
     assert result.epochs == pytest.approx(2, abs=0.5) and not result.taken_as_full
+
+
+def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
+    recipe = Recipe.load("quickstart", ["train.steps=300", "train.global_batch=8", "eval.every=30"])
+    horizon = Horizon(300, 4000, 8)
+    bounded = evaluations(recipe.with_overrides("eval.batches=16"), horizon, 1000)
+    assert (bounded.number, bounded.batches, bounded.last) == (11, 16, 125)
+    work = (10 * 16 + 125) / 3
+    assert bounded.share == pytest.approx(work / (work + 300)) and "eval.batches" in bounded.warning
+    whole = evaluations(recipe.with_overrides("eval.batches=0"), horizon, 1000)
+    assert (whole.batches, whole.last) == (125, 125) and whole.share == pytest.approx(
+        11 * 125 / 3 / (11 * 125 / 3 + 300)
+    )
+    few = evaluations(recipe.with_overrides("eval.batches=1", "eval.every=0.5"), horizon, 8)
+    assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
+    assert evaluations(recipe.with_overrides("eval.every=0"), horizon, 1000) is None
+    assert Recipe().eval.batches == 100 and evaluations(recipe, horizon, 0) is None
 
 
 def test_a_live_run_says_what_is_left(tmp_path):

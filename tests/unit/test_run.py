@@ -8,7 +8,7 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.run import ALIVE_SECONDS, Run, effective
+from windlass.run import ALIVE_SECONDS, Run, effective, last_start
 
 
 def line(kind, step, attempt=0, **fields):
@@ -42,6 +42,14 @@ def test_a_killed_and_resumed_ledger_reads_as_if_nothing_had_happened(run):
     assert [(x["step"], x["loss"]) for x in run.lines("train")] == list(zip(range(1, 11), losses, strict=True))
     assert [x["loss"] for x in run.lines("eval")] == [8.0]
     assert [x["event"] for x in run.events] == ["started", "resumed"]
+
+
+def test_the_last_start_is_the_newest_attempt_also_where_it_begins_earlier():
+    """A WSD run was resumed at step 250 of 300, then extended from before its decay, from step 200."""
+    first = event("started", 0) | {"steps": 300, "world": 2}
+    resumed, extended = event("resumed", 250, 1) | {"steps": 300}, event("resumed", 200, 2) | {"steps": 320}
+    assert last_start(effective([first, resumed, extended])) == {**extended, "world": 2}
+    assert last_start([]) == {}
 
 
 def test_what_counts_of_a_ledger(run):

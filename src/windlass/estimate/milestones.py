@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 """Milestones that take time."""
+MUCH = 0.2  # share of a run's work from which on evaluations are warned of
 
 
 class Milestone(NamedTuple):
@@ -29,15 +30,21 @@ class Milestone(NamedTuple):
 class Evaluations(NamedTuple):
     """What a run's evaluations of the loss are, in global batches."""
 
-    count: int
+    number: int
     batches: int  # of each but the last
     last: int  # of the last one: all validation data
     share: float  # of the run's arithmetic, by which a forward pass is a third of a training step
 
+    @property
+    def warning(self) -> str:
+        """What to do where they take much of the run; else empty."""
+        share = f"evaluations are {100 * self.share:.0f} % of the run's work"
+        return f"{share}: lower eval.batches or raise eval.every" if self.share > MUCH else ""
+
     def __str__(self) -> str:
         last = f", the last one {self.last:,}" if self.last != self.batches else ""
         return (
-            f"{self.count:,} evaluations x {self.batches:,} batches{last}: {100 * self.share:.2g} % of the run's work"
+            f"{self.number:,} evaluations x {self.batches:,} batches{last}: {100 * self.share:.2g} % of the run's work"
         )
 
 

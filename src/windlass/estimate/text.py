@@ -76,6 +76,7 @@ def _facts(plan: Any) -> list[Fact]:
     facts.append(("epochs", f"{plan.epochs:.3g}" if plan.epochs else plan.unknown.get("epochs", "unknown")))
     if plan.evaluations:
         facts.append(("evaluation", str(plan.evaluations)))
+        facts += [("", plan.evaluations.warning)] if plan.evaluations.warning else []
     if size.flops_per_token:
         flops = f"{_scaled(size.flops_per_token, 'FLOP')} a token"
         facts.append(("FLOPs", flops + (f"; {plan.flops:.2e} in all" if plan.flops else "")))

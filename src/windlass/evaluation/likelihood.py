@@ -77,13 +77,13 @@ def evaluate_loss(
                     done = min(done + batch * ranks.world, end)
                     progress(done, ends[-1])
             sums = sum_async([float(total), float(tokens), float(text_bytes)], ranks).wait()
-            results.append(_mean_loss(*sums, end))
+            results.append(_mean_loss(*sums[:3], samples=end))
     runtime_s = time.perf_counter() - started
     full = {f"full_{name}": value for name, value in results[-1].items()} if len(ends) > 1 else {}
     return results[0] | {"runtime_s": runtime_s, "samples_per_s": ends[-1] / runtime_s} | full
 
 
-def _mean_loss(loss_sum: float, tokens: float, text_bytes: float, samples: int) -> dict[str, float]:
+def _mean_loss(loss_sum: float, tokens: float, text_bytes: float, *, samples: int) -> dict[str, float]:
     if not tokens:
         raise UserError("every label of the validation set is masked: look at data.eval_source")
     loss = loss_sum / tokens

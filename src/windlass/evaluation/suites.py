@@ -62,6 +62,7 @@ class Suites:
         """
         recipe, ranks, tokenizer = self.recipe, self.ranks, self.tokenizer
         how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
+        numbers: Numbers | None
         if suite == SQUAD_SUITE:
             scored = evaluate_squad(model, tokenizer, self._questions, ranks, **how)
             return None if scored is None else (scored[0] | {"items_hash": items_hash(self._questions)}, scored[1])
@@ -71,8 +72,8 @@ class Suites:
             how |= {"whole": whole, "progress": progress}
             numbers = likelihood.evaluate_loss(model, self.val, ranks, self.batch, **how)
         elif suite == HELLASWAG_SUITE:
-            numbers = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how, progress=progress)
-            numbers = numbers and numbers | {"items_hash": items_hash(self._endings[0])}
+            chosen = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how, progress=progress)
+            numbers = chosen and {**chosen, "items_hash": items_hash(self._endings[0])}
         else:  # the recipe has checked the name
             numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
         return None if numbers is None else (numbers, None)

@@ -207,14 +207,19 @@ class Group:
 
     def _end_at_once(self) -> int:
         """After a second Ctrl-C; rank 0 may just have stopped by the first one, and said so."""
-        until = time.monotonic() + SECOND_SECONDS
-        while not self.workers[0].poll() and time.monotonic() < until:
+        status, begun = dict[str, Any](), time.monotonic()
+        while not self.workers[0].poll():
+            status = processes.read(self.watch_dir, "status", 0)
+            if time.monotonic() > begun + (
+                TERM_SECONDS if status.get("phase") == processes.STOPPED else SECOND_SECONDS
+            ):
+                break
             time.sleep(0.02)
-        stopped = self.workers[0].code == errors.STOPPED
+        stopped = self.workers[0].code == errors.STOPPED or status.get("phase") == processes.STOPPED
         self.kill()
         if stopped:
             return errors.STOPPED
-        self.log(f"windlass: {errors.interrupted_twice(processes.read(self.watch_dir, 'status', 0).get('step', 0))}")
+        self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
         return errors.INTERRUPTED
 
     def _end(self, hung: Sequence[Worker]) -> int:

@@ -38,7 +38,6 @@ from windlass.training.start import StartPlan
 from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
-MUCH_EVALUATION = 0.2  # share of a run's work from which on evaluations are warned of
 SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
 
 
@@ -153,9 +152,7 @@ class Recorder:
             "device": facts.device_name,
         }  # fmt: skip
         measured = evaluations(plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0))
-        if measured is not None and measured.share > MUCH_EVALUATION:
-            fewer = "lower eval.batches or raise eval.every"
-            notes = [*notes, f"evaluations are {100 * measured.share:.0f} % of the run's work: {fewer}"]
+        notes = [*notes, *([measured.warning] if measured and measured.warning else [])]
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
             model=describe_sizes(facts.sizes), tokens_per_step=batch.tokens_per_step, first_step=state.step,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from windlass import processes
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.reshard import restore
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
@@ -377,6 +378,7 @@ class Trainer:
         flush = self.recipe.telemetry.flush_seconds
         flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS)) if signalled else flush
         recorder.show(recorder.trackers.finish(flush))
+        self.ranks.mark(step, processes.STOPPED)  # a launcher reads it
         raise Stopped(f"stopped by {reason} after step {step}, all saved; start it again to continue")
 
     def finish(self) -> None:
