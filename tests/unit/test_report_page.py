@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import matplotlib
 import pytest
-from report_fixtures import NASTY, build_run, build_study, edit
+from report_fixtures import NASTY, add_lines, build_run, build_study, edit, stamp
 
 from windlass.cli import main
 from windlass.reports.charts import charts
@@ -130,6 +130,22 @@ def test_several_runs_are_stacked_under_their_names(one, tmp_path):
     assert suites == {(run, suite) for run in ("one", "other") for suite in ("loss", "hellaswag")}
     assert [a.get("class") for a in Page(made.page.read_text()).all("p")].count("notes") == 0, "nothing to say"
     assert "optim.lr" in made.markdown.read_text().split("## Results")[1].splitlines()[2]
+
+
+def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path):
+    run = build_run(tmp_path / "longer", steps=100)
+    began = {"kind": "event", "step": 100, "attempt": 1, "time": stamp(200)}
+    change = {"event": "settings_changed", "settings": {"eval.batches": [2, 4]}}
+    ends = [
+        began | {"step": 120, "time": stamp(220), "kind": "train", "loss": 2.0},
+        began | {"step": 120, "event": "finished"},
+    ]
+    add_lines(run, began | {"event": "resumed", "steps": 120, "extended_from": 100}, began | change, *ends)
+    seen = view(run)
+    assert [restart.what for restart in seen.restarts] == ["extended"] and seen.outcome.predicted_seconds is None
+    text = page([seen], charts([seen]))
+    assert "120 of 120 steps, 813,568 parameters, extended from 100 to 120 steps" in text
+    assert "eval.batches = 4 from here on, not 2" in text and "started 2 times" not in text
 
 
 def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_no_best(one, tmp_path):
