@@ -32,8 +32,13 @@ def launch(
     The exit code is that of the command: 75 where a signal stopped it with everything saved. A signal to this process reaches
     every rank.
     """
+    from windlass import processes
     from windlass.launch import allocation as here
 
+    if parent := os.environ.pop(
+        processes.PARENT, ""
+    ):  # a sweep's cell ends with the sweep; its ranks have other parents
+        processes.exit_with_parent(int(parent))
     allocation = here.read_allocation(os.environ, here.count_gpus()).with_ranks(ranks, per_host)
     flavor = here.mpi_flavor() if allocation.scheduler == "pbs" else ""
     words = here.launch_command(allocation, command, flavor)
@@ -48,7 +53,7 @@ def launch(
     if print_:
         return DONE
     try:
-        child = subprocess.Popen(words)
+        child = subprocess.Popen(words, preexec_fn=processes.kill_with_parent)  # noqa: PLW1509 - no threads here
     except OSError as error:
         raise UserError(f"{words[0]} cannot be started: {error.strerror}; load the machine's module for it") from None
     # srun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.

@@ -175,11 +175,11 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
             f'qrerun "$PBS_JOBID" 2>/dev/null || '
             f'sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task"'
         )
-    left_out = "|".join(map(str, sorted(left_out)))
+    done = "|".join(map(str, sorted(left_out)))
     return [
         *([] if slurm else [f"exec >>{log} 2>&1"]),
         f"task={index}",
-        *([f'case "$task" in {left_out}) exit 0;; esac  # cells that are done'] if left_out else []),
+        *([f'case "$task" in {done}) exit 0;; esac  # cells that are done'] if left_out else []),
         f"cd {shlex.quote(str(job.directory))} || exit 1",
         *([f"module load {shlex.join(site.modules)}"] if site.modules else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(site.environment.items())),

@@ -37,37 +37,43 @@ def collectives(
 
     Returns rows with `collective`, `size`, `seconds` (median), `algbw` and `busbw` in GB/s.
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    # torch 2.13 renamed these two, and warns of the old names
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    world = dist.get_world_size(group)
     rows = []
     for size in sizes:
         count = max(1, size // 4 // world) * world  # float32
         whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
         other = torch.empty_like(whole)
-        to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
-
-        def send_recv(
-            whole: torch.Tensor = whole, other: torch.Tensor = other, to: int = to, source: int = source
-        ) -> None:
-            calls = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
-            for work in dist.batch_isend_irecv(calls):
-                work.wait()
-
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),
-            "all_gather": lambda whole=whole, part=part: gather(whole, part, group=group),
-            "reduce_scatter": lambda whole=whole, part=part: scatter(part, whole, group=group),
-            "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole, group=group),
-            "send_recv": send_recv,
-        }  # type: ignore[misc]
+        calls = _calls(group, whole, part, other)
         for name in COLLECTIVES:
             show(f"{name} {size:,} bytes")
             seconds = _median_seconds(calls[name], device, group)
             algorithm, bus = bus_bandwidth(name, 4 * count, seconds, world)
             rows.append({"collective": name, "size": 4 * count, "seconds": seconds, "algbw": algorithm, "busbw": bus})
     return rows
+
+
+def _calls(
+    group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    """Each collective on these buffers: `whole` and `other` of the full size, `part` one rank's share of it."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
+    # torch 2.13 renamed these two, and warns of the old names
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+    def send_recv() -> None:
+        pair = [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, other, source, group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: gather(whole, part, group=group),
+        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send_recv": send_recv,
+    }
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None) -> float:

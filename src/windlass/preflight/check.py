@@ -161,7 +161,7 @@ def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
 
 def measure_groups(ranks: Ranks, max_bytes: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
     """The collectives over all ranks; on several hosts also inside this host, and between hosts (one rank of each)."""
-    sizes = CPU_SIZES if ranks.device.type == "cpu" else GPU_SIZES
+    sizes: tuple[int, ...] = CPU_SIZES if ranks.device.type == "cpu" else GPU_SIZES
     if max_bytes:
         sizes = (*(size for size in sizes if size < max_bytes), max_bytes)
     places = ranks.all_gather_object("place", [ranks.env.node, ranks.env.local_rank])
