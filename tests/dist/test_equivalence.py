@@ -15,6 +15,7 @@ from harness import recipe as make_recipe
 from harness import run_ranks
 
 from bare_trainer import bare_trainer
+from windlass.errors import UserError
 from windlass.data.loader import Loader
 from windlass.data.samples import Rows
 from windlass.model.build import build_model
@@ -145,6 +146,20 @@ def test_frozen_parts_stay_and_the_rest_trains_as_in_one_process():
     wanted = reference(frozen=("blocks.0.", "norm."))
     for per_rank in run_ranks(frozen_cells, 2):
         assert [max(distance(outcome, wanted)) < 1e-9 for outcome in per_rank] == [True] * len(CELLS[2])
+
+
+def torch_cells(join):
+    adamw = {"optim__kind": "torch.optim.AdamW", "optim__options": {"betas": [0.9, 0.95]}}
+    outcomes = [trained(join, settings("fp64", strategy, 2, 2, **adamw)) for strategy in CELLS[2]]
+    with pytest.raises(UserError, match=r"optim\.kind.*ddp"):
+        trained(join, settings("fp64", "full_shard", 2, 2, optim__kind="torch.optim.Adafactor"))
+    return outcomes
+
+
+@pytest.mark.dist
+def test_an_optimizer_of_torch_by_its_name_on_every_strategy_and_one_that_cannot_be_sharded(plain):
+    for per_rank in run_ranks(torch_cells, 2):
+        assert [max(distance(outcome, plain)) < 1e-9 for outcome in per_rank] == [True] * len(CELLS[2])
 
 
 @pytest.mark.dist

@@ -92,7 +92,8 @@ def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tens
     """Every tensor of model and optimizer by its name (DTensors where they are sharded), and tied weights' aliases."""
     tensors, aliases = _model_tensors(model)
     for name, parameter in _trained(model, optimizer):
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        state = optimizer.state.get(parameter, {})
+        for key, value in sorted((key, value) for key, value in state.items() if isinstance(value, Tensor)):
             tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(value.detach(), parameter)
     return tensors, aliases
 
@@ -139,7 +140,9 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
             shape, dtype = checkpoint.info(full).shape, checkpoint.dtype(full)
             if tensor is None or tensor.dtype != dtype or _as_sharded(tensor, parameter).shape != shape:
                 tensor = torch.zeros_like(parameter.detach(), dtype=dtype)
-                if key == "step":  # a scalar, which torch keeps on the host, except for fused optimizers
+                if shape and shape != parameter.shape:  # of Adafactor, which is not sharded
+                    tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                if not shape:  # a scalar, which torch keeps on the host, except for fused optimizers
                     groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
                     fused = next(groups).get("fused")
                     tensor = torch.zeros((), dtype=dtype, device=parameter.device if fused else "cpu")

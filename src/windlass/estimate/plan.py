@@ -126,6 +126,7 @@ class Plan:
     not_counted: list[str] = field(default_factory=list)  # milestones to come whose time was not measured
     milestones: list[MilestoneRow] = field(default_factory=list)
     evaluations: Evaluations | None = None  # of the loss, and their share of the work
+    optimizer: str = ""  # `optim.kind`
     export: str = ""  # why `windlass export` cannot write the model; empty where it can
     unknown: dict[str, str] = field(default_factory=dict)  # what is None, and why
 
@@ -309,7 +310,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     plan = Plan(
         recipe=recipe.preset, config_hash=recipe.config_hash, run_dir=str(run.path if run else recipe.run_dir),
         state=run.state if run else "", world=subject.world, device=subject.device, precision=subject.precision,
-        size=size, export=export_note(recipe.model), steps=steps, done=done, tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
+        size=size, optimizer=recipe.optim.kind, export=export_note(recipe.model), steps=steps, done=done, tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
         taken_as_full=subject.tokens_per_sample is None
         and (recipe.data.packing == "documents" or recipe.data.format != "text"),
         tokens=None if steps is None else round(steps * tokens_per_step),

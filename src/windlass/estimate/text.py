@@ -103,6 +103,8 @@ def _print_memory(plan: Any, console: Console) -> None:
         notes = [
             "Of a Hugging Face model, and with model.freeze, weights, gradients and AdamW state are known, activations are not."
         ]
+    if plan.optimizer.startswith("torch."):
+        notes.append(f"The state of {plan.optimizer} is taken to be as large as AdamW's.")
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB more of the host's memory")
     settings = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.recommended.items())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from windlass.errors import UserError
 from windlass.recipe.settings import OptimSettings
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}  # with PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster
@@ -24,6 +29,8 @@ def build_optimizer(
         device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
         group: With `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
     """
+    if settings.kind.startswith("torch.optim."):
+        return build_torch_optimizer(model, settings)
     devices = {p.device.type for p in model.parameters() if p.requires_grad}
     assert devices, "a model without trained parameters"
     adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": devices <= FUSED_DEVICES}
@@ -33,6 +40,59 @@ def build_optimizer(
         groups, momentum = muon_groups(model, settings), settings.muon_momentum
         return Muon(groups, momentum=momentum, **adam, device_type=device_type, group=group)
     return torch.optim.AdamW(adamw_groups(model, settings), lr=settings.lr, **adam)
+
+
+def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
+    """The class in `torch.optim` that a recipe names, None for our own; UserError for an unknown name or option."""
+    if not settings.kind.startswith("torch.optim."):
+        return None
+    known = {name: one for name, one in vars(torch.optim).items() if inspect.isclass(one)}
+    known = {name: one for name, one in known.items() if issubclass(one, torch.optim.Optimizer)}
+    for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base; wants a closure; wants sparse gradients
+        known.pop(name, None)
+    if (optimizer := known.get(name := settings.kind.removeprefix("torch.optim."))) is None:
+        raise UserError(f"optim.kind: torch.optim has no {name} that can be used here{_nearest(name, known)}")
+    taken = set(inspect.signature(optimizer).parameters) - {"params", "lr", "weight_decay"}
+    if unknown := [option for option in settings.options if option not in taken]:
+        raise UserError(f"optim.options: {settings.kind} takes no {unknown[0]}{_nearest(unknown[0], taken)}")
+    try:  # whatever the class says about the values, before anything is written
+        one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"optim.options: {settings.kind} refuses them: {error}") from None
+    return optimizer
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
+
+
+def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of its state after one step with a gradient of zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def build_torch_optimizer(model: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
+    """An optimizer of `torch.optim`; UserError where its state cannot be sharded like the parameters and they are."""
+    optimizer: Any = torch_optimizer(settings)
+    groups = adamw_groups(model, settings)
+    sharded = next((p for g in groups for p in g["params"] if isinstance(p, DTensor)), None)
+    probe = nn.Parameter(torch.zeros(3, 2))
+    shapes = {tuple(x.shape) for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))}
+    if sharded is not None and sharded.device_mesh.size() > 1 and shapes - {(), (3, 2)}:
+        raise UserError(
+            f"optim.kind: the state of {settings.kind} has not the shape of its parameters, so that it cannot be sharded: "
+            'write parallel.strategy = "ddp", or another optimizer'
+        )
+    try:
+        built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
+    except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
+        raise UserError(f"optim.kind: {settings.kind} does not take this model: {error}") from None
+    return built
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

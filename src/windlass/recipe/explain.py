@@ -22,6 +22,7 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
     flat = {k: typed(value) for k, value in flatten(loaded.model_dump(mode="json")).items()}
+    flat["optim.options"] = typed(loaded.optim.options)  # a table
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
         lines = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
         width = min(max(map(len, lines)), 48)

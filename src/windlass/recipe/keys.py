@@ -159,6 +159,8 @@ def _values(annotation: Any) -> str:
         return _values(members[0])
     if origin is tuple:
         return f"a list of {len(members)} numbers"
+    if origin is dict:
+        return "a table"
     if origin is list:
         return f"a list of {_values(members[0]).removeprefix('a ')}"
     return " or ".join(map(_values, members))

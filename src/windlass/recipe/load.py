@@ -294,6 +294,8 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and p.strategy != "hybrid_shard":
         yield "parallel.shard_size", 'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"'
+    if optim.options and not optim.kind.startswith("torch."):
+        yield "optim.options", f'they are for optim.kind = "torch.optim...", and it is "{optim.kind}"'
     if optim.kind == "muon" and m.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; adapters are trained with adamw"
     warmup, decay = optim.schedule.warmup, optim.schedule.decay if optim.schedule.kind == "wsd" else 0

@@ -180,8 +180,11 @@ class ScheduleSettings(Section):
 class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`adamw` (arXiv 1711.05101, fused), or `muon` on the blocks' matrices with AdamW on the rest."""
+    kind: str = "adamw"
+    """`adamw` (arXiv 1711.05101, fused), `muon` on the blocks' matrices with AdamW on the rest, or an optimizer of torch
+    by its name, `torch.optim.Adafactor`, with torch's own defaults and `options`."""
+    options: dict[str, bool | int | float | str | list[float]] = {}
+    """With `torch.optim...`: its arguments besides `lr` and `weight_decay`, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate. Not set, it is 1e-3; on the weights of an `hf` model 5e-5, for adapters (`model.lora`) 2e-4."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -198,6 +201,13 @@ class OptimSettings(Section):
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
     """`optim.schedule.kind`, `.warmup`, `.decay`, `.start`, `.final`."""
+
+    @field_validator("kind")
+    @classmethod
+    def _kind(cls, value: str) -> str:
+        if value not in ("adamw", "muon") and not value.startswith("torch.optim."):
+            raise ValueError('it is "adamw", "muon", or an optimizer of torch by its name, as "torch.optim.SGD"')
+        return value
 
 
 class ParallelSettings(Section):

@@ -31,7 +31,7 @@ from windlass.model.convert import export_note
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.size import flops_per_token
-from windlass.optim.build import build_optimizer
+from windlass.optim.build import build_optimizer, torch_optimizer
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, unwrap
@@ -76,6 +76,7 @@ def train(
         Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
     """
     with StopSignals() as stop, ExitStack() as stack:
+        torch_optimizer(recipe.optim)  # refuses what torch does not have
         plan = resolve_start(as_recipe(recipe), fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return plan.run
