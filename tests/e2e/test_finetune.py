@@ -97,6 +97,18 @@ def alone(lesson: Path) -> Run:
     return trained(recipe(lesson, "alone"), 1)
 
 
+def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(lesson, alone):
+    facts = alone.lines("event")[0]["data"]["train"]
+    last, summary = alone.lines("train")[-1], alone.lines("summary")[-1]
+    epochs = last["samples"] / 12
+    assert (last["tokens"], last["label_tokens"]) == (epochs * facts["tokens"], epochs * facts["label_tokens"])
+    assert last["label_tokens"] < last["tokens"]
+    assert (summary["tokens"], summary["label_tokens"]) == (last["tokens"], last["label_tokens"])
+    log = alone.log_path.read_text()
+    assert f"12 questions, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them" in log
+    assert f"x about {facts['tokens']:,} tokens" in log and "lengths half up to" in log
+
+
 @pytest.mark.parametrize(("world", "changes"), [
     (2, {"parallel__strategy": "ddp"}),
     (2, {"parallel__strategy": "full_shard"}),

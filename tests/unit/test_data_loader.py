@@ -55,6 +55,7 @@ def run(samples, steps, *, global_batch=12, micro=0, world=1, prefetch=2, **opti
             for at, batch in zip(range(steps), loader, strict=False):
                 assert batch.step == options.get("first_step", 0) + at + 1
                 assert batch.valid_tokens == sum(int((m.labels != -100).sum()) for m in batch.micro)
+                assert batch.real_tokens == batch.valid_tokens  # no prompt is masked in these
                 dealt = {m.k: m.tokens[:, 0].tolist() for m in batch.micro}
                 assert not set(found[at]) & set(dealt)
                 found[at] |= dealt

@@ -41,7 +41,7 @@ class Line(nn.Module):
 def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
     tokens, labels = torch.arange(1, 9).reshape(8, 1).chunk(parts), torch.arange(2, 10).reshape(8, 1).chunk(parts)
     micro = [SimpleNamespace(tokens=t, labels=y, k=k) for k, (t, y) in enumerate(zip(tokens, labels, strict=True))]
-    return SimpleNamespace(micro=micro, step=step, valid_tokens=8)
+    return SimpleNamespace(micro=micro, step=step, valid_tokens=8, real_tokens=8)
 
 
 def make(deferred: bool = False, dropout: float = 0.0, **settings):
@@ -162,7 +162,7 @@ def test_bad_steps_in_a_row_count_on_over_a_resume():
 
 
 def test_state_survives_json_and_no_counter_is_lost_unnoticed():
-    state = TrainState(7, 56, 896, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
+    state = TrainState(7, 56, 896, 700, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
     saved = state.to_json()
     assert TrainState.from_json(saved) == state
     for name in saved:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from windlass.data.samples import real_tokens
+
 if TYPE_CHECKING:
     from windlass.data.prepare import Data
 
@@ -12,7 +14,7 @@ ITEMS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
 def describe(data: Data) -> Facts:
-    """The facts of opened data, as JSON values: `vocab`, and for `train` and `val` their `samples`.
+    """The facts of opened data, as JSON values: `vocab`, and for `train` and `val` their `samples` and `tokens_per_sample`.
 
     Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
 
@@ -31,6 +33,8 @@ def describe(data: Data) -> Facts:
         if samples is None:
             continue
         split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
+        if tokens := real_tokens(samples):
+            split["tokens_per_sample"] = round(tokens / len(samples), 3)
         split["tokens"] = getattr(samples, "tokens", split["label_tokens"])
         if index is not None and name in index.rows:
             rows = index.rows[name]

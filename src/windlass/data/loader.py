@@ -43,6 +43,7 @@ class StepBatch:
     first_sample: int  # global number of the step's first sample
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
+    real_tokens: int  # its tokens without padding, those of masked prompts included
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
@@ -129,15 +130,18 @@ class Loader(Iterator[StepBatch]):
         if self.length_buckets:
             lengths = [self.samples.length(i) for i in indices.tolist()]  # type: ignore[attr-defined]
             indices = indices[np.argsort(lengths, kind="stable")]
-        size, micro, valid = self.batch.micro_batch, [], 0
+        size, micro, valid, real = self.batch.micro_batch, list[MicroBatch](), 0, 0
+        length = getattr(self.samples, "length", None)
         for k in self.batch.micro_batches(self.rank):
             if self._stop.is_set():
                 return None
             tokens, labels = self.samples.read(indices[k * size : (k + 1) * size])
-            valid += int((labels != IGNORE_INDEX).sum())
+            unmasked = int((labels != IGNORE_INDEX).sum())
+            valid += unmasked
+            real += sum(map(length, indices[k * size : (k + 1) * size].tolist())) if length else unmasked
             pair = [torch.from_numpy(np.ascontiguousarray(a, dtype=np.int64)) for a in (tokens, labels)]
             micro.append(MicroBatch(k, *(t.pin_memory() if self.device.type == "cuda" else t for t in pair)))
-        return StepBatch(step, int(numbers[0]), micro, valid)
+        return StepBatch(step, int(numbers[0]), micro, valid, real)
 
     def _read_ahead(self, batches: queue.Queue[StepBatch | BaseException], step: int) -> None:
         """Fill the queue until the loader is closed or an error comes, which is then the last thing in the queue."""

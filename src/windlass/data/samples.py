@@ -98,6 +98,11 @@ class DocumentSamples:
         return tokens, labels
 
 
+def real_tokens(samples: Samples) -> int | None:
+    """Tokens that a model reads in an epoch, without padding; None where a user's own samples do not say."""
+    return samples.tokens if isinstance(samples, Rows) else getattr(samples, "valid_tokens", None)
+
+
 class Row(NamedTuple):
     """One question or conversation."""
 

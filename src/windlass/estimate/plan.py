@@ -251,6 +251,7 @@ def with_counted_sizes(subject: Subject) -> Subject:
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or with the reason why there are none."""
     from windlass.data.prepare import find_prepared, open_samples
+    from windlass.data.samples import real_tokens
 
     try:
         if (prepared := find_prepared(subject.recipe)) is None:
@@ -258,7 +259,7 @@ def with_prepared_data(subject: Subject) -> Subject:
         samples, val = cast(tuple[Any, Any], open_samples(subject.recipe, prepared))
     except UserError as error:
         return replace(subject, reason=str(error))
-    tokens = samples.valid_tokens / len(samples)
+    tokens = (real_tokens(samples) or 0) / len(samples)
     return replace(
         subject, vocab=prepared.tokenizer.vocab, samples_per_epoch=len(samples), tokens_per_sample=tokens,
         val_samples=len(val or ()),

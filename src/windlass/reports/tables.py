@@ -27,6 +27,9 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "steps": ("Steps", "count", lambda v: v.step),
     "epochs": ("Epochs", "amount", lambda v: first(last_value(v.train, "epoch"))),
     "tokens": ("Tokens", "count", lambda v: first(v.summary.get("tokens"), last_value(v.train, "tokens"))),
+    "label_tokens": (
+        "Tokens that count in the loss", "count",
+        lambda v: first(v.summary.get("label_tokens"), last_value(v.train, "label_tokens"))),
     "samples": ("Samples", "count", lambda v: first(v.summary.get("samples"), last_value(v.train, "samples"))),
     "parameters": ("Parameters", "count", lambda v: first(v.summary.get("parameters"), v.start.get("parameters"))),
     "trainable": ("Trainable parameters", "", lambda v: trained_part(v.start)),

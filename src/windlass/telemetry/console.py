@@ -66,7 +66,7 @@ class Console:
         threads: str = "",
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
-        tokens = short(self.steps * tokens_per_step)
+        tokens, about = short(self.steps * tokens_per_step), "about " * ("lengths" in data)  # rows differ in length
         resumed = f", resumed after step {first_step:,}" if first_step else ""
         passes = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
         sources = ": ".join(data[key] for key in ("data", "training") if key in data)
@@ -77,7 +77,7 @@ class Console:
             "model": model,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
             **{key: data[key] for key in ("lengths", "cut") if key in data},
-            "work": f"{self.steps:,} steps x {tokens_per_step:,} tokens = {tokens} tokens{resumed}",
+            "work": f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens{resumed}",
             **({"eval": evaluation} if evaluation else {}),
         }  # fmt: skip
         for name, fact in facts.items():

@@ -50,7 +50,8 @@ class TrainState:
 
     step: int = 0  # optimizer steps completed, skipped updates included
     samples: int = 0  # sequences trained on
-    tokens: int = 0  # unmasked labels trained on: padding and masked prompts are not counted
+    tokens: int = 0  # tokens trained on, without padding
+    label_tokens: int = 0  # those of them that counted in the loss: masked prompts do not
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
     updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
@@ -155,7 +156,8 @@ class Recorder:
         notes = [*notes, *([measured.warning] if measured and measured.warning else [])]
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            model=describe_sizes(facts.sizes), tokens_per_step=batch.tokens_per_step, first_step=state.step,
+            model=describe_sizes(facts.sizes),
+            tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)), first_step=state.step,
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads, **shared,
         )  # fmt: skip
@@ -230,6 +232,7 @@ class Recorder:
             self.warn(check_first_loss(loss, self.facts.rows, self.facts.fresh))
         line = self.ledger.write(
             "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
+            label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
             epoch=self.epoch, **times, tokens_per_s=tokens_per_s, tokens_per_s_per_device=tokens_per_s / world,
             padded_tokens_per_s=padded_per_s if padded_per_s != tokens_per_s else None,
             samples_per_s=samples_per_s, samples_per_s_per_device=samples_per_s / world, steps_per_s=1 / seconds,
@@ -283,6 +286,7 @@ class Recorder:
         best_step = best(scores, measure)
         self.ledger.write(
             "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples,
+            label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
             epochs=self.epoch, final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None), best_measure=measure, best_step=best_step,
             best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],

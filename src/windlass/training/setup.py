@@ -19,6 +19,7 @@ from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.data.facts import describe
 from windlass.data.prepare import Data, open_data
+from windlass.data.samples import real_tokens
 from windlass.errors import UserError
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
@@ -158,8 +159,8 @@ def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) ->
     if optimum and custom:
         raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
     parameters = read_sizes(recipe).total if optimum and recipe.model.kind == "hf" else None
-    valid_tokens = getattr(data.train, "valid_tokens", None)  # a user's own source may not have it
-    sample_tokens = None if valid_tokens is None else valid_tokens / samples
+    tokens = real_tokens(data.train)
+    sample_tokens = None if tokens is None else tokens / samples
     steps = resolve_steps(recipe, data.vocab, sample_tokens, samples, parameters)
     return batch, Horizon(steps, samples, recipe.train.global_batch)
 

@@ -65,7 +65,8 @@ class StepResult:
 
     loss: Tensor  # scalar: this rank's share; the sum over the ranks is the loss per unmasked label
     grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
-    tokens: int  # unmasked labels of the step, over all ranks
+    tokens: int  # of the step over all ranks, without padding
+    label_tokens: int  # those that count in the loss: masked prompts do not
     padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
     spike: float | None = None  # the loss over all ranks, where it is a spike and the update was not made
 
@@ -142,6 +143,7 @@ class Trainer:
                 state.step += 1
                 state.samples += self.batch.global_batch
                 state.tokens += result.tokens
+                state.label_tokens += result.label_tokens
                 recorder.padded_tokens += result.padded_tokens
                 recorder.console.tick(state.step)
                 if state.step == first_step:  # it compiled and filled caches; a collective of a later step is quicker
@@ -187,7 +189,7 @@ class Trainer:
         scale = self.scaler.scale if self.scaler is not None else None
         positions = sum(micro.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        counts = collectives.sum_async([batch.valid_tokens, positions], ranks)
+        counts = collectives.sum_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         loss = torch.zeros((), dtype=torch.float64 if precision == "fp64" else torch.float32, device=ranks.device)
 
         for micro in batch.micro:
@@ -221,9 +223,9 @@ class Trainer:
             if self.scaler is not None:
                 self.scaler.update(bad)
             self.optimizer.zero_grad(set_to_none=True)
-        tokens, padded = counts.wait()
+        labels, tokens, padded = map(int, counts.wait())
         ranks.mark(batch.step, "step")  # what follows an update: counting, logging
-        return StepResult(loss, grad_norm.detach(), int(tokens), int(padded), spike)
+        return StepResult(loss, grad_norm.detach(), tokens, labels, padded, spike)
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
