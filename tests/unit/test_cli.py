@@ -126,7 +126,7 @@ def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpu
         train(run.recipe.with_overrides(f"run.dir={under}"))
     with refused(str(under), "another data.dir"):
         prepare(tiny_recipe(corpus, tmp_path / "x").with_overrides(f"data.dir={under}"))
-    with refused(str(under), "another --dir"):
+    with refused(str(under), "another path"):
         Study.create(run.recipe, ["optim.lr=1,2"], under)
     with refused(str(under), "another directory"):
         export(run.path, under)

@@ -41,10 +41,18 @@ def evaluate(
 
         return launch([sys.executable, "-m", "windlass", *sys.argv[1:]], parse_worlds(world)[:1])
     from windlass import evaluate as evaluate_model
+    from windlass.data.documents import Progress
     from windlass.evaluation.source import find_source
     from windlass.telemetry.terminal import print_table
 
+    bar = Progress("eval")
+
+    def show_progress(name: str, done: int, total: int) -> None:
+        if env.rank == 0:
+            bar.update(f"{name} {done:,}/{total:,}", done / total)
+
     def show(name: str, numbers: dict[str, Any]) -> None:
+        bar.close()
         if not json_:
             rows = [
                 (k, f"{v:,.4f}" if isinstance(v, float) else v if isinstance(v, str) else f"{v:,}", UNITS.get(k, ""))
@@ -55,7 +63,11 @@ def evaluate(
     source = find_source(run, overrides)
     if env.rank == 0 and not json_:
         typer.echo(f"{source.title}, {env.world} rank{'s' if env.world > 1 else ''}")
-    result = evaluate_model(source, [s.strip() for s in suite.split(",") if s.strip()], overrides, out, show)
+    suites = [s.strip() for s in suite.split(",") if s.strip()]
+    try:
+        result = evaluate_model(source, suites, overrides, out, show, show_progress)
+    finally:
+        bar.close()
     if env.rank == 0 and json_:
         typer.echo(json.dumps({key: getattr(result, key) for key in ("model", "step", "results", "measured")}))
     if result.predictions_path:

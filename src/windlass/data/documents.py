@@ -29,6 +29,7 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.recipe import DataSettings, Recipe
+from windlass.telemetry.terminal import rich_console
 
 PROGRESS = "progress.json"  # what an interrupted preparation has committed, of each stream, and of what work
 BPE_CHARACTERS = 200_000_000  # of the corpus, that byte pairs are learned from at most
@@ -40,22 +41,27 @@ VALIDATION_NAME = r"(^|[^a-z])val(idation)?([^a-z]|$)"
 
 
 class Progress:
-    """What a long preparation shows on stderr: a bar of `rich` in a terminal, a line every ten seconds elsewhere."""
+    """What long work shows on stderr: a bar of `rich` in a terminal, a line every ten seconds elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "data") -> None:
+        self._name = name
         self._bar: Any = None
         self._next_line = time.monotonic() + LINE_SECONDS
 
     def note(self, text: str) -> None:
-        print(f"data: {text}", file=sys.stderr, flush=True)  # above the bar: rich redirects stderr
+        print(f"{self._name}: {text}", file=sys.stderr, flush=True)  # above the bar: rich redirects stderr
 
     def update(self, stage: str, share: float, tokens: int = 0) -> None:
         """So far: the stage, its share that is done (0: not known), and tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
         if sys.stderr.isatty() and self._bar is None:
-            from rich import console, progress
+            from rich import progress
+            from rich.table import Column
 
-            self._bar = progress.Progress(console=console.Console(stderr=True), transient=True)
+            # the bar takes the columns that the text leaves; a long text wraps
+            text_column = progress.TextColumn("{task.description}", table_column=Column(overflow="fold"))
+            columns = text_column, progress.BarColumn(None), progress.TaskProgressColumn()
+            self._bar = progress.Progress(*columns, console=rich_console(sys.stderr), transient=True)
             self._bar.start()
             self._bar.add_task(text)
         if self._bar is not None:
@@ -67,6 +73,7 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
 
 
 # A stream of documents on its way into shards: its name, where it comes from, and how many tokens are enough (0: all).

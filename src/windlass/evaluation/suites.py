@@ -116,6 +116,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     out: Path | None = None,
     on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
+    on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
 ) -> Evaluation:
     """Measure a saved model, spread over the ranks of the launch that this process is part of, and record the scores.
 
@@ -127,6 +128,7 @@ def evaluate(
             The loss is that of all validation data, unless one of them is `eval.batches`.
         out: Where results and predictions go; default: RUN/eval, or nowhere for a model without a run.
         on_result: Called on rank 0 with each suite's numbers as it ends.
+        on_progress: Called between the passes of a suite: how many samples are done, of how many.
 
     Raises UserError where there is no such model or suite, no suite is named, or the data do not fit the model.
     """
@@ -153,11 +155,16 @@ def evaluate(
     if folder := out or (source.run.path / "eval" if source.run else None):
         make_dir(folder, "give another place with --out")
     with init_ranks(env, recipe) as ranks:
-        result = measure(replace(source, recipe=recipe), ranks, on_result)
+        result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress)
         return write(result, folder) if ranks.main and folder else result
 
 
-def measure(source: Source, ranks: Ranks, on_result: Callable[[str, Numbers], None]) -> Evaluation:
+def measure(
+    source: Source,
+    ranks: Ranks,
+    on_result: Callable[[str, Numbers], None],
+    on_progress: Callable[[str, int, int], object],
+) -> Evaluation:
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
@@ -170,7 +177,7 @@ def measure(source: Source, ranks: Ranks, on_result: Callable[[str, Numbers], No
     measurer = Suites(recipe, source.tokenizer, ranks, data.val if data else None, batch)
     results, measured, predictions = {}, {}, None
     for suite in suites:
-        outcome = measurer.measure(suite, model)
+        outcome = measurer.measure(suite, model, progress=partial(on_progress, suite))
         assert outcome is not None, "only a poll cuts a suite short"
         results[suite], predictions = outcome[0], outcome[1] or predictions
         if ranks.main:
