@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 """Milestones that take time."""
-MUCH = 0.2  # share of a run's work from which on evaluations are warned of
+MUCH = 0.3  # share of a run's work from which on evaluations are warned of
 
 
 class Milestone(NamedTuple):
@@ -39,7 +39,7 @@ class Evaluations(NamedTuple):
     def warning(self) -> str:
         """What to do where they take much of the run; else empty."""
         share = f"evaluations are {100 * self.share:.0f} % of the run's work"
-        return f"{share}: lower eval.batches or raise eval.every" if self.share > MUCH else ""
+        return f"{share}: lower eval.batches, raise eval.every, or hold out less" if self.share > MUCH else ""
 
     def __str__(self) -> str:
         last = f", the last one {self.last:,}" if self.last != self.batches else ""
