@@ -37,7 +37,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "world": ("Ranks", "count", lambda v: first(v.summary.get("world"), v.start.get("world"), len(v.ranks) or None)),
     "train_loss": ("Final training loss", "loss", lambda v: last_value(v.train, "loss")),
     "eval_loss": ("Final evaluation loss", "loss", lambda v: last_value(v.evals.get("loss"), "loss")),
-    "full_eval_loss": ("The same on all validation data", "loss", lambda v: last_value(v.evals.get("loss"), "full_loss")),
+    "full_eval_loss": ("Final evaluation loss, all validation data", "loss", lambda v: last_value(v.evals.get("loss"), "full_loss")),
     "eval_perplexity": ("Final perplexity", "loss", lambda v: last_value(v.evals.get("loss"), "perplexity")),
     "best_eval_loss": ("Best evaluation loss", "loss", lambda v: best(v, LOSS, LOSS)[0]),
     "best_eval_step": ("Step of the best evaluation", "count", lambda v: best(v, LOSS, LOSS)[1]),
