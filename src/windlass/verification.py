@@ -317,8 +317,8 @@ def run_rank(task: dict[str, Any]) -> None:
         reads.append([int(i) for i in indices])
         return read(indices)
 
-    def on_step(step: int, _: object) -> None:
-        if step == task.get("kill_after"):
+    def on_step(now: Any) -> None:
+        if now.step == task.get("kill_after"):
             while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

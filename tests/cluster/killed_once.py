@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))
 from helpers import wait_for
@@ -13,8 +14,8 @@ recipe = Recipe.load("quickstart", sys.argv[1:])
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
-def on_step(step: int, _: object) -> None:
-    if first and step == 8:
+def on_step(now: Any) -> None:
+    if first and now.step == 8:
         wait_for(lambda: any((recipe.run_dir / "checkpoints").glob("step-*")), 60)
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,14 +9,15 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 from windlass import Recipe, train
 
 recipe, kill_after = Recipe.load(sys.argv[1], sys.argv[3:]), int(sys.argv[2])
 
 
-def on_step(step: int, _: object) -> None:
-    if step != kill_after:
+def on_step(now: Any) -> None:
+    if now.step != kill_after:
         return
     deadline = time.monotonic() + 60
     while not any((recipe.run_dir / "checkpoints").glob("step-*")) and time.monotonic() < deadline:

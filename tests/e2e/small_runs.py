@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from windlass import train
-from windlass.errors import RunFailed, Stopped
+from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -67,15 +67,13 @@ def untouched(recipe: Recipe, *overrides: str, **options: Any) -> Run:
 
 def stopped(recipe: Recipe, step: int) -> Run:
     """The run after `--stop-at STEP`."""
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=step)
-    return Run(recipe.run_dir)
+    return train(recipe, stop_at=step)
 
 
 def failed(recipe: Recipe, **options: Any) -> Run:
     """The run after a failure that follows its first step."""
 
-    def fail(step: int, _: object) -> None:
+    def fail(now: Any) -> None:
         raise RunFailed("a failure of the test")
 
     with pytest.raises(RunFailed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 
 from helpers import refused
 from windlass import Recipe, train
-from windlass.errors import Stopped
 from windlass.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
@@ -25,6 +25,14 @@ def page() -> dict:
     return names
 
 
+PAGE_MODEL = [
+    "model.vocab=0",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+]  # the recipe's own, on the page's data
+
+
 def recipe(folder: Path, *more: str) -> Recipe:
     small = ["train.steps=6", "train.global_batch=8", "model.context=16", "eval.every=3", "telemetry.every=1"]
     return Recipe.load("quickstart", [*small, f"run.dir='{folder}'", *more])
@@ -34,7 +42,7 @@ def test_a_model_and_samples_of_ones_own(tmp_path, page):
     losses = []
     run = train(
         recipe(tmp_path / "run"), page["MyModel"](), page["data"],
-        lambda step, result: losses.append((step, float(result.loss))),
+        lambda now: losses.append((now.step, now.loss)),
     )  # fmt: skip
     lines, evaluated = run.lines("train"), run.lines("eval")
     assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
@@ -60,11 +68,83 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
         return page["MyModel"]()
 
     train(recipe(tmp_path / "whole"), model(), page["data"])
-    with pytest.raises(Stopped):
-        train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
+    train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
     train(recipe(tmp_path / "halves"), model(), page["data"])
     whole, halves = ([x["loss"] for x in Run(tmp_path / name).lines("train")] for name in ("whole", "halves"))
     assert whole == halves
+
+
+def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
+    seen, settings = [], [*PAGE_MODEL, "checkpoint.every=2", "checkpoint.best=own:even.score", "checkpoint.keep_last=1"]
+
+    def on_step(now):
+        now.log("norm", sum(p.detach().square().sum() for p in now.model.parameters()).sqrt())
+        if now.step == 3:
+            now.stop("enough")
+
+    def train_on(**callbacks):
+        suites = {"even": lambda model, step: {"score": float(step % 2 == 0 and not model.training) + step / 100}}
+        return train(recipe(tmp_path / "run", *settings), data=page["data"], suites=suites, **callbacks)
+
+    run = train_on(
+        on_step=on_step, on_eval=lambda now: seen.append((now.step, sorted(now.results))),
+        on_save=lambda now: seen.append((now.step, now.path.name)),
+    )  # fmt: skip
+    assert run.state == "stopped" and [e["reason"] for e in run.events if e["event"] == "stopped"] == ["enough"]
+    assert [line["step"] for line in run.lines("train")] == [1, 2, 3, 4], (
+        "it ends after the next step, as at any world size"
+    )
+    assert [line["step"] for line in run.lines("log")] == [1, 2, 3, 4] and run.to_pandas()["norm"].count() == 4
+    assert (0, ["loss", "own:even"]) in seen and (4, "step-00000004") in seen
+    done = train_on()
+    assert done.state == "finished"
+    assert done.lines("eval", suite="own:even")[-1]["score"] == pytest.approx(1.06) and done.summary["best_step"] == 6
+    untouched = train(recipe(tmp_path / "whole", *PAGE_MODEL), data=page["data"])
+    assert [x["loss"] for x in untouched.lines("train")] == [x["loss"] for x in done.lines("train")]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"suites": {"x y": print}}, ("suites", "x y")),
+        ({"suites": {"x": lambda model, step: 3}}, ("suites['x']", "dictionary")),
+        ({"on_step": lambda now: now.log("step", 3)}, ("log('step'", "another")),
+        ({"on_step": lambda now: now.log("x", "a")}, ("log('x'", "not a number")),
+    ],
+)
+def test_what_a_callback_may_not_do_is_one_message(tmp_path, page, more, words):
+    with refused(*words):
+        train(recipe(tmp_path / "run", *PAGE_MODEL), data=page["data"], **more)
+
+
+def test_a_suite_of_ones_own_as_the_best_is_asked_for(tmp_path, page):
+    with refused("checkpoint.best", "own:x.y", "suites="):
+        train(recipe(tmp_path / "run", "checkpoint.best=own:x.y"), data=page["data"])
+
+
+def test_blocks_are_asked_for_where_they_are_needed(tmp_path, page):
+    class Plain(page["MyModel"]):
+        blocks = None
+
+    assert train(recipe(tmp_path / "run"), Plain(), page["data"]).state == "finished"
+    with refused("parallel.activation_checkpointing", "Plain", "def blocks"):
+        train(recipe(tmp_path / "other", "parallel.activation_checkpointing=full"), Plain(), page["data"])
+
+
+def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(tmp_path, page, capsys):
+    def open_things():
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    settings = [*PAGE_MODEL, "parallel.strategy=ddp"]
+    for _ in range(2):  # the second call finds the run where it is to stop
+        run = train(recipe(tmp_path / "run", *settings), data=page["data"], stop_at=3)
+        assert run.state == "stopped" and run.lines("train")[-1]["step"] == 3
+    before = open_things()
+    assert train(recipe(tmp_path / "run", *settings), data=page["data"]).state == "finished"
+    assert open_things() == before
+    capsys.readouterr()
+    assert train(recipe(tmp_path / "run", *settings), data=page["data"]).state == "finished"
+    assert "6 steps are done" in capsys.readouterr().out
 
 
 def test_samples_of_ones_own_for_the_recipes_model(tmp_path, page):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def spoil(trainers):
     def after(step: int, factor: float, once: bool = True):
         done: list[int] = []
 
-        def on_step(now: int, _: object) -> None:
-            if now == step and not (once and done):
-                done.append(now)
+        def on_step(now: Any) -> None:
+            if now.step == step and not (once and done):
+                done.append(now.step)
                 with torch.no_grad():
                     for parameter in trainers[-1].model.parameters():
                         parameter.mul_(factor)
@@ -80,7 +81,7 @@ def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(corp
     stopped(recipe, 9)
     spoil_4 = spoil(4, NAN)
     back = recipe.with_overrides("checkpoint.resume='3'")
-    run = train(back, on_step=lambda step, result: (steps.append(step), spoil_4(step, result)))
+    run = train(back, on_step=lambda now: (steps.append(now.step), spoil_4(now)))
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert steps == [4, *range(4, 13)]
 

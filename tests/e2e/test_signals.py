@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -161,8 +162,8 @@ def test_a_save_is_begun_only_where_the_grace_allows_it(corpus, tmp_path, monkey
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     monkeypatch.setattr(Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False)
 
-    def on_step(step: int, _: object) -> None:
-        if step == 4:  # all ranks act on it one step later
+    def on_step(now: Any) -> None:
+        if now.step == 4:  # all ranks act on it one step later
             os.kill(os.getpid(), signal.SIGTERM)
 
     words = () if saved else ("70 s", "60 s", "2 steps are lost", "checkpoint.every")
@@ -190,7 +191,7 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
 
     with monkeypatch.context() as patch, refused(f"after step {at}", error=Stopped):
         patch.setattr(place, name, cut)
-        train(recipe, on_step=lambda step, _: steps.append(step))
+        train(recipe, on_step=lambda now: steps.append(now.step))
     run = Run(recipe.run_dir)
     assert run.state == "preempted"
     assert at not in [line["step"] for line in run.lines("eval" if what == "evaluation" else "sample")]

@@ -39,8 +39,8 @@ AGAIN = """
 import json, os, signal, sys
 from windlass import Recipe, train
 
-def on_step(step, _):
-    if step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
+def on_step(now):
+    if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
 train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step, **json.loads(sys.argv[1]))
@@ -49,8 +49,8 @@ HOLD = """
 import pathlib, sys, time
 from windlass import Recipe, train
 
-def on_step(step, _):
-    while step == 2 and not pathlib.Path(sys.argv[1]).exists():
+def on_step(now):
+    while now.step == 2 and not pathlib.Path(sys.argv[1]).exists():
         time.sleep(0.05)
 
 train(Recipe.load("quickstart", sys.argv[2:]), on_step=on_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ def whole(tmp_path_factory) -> Run:
     (folder / "text.txt").write_text("".join(draw.choice("abcdefgh ") for _ in range(787)))
     trainers, set_up = [], setup.set_up
 
-    def left_out(step: int, _: object) -> None:
-        if step == 2:
+    def left_out(now: Any) -> None:
+        if now.step == 2:
             trainers[0].state.skipped = [(58, 61)]
             trainers[0].state.updates_skipped = 1
 

@@ -201,7 +201,7 @@ def subject_of(
         if device and not where.memory_bytes:
             names = ", ".join(short for short, *_ in TABLE)
             raise UserError(
-                f"--device {device} is not in the table; add its memory (--memory GB), or write cpu, {names}"
+                f"device={device} is not in the table; add its memory (memory_bytes=GB*1e9), or write cpu, {names}"
             )
     else:
         where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")

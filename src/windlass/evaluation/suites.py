@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +51,7 @@ class Suites:
     ranks: Ranks
     val: Samples | None = None  # the validation set of the suite `loss`
     batch: int = 1  # sequences of it in one forward pass of one rank
+    own: Mapping[str, Callable[[Any], Numbers]] = field(default_factory=dict)  # suites of the user's own, by name
 
     def measure(
         self, suite: str, model: Any, poll: Callable[[], bool] | None = None, whole: bool = False,
@@ -61,6 +62,8 @@ class Suites:
         `whole`: the loss of all validation data, too, beside that of `eval.batches`.
         """
         recipe, ranks, tokenizer = self.recipe, self.ranks, self.tokenizer
+        if suite in self.own:
+            return self.own[suite](model), None
         how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
         numbers: Numbers | None
         if suite == SQUAD_SUITE:
@@ -77,6 +80,11 @@ class Suites:
         else:  # the recipe has checked the name
             numbers = run_harness(suite.removeprefix(HARNESS), model, tokenizer, ranks, **how)
         return None if numbers is None else (numbers, None)
+
+    @property
+    def names(self) -> list[str]:
+        """The suites that are measured while training."""
+        return [*(self.recipe.eval.suites if self.val is not None else []), *self.own]
 
     @cached_property
     def _token_bytes(self) -> Any:  # a user's own tokenizer may not have it

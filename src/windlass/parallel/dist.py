@@ -36,6 +36,7 @@ EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where 
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
+STORES: dict[tuple[str, int], dist.Store] = {}  # of this process, by their address
 LOST_CONTACT = r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
 
 
@@ -187,8 +188,12 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         if store is None and env.world == 1:
             store = dist.HashStore()
         elif store is None:
-            store = dist.TCPStore(env.addr, env.port, env.world, is_master, **options)
-        ranks.store = dist.PrefixStore(f"attempt{env.attempt}", store)  # a restart under torchrun sees the old keys
+            # It outlives this training: a process that trains or evaluates again meets the others in it once more.
+            address = (env.addr, env.port)
+            STORES[address] = store = STORES.get(address) or dist.TCPStore(*address, env.world, is_master, **options)
+        # A restart under torchrun sees the old keys, and so does a second training in the same processes.
+        start = store.add(f"attempt{env.attempt}/starts/{env.rank}", 1)
+        ranks.store = dist.PrefixStore(f"attempt{env.attempt}/{start}", store)
         ranks.set_timeout(seconds)
         if env.world > 1:
             ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds)

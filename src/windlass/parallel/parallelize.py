@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from windlass.errors import UserError
 from windlass.parallel.dist import SHARDED, Ranks
 from windlass.recipe import Recipe
 
@@ -53,9 +54,10 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
 
     The model's parameters are on the meta device (they come out on the ranks' device, *uninitialised*: fill them in place
     afterwards) or hold values (rank 0's reach every rank). `model.blocks()` lists the units of sharding, checkpointing and
-    compiling. Returns the model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
+    compiling; without any of these a model needs none. Returns the model itself (FSDP2 works in place) or a
+    DistributedDataParallel around it; call it for the loss.
     """
-    settings, blocks = recipe.parallel, list(model.blocks())  # type: ignore[operator]
+    settings, blocks = recipe.parallel, repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, settings.activation_checkpointing)
     if recipe.train.compile:
         for block in blocks:
@@ -88,6 +90,22 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0]),
     )
     return wrapped
+
+
+def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
+    """`model.blocks()`; of a user's own module without it none, or UserError where they are needed."""
+    if callable(blocks := getattr(model, "blocks", None)):
+        return list(blocks())
+    needs = [f"parallel.strategy = {ranks.strategy}"] if ranks.strategy in SHARDED else []
+    needs += ["parallel.activation_checkpointing"] if recipe.parallel.activation_checkpointing != "none" else []
+    needs += ["train.compile"] if recipe.train.compile else []
+    if needs:
+        write = "def blocks(self): return list(self.layers)"
+        raise UserError(
+            f"{' and '.join(needs)}: {type(model).__name__} does not say which parts of it repeat; give it a method "
+            f"that does, as `{write}`"
+        )
+    return []
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Recipe) -> None:

@@ -19,6 +19,7 @@ BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at m
 NAME_FORM = "letters, digits and . _ + = - alone"
 FORMS = {
     "preset": NAME_FORM, "run.name": NAME_FORM, "data.sha256": "64 hexadecimal digits",
+    "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
     "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
 }  # fmt: skip
 """What a setting with a `pattern` may be, in words."""

@@ -280,7 +280,8 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if d.streaming and not all(source.startswith("hf:") for source in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
     best, suites = recipe.checkpoint.best, recipe.eval.suites
-    if (suite := best.partition(".")[0]) not in ("loss", *suites):
+    suite = best.partition(".")[0]
+    if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
         yield "checkpoint.best", f'it is "{best}", and eval.suites does not measure {suite}: {write}'

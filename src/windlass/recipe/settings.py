@@ -12,11 +12,10 @@ from windlass.recipe.units import EPOCHS, Duration
 IGNORE_INDEX = -100  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
 
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
+OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
 # What a model can be the best by: a suite, and the field of its `eval` line.
-BestMeasure = Literal[
-    "loss", "squad.f1", "squad.exact_match", "hellaswag.acc", "hellaswag.acc_norm", "hellaswag.acc_per_token"
-]
+BEST = r"^(loss|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -250,8 +249,9 @@ class CheckpointSettings(Section):
     """How many of the newest checkpoints stay."""
     keep_every: Duration = 0
     """Those at multiples of this stay for good."""
-    best: BestMeasure = "loss"
-    """Which one is the best: that of the lowest validation loss, or of the highest of another suite's measures."""
+    best: str = Field("loss", pattern=BEST)
+    """Which one is the best: by the lowest validation `loss`, or the highest of `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
+    `hellaswag.acc_norm`, `hellaswag.acc_per_token`, or `own:SUITE.MEASURE` of a suite of your own."""
     keep_best: bool = True
     """The best one stays."""
     resume: str = "latest"

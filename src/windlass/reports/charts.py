@@ -104,6 +104,9 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         scores = dict.fromkeys(name for t in tracks if t is not None for name in t.measures() if name not in NO_SCORES)
         series = _columns(views, tracks, {name: name.replace("_", " ") for name in scores}, points="line")
         described.append(Chart(f"suite-{slug(suite)}", suite, "", series))
+    for name in dict.fromkeys(name for seen in views for name in seen.logged.measures()):
+        series = _columns(views, [seen.logged for seen in views], {name: name})
+        described.append(Chart(f"log-{slug(name)}", name, "", series))
     for key, title, unit, columns, smooth, factor in TRAIN:
         series = _columns(views, [seen.train for seen in views], columns, factor, smooth=smooth)
         described.append(Chart(key, title, unit, series, zero=True))

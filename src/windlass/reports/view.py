@@ -101,6 +101,7 @@ class RunView:
     settings: Mapping[str, Any]
     train: Track
     evals: Mapping[str, Track]  # by suite
+    logged: Track  # what a user's callbacks have logged
     ranks: Sequence[Track]
     restarts: Sequence[Restart]
     samples: Sequence[Line]
@@ -171,7 +172,7 @@ def view(run: Run, label: str | None = None) -> RunView:
     ledger = effective(raw)
     clock = Clock(ledger)
     train = _track([line for line in ledger if line["kind"] == "train"], clock)
-    evals = {}
+    logged, evals = _track([line for line in ledger if line["kind"] == "log"], clock).columns, {}
     for suite in dict.fromkeys(line.get("suite", "loss") for line in ledger if line["kind"] == "eval"):
         own = [line for line in ledger if line["kind"] == "eval" and line.get("suite", "loss") == suite]
         same = [float(line in comparable(own)) for line in own]
@@ -203,6 +204,7 @@ def view(run: Run, label: str | None = None) -> RunView:
         settings=run.recipe.flat(),
         train=train,
         evals=evals,
+        logged=Track({**logged, "tokens": interpolate(train, "step", logged["step"], "tokens")}),
         ranks=[rank for rank in ranks if len(rank)],
         restarts=restarts,
         samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from windlass.run import Line
+from windlass.run import PLACE, Line
 from windlass.telemetry import terminal
 from windlass.telemetry.ledger import now
 
@@ -127,6 +127,9 @@ class Console:
         suite, self._doing = line.get("suite", "loss"), ""
         shown = [] if suite == "loss" else [suite]
         shown += [f"{word} {float(line[key]):.4f}" for key, word in SCORES.items() if key in line]
+        if suite.startswith("own:"):
+            own = {key: value for key, value in line.items() if isinstance(value, float) and key not in PLACE}
+            shown += [f"{key} {value:.4f}" for key, value in own.items() if key != "runtime_s"]
         shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 

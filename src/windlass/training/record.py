@@ -33,6 +33,7 @@ from windlass.telemetry.environment import describe_rank, write_environment
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
+from windlass.training.callbacks import Callbacks
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan
 from windlass.training.threads import Contention
@@ -190,6 +191,12 @@ class Recorder:
             self.console.warning(text)
             self.event("warning", reason=text)
 
+    def log(self, measures: dict[str, float]) -> None:
+        """A `log` line with what callbacks have logged at this step; takes it out."""
+        if measures:
+            self.ledger.write("log", self.state.step, **measures)
+            measures.clear()
+
     def event(self, event: str, step: int | None = None, **fields: Any) -> None:
         """An `event` line."""
         self.ledger.write("event", self.state.step if step is None else step, event=event, **fields)
@@ -306,6 +313,7 @@ class Saves:
     scaler: LossScaler | None
     recorder: Recorder
     meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch
+    callbacks: Callbacks
     step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
     committed: int  # the newest step that a restart would resume from
     failed_in_a_row: int = 0
@@ -360,4 +368,5 @@ class Saves:
                 recorder.console.saved(outcome.path, outcome.write_s, outcome.step)
                 if outcome.warning:
                     recorder.console.warning(outcome.warning)
+                self.callbacks.saved(outcome.step, self.model, outcome.path)
         return not any(outcome.error for outcome in outcomes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,53 +44,67 @@ from windlass.recipe import BatchPlan, Horizon, Recipe, as_recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
+from windlass.training.callbacks import Callbacks, Evaluated, Saved, Step, Suite
 from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
 from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
-from windlass.training.trainer import OnStep, Trainer
+from windlass.training.trainer import Trainer
 
 
 def train(
-    recipe: Recipe | Run | str | Path, model: nn.Module | None = None, data: Data | None = None, on_step: OnStep | None = None, *,
+    recipe: Recipe | Run | str | Path, model: nn.Module | None = None, data: Data | None = None,
+    on_step: Callable[[Step], object] | None = None, *, on_eval: Callable[[Evaluated], object] | None = None,
+    on_save: Callable[[Saved], object] | None = None, suites: Mapping[str, Suite] | None = None,
     fresh: bool = False, extend_to: int = 0, branch_from: str = "", stop_at: int = 0,
 ) -> Run:  # fmt: skip
     """Train a recipe in this process, as one rank among those of the launcher that started it; returns the run.
 
     A run directory that holds a committed checkpoint is resumed; a finished run is returned as it is. A signal before
-    the first step ends the process with exit code 75: nothing is lost.
+    the first step ends the process with exit code 75: nothing is lost. (In a notebook, an interrupt is a KeyboardInterrupt.)
 
     Args:
         recipe: Everything that defines the run: a recipe, a preset's name, a `.toml` file, or a run.
         model: A module of the user's own, which is trained with the weights it has: `forward(tokens [B, T], labels
-            [B, T])` gives the sum of the loss over labels that are not -100, `blocks()` the list of its repeated parts.
+            [B, T])` gives the sum of the loss over labels that are not -100. FSDP2 needs `blocks()`, the list of its
+            repeated parts, which are also what is checkpointed and compiled.
             With `vocab` it is checked against the data's, with `new_cache` (as `GPT` has it) it is sampled.
         data: Samples of the user's own; with no tokenizer no text is generated.
-        on_step: Called after every step.
+        on_step, on_eval, on_save: Called after every step, evaluation and committed save, with an object that has `step`,
+            `log(name, value)` and `stop()`, and `loss`, `results` or `path`. Each rank calls them; `on_save` rank 0 alone.
+        suites: Suites of your own by name: `f(model, step)` gives a dictionary of numbers at each evaluation.
         fresh: Set an existing run directory aside.
         extend_to: Continue to so many steps, past the horizon of the run in the directory.
         branch_from: `RUN@STEP`: begin a new run from that checkpoint.
-        stop_at: Save and stop after this step.
+        stop_at: Save, stop and return after this step.
 
     Raises:
         UserError: The recipe, the data, the directory or the environment are not what they must be.
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a disk that takes no checkpoint.
-        Stopped: A signal stopped the run and everything is saved; or `stop_at` was reached.
+        Stopped: A signal stopped the run and everything is saved.
     """
+    callbacks = Callbacks(on_step, on_eval, on_save, suites or {})
     with StopSignals() as stop, ExitStack() as stack:
         torch_optimizer(recipe.optim)  # refuses what torch does not have
         plan = resolve_start(as_recipe(recipe), fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
+            if detect_env().rank == 0:
+                step = plan.run.summary.get("step", "all")
+                print(
+                    f"{plan.run.path} is finished: {step} steps are done; it is returned as it is (to train on: extend_to=STEPS)"
+                )
             return plan.run
         plan.recipe.check_packages()
-        set_up(plan, model, data, on_step, stop, stack, stop_at).run()
+        callbacks.check(plan.recipe)
+        set_up(plan, model, data, callbacks, stop, stack, stop_at).run()
+    gc.collect()  # the parts refer to each other: memory of the device, files and sockets are free when this returns
     return Run(plan.run.path)  # reads the recipe anew, which an extension has changed
 
 
 def set_up(
-    plan: StartPlan, custom: nn.Module | None, data: Data | None, on_step: OnStep | None, stop: StopSignals,
+    plan: StartPlan, custom: nn.Module | None, data: Data | None, callbacks: Callbacks, stop: StopSignals,
     stack: ExitStack, stop_at: int,
 ) -> Trainer:  # fmt: skip
     """Make every part of a training, in order; `stack` ends them in the reverse order."""
@@ -117,7 +134,8 @@ def set_up(
         policy_of(recipe.checkpoint, horizons, read_lineage(plan.run.path)),
         device=ranks.device, background=recipe.checkpoint.background,
     )  # fmt: skip
-    origin = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
+    origin: dict[str, Any] = {"model": hf_files.describe_origin(unwrap(model))} if facts.hf and ranks.main else {}
+    origin |= {"own_model": type(custom).__name__} if custom is not None else {}  # what opens the run must be given it
     recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
     # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
     stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
@@ -137,14 +155,13 @@ def set_up(
         "threads": torch.get_num_threads(), "cores": usable_cores(),
     }  # fmt: skip
     newest = (state.step, state.step) if choice is not None else (-1, 0)
-    deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     return Trainer(
         recipe=recipe, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
-        bad_steps=BadSteps(recorder, recipe.train, scaler, deferred),
-        saves=Saves(saver, model, optimizer, scaler, recorder, meta, *newest),
-        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch), recorder=recorder, on_step=on_step,
-        stop_at=stop_at,
+        bad_steps=BadSteps(recorder, recipe.train, scaler, check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)),
+        saves=Saves(saver, model, optimizer, scaler, recorder, meta, callbacks, *newest),
+        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe)),
+        recorder=recorder, callbacks=callbacks, stop_at=stop_at,
     )  # fmt: skip
 
 

@@ -13,12 +13,12 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from windlass import processes
@@ -39,13 +39,12 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.recipe.settings import LOSS_SUITE
+from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
 from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
 from windlass.training.start import decide_on_rank_0
 from windlass.training.stop import StopSignals
-
-OnStep = Callable[[int, "StepResult"], object]  # called on every rank with the steps completed and the last result
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
 FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
@@ -57,18 +56,6 @@ def step_seed(seed: int, step: int, micro: int) -> int:
     """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank and world size."""
     text = f"windlass/dropout/{seed}/{step}/{micro}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step leaves behind, on the device: nothing here was waited for."""
-
-    loss: Tensor  # scalar: this rank's share; the sum over the ranks is the loss per unmasked label
-    grad_norm: Tensor  # scalar: the global norm before clipping, the same on every rank
-    tokens: int  # of the step over all ranks, without padding
-    label_tokens: int  # those that count in the loss: masked prompts do not
-    padded_tokens: int  # tokens of the step with padding and masked ones, over all ranks: what was computed
-    spike: float | None = None  # the loss over all ranks, where it is a spike and the update was not made
 
 
 @dataclass(kw_only=True)
@@ -91,17 +78,19 @@ class Trainer:
     saves: Saves
     suites: Suites  # of evaluation
     recorder: Recorder
-    on_step: OnStep | None
+    callbacks: Callbacks
     stop_at: int
     rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
     ends_early: bool = False  # by `train.early_stop`: no step is to follow
 
     def run(self) -> None:
-        """Train to the last step and write the summary; raises Stopped where a signal or `stop_at` ends it before."""
+        """Train to the last step and write the summary; raises Stopped where a signal ends it before."""
         try:
             self.begin()
-            self.loop()
-            self.finish()
+            if 0 < self.stop_at <= self.state.step < self.horizon.steps:
+                self.stop_run()
+            elif self.loop():
+                self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
                 if isinstance(error, RunFailed):  # decided by this rank itself: what is being written is good
@@ -128,18 +117,19 @@ class Trainer:
         recorder.goodput.enter("train")
         recorder.restart_counts()
 
-    def loop(self) -> None:
-        """Step, log, save, evaluate, until the last step."""
+    def loop(self) -> bool:
+        """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
         state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
         agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps and not self.ends_early:
+                recorder.log(self.callbacks.logged)
                 batch = self.next_batch(loader)
                 self.stop.training = True  # from here on a signal saves before it ends the process
-                agreement.post([self.stop.requested, self.saves.failed_in_a_row])
+                agreement.post([self.stop.requested, self.saves.failed_in_a_row, bool(self.callbacks.asked)])
                 lr_factor = factor(recipe.optim.schedule, horizon, state.step)
                 result = self.step(batch, lr_factor)
-                stop_requested, failed_saves = agreement.result() or (0, 0)
+                stop_requested, failed_saves, asked = agreement.result() or (0, 0, 0)
                 state.step += 1
                 state.samples += self.batch.global_batch
                 state.tokens += result.tokens
@@ -153,7 +143,7 @@ class Trainer:
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
                 save_due = horizon.due(recipe.checkpoint.every, state.step)
                 evaluation_due = self.evaluation_due()
-                stopping = bool(stop_requested) or (state.step == self.stop_at and not last)
+                stopping = bool(stop_requested) or (not last and (bool(asked) or state.step == self.stop_at))
                 # What is logged, saved or measured must be known to be good; on a CPU every step is looked at.
                 look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
@@ -162,12 +152,12 @@ class Trainer:
                     loader = self.open_loader()
                     continue
 
-                if self.on_step is not None:
-                    self.on_step(state.step, result)
+                if log_due or self.callbacks.on_step is not None:
+                    collectives.sum_over_ranks(result.loss, ranks)  # in place
+                self.callbacks.stepped(state.step, self.model, result)
                 if log_due:  # waits for the device
-                    loss = float(collectives.sum_over_ranks(result.loss, ranks))
                     scale = float(self.scaler.scale) if self.scaler is not None else None
-                    recorder.train(loss, recipe.optim.lr * lr_factor, float(result.grad_norm), scale)
+                    recorder.train(float(result.loss), recipe.optim.lr * lr_factor, float(result.grad_norm), scale)
                 if save_due and self.saves.step != state.step:
                     self.saves.save()
                 complete = not evaluation_due or self.evaluate()
@@ -179,9 +169,10 @@ class Trainer:
                     raise RunFailed(f"{failed_saves} saves in a row failed (see above; checkpoint.max_failed_saves)")
                 # A signal may cut an evaluation or a sample short: the next start makes it up, at this very step.
                 if stopping or not complete:
-                    self.stop_run()
+                    return self.stop_run()
         finally:
             loader.close()
+        return True
 
     def step(self, batch: StepBatch, lr_factor: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
@@ -261,7 +252,7 @@ class Trainer:
         """Whether the suites are measured at this step: before the first and after the last, and by `eval.every`."""
         step, every = self.state.step, self.recipe.eval.every
         ends = step in (0, self.horizon.steps)
-        return self.data.val is not None and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
+        return bool(self.suites.names) and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
 
     def evaluate(self, suites: Sequence[str] = ()) -> bool:
         """Measure the suites (by default those of `eval.suites`), and save the best model so far, also where no save is due.
@@ -272,7 +263,7 @@ class Trainer:
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             last = step == self.horizon.steps or self.ends_early
-            for suite in suites or self.recipe.eval.suites:
+            for suite in suites or self.suites.names:
                 progress = partial(recorder.console.progress, f"evaluating {suite}")
                 result = self.suites.measure(suite, self.model, self.poll_stop, last, progress)
                 if result is None:
@@ -291,6 +282,7 @@ class Trainer:
             recorder.evaluations.append(line)
         if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
             self.saves.save(BEST)
+        self.callbacks.evaluated(step, self.model, measured)
         if last or not recorder.stops_improving():
             return True
         self.ends_early = True  # so this was the last evaluation: the loss once more, with all validation data
@@ -357,12 +349,15 @@ class Trainer:
         recorder.console.warning(f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out")
         recorder.restart_counts()
 
-    def stop_run(self) -> None:
-        """Save where the grace allows it, and raise Stopped; all ranks come here after the same step."""
+    def stop_run(self) -> bool:
+        """Save where the grace allows it; raise Stopped after a signal, else return False. All ranks come here at the same step."""
         step, saves, recorder, grace = self.state.step, self.saves, self.recorder, self.recipe.checkpoint.grace_seconds
-        signals = self.ranks.all_gather_object("signals", [self.stop.requested, self.stop.seconds_since()])
-        signalled, since = any(requested for requested, _ in signals), max(seconds for _, seconds in signals)
-        reason = self.stop.name if signalled else f"--stop-at {step}"
+        signals = self.ranks.all_gather_object(
+            "signals", [self.stop.requested, self.stop.seconds_since(), self.callbacks.asked]
+        )
+        signalled, since = any(requested for requested, *_ in signals), max(seconds for _, seconds, _ in signals)
+        asked = next((why for *_, why in signals if why), f"stop_at={step}")
+        reason = self.stop.name if signalled else asked
         left, end = grace - since, time.monotonic() + grace - since
         # A save takes as long as the last one, after the rest of one that is being written.
         expected = (saves.saver.last_seconds or 0.0) + saves.saver.remaining_seconds() if saves.step != step else 0.0
@@ -375,13 +370,18 @@ class Trainer:
             raise RunFailed(f"stopped by {reason} at step {step}: {why}; {lost}")
         if not saves.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, and its checkpoint could not be saved")
-        recorder.event("preempted", reason=reason, saved=True)
+        recorder.log(self.callbacks.logged)
+        recorder.event("preempted" if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.recipe.telemetry.flush_seconds
         flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS)) if signalled else flush
         recorder.show(recorder.trackers.finish(flush))
-        self.ranks.mark(step, processes.STOPPED)  # a launcher reads it
-        raise Stopped(f"stopped by {reason} after step {step}, all saved; start it again to continue")
+        text = f"stopped by {reason} after step {step}, all saved; start it again to continue"
+        if signalled:
+            self.ranks.mark(step, processes.STOPPED)  # a launcher reads it
+            raise Stopped(text)
+        recorder.console.event(text)
+        return False
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
@@ -389,6 +389,7 @@ class Trainer:
         self.ranks.mark(step, "end")
         if not self.saves.commit(FINAL):
             raise RunFailed("the last checkpoint could not be saved (see above); train again to try once more")
+        recorder.log(self.callbacks.logged)
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()
