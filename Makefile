@@ -18,6 +18,7 @@ $(BASE): pyproject.toml constraints.txt
 	@echo "installing windlass and the packages that it needs, pinned, into $(VENV) (a minute or two the first time)"
 	@$(BIN)/pip install --quiet -c constraints.txt 'setuptools>=77'
 	@$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q src  # else the first command of all compiles them
 	@touch $@
 
 $(DEV): $(BASE)

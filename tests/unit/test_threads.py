@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections import namedtuple
 
@@ -86,6 +88,17 @@ def test_timing_changes_no_bit_of_the_training(corpus, tmp_path, monkeypatch):
     losses = [[(x["loss"], x["grad_norm"]) for x in run.lines("train")] for run in (plain, timed)]
     assert losses[0] == losses[1]
     assert "a pass" in (timed.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")],
+)
+def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(given, expected):
+    code = "import os; from windlass.cli import main\ntry: main(['--version'])\nfinally: print(os.environ.get('GOMP_SPINCOUNT', ''))"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[1] == expected
 
 
 @pytest.mark.parametrize(

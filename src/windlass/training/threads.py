@@ -43,10 +43,12 @@ def set_threads(
     threads, cores = torch.get_num_threads(), usable_cores()
     if ranks.device.type != "cpu":
         return ""
-    if recipe.train.threads or "OMP_NUM_THREADS" in os.environ:
-        return f"{threads}, by {'train.threads' if recipe.train.threads else 'OMP_NUM_THREADS'}"
-    if ranks.world > 1:
+    if recipe.train.threads:
+        return f"{threads}, by train.threads"
+    if ranks.world > 1:  # an equal share, or what the launcher set
         return f"{threads} for each rank, of {cores} cores"
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"{threads}, by OMP_NUM_THREADS"
     if recorded.get("threads") and recorded.get("cores") == cores:
         torch.set_num_threads(recorded["threads"])
         return f"{recorded['threads']} of {cores} cores, as in the run so far"
