@@ -15,7 +15,9 @@ def write_run(
     **first_eval: Any,
 ) -> Run:  # fmt: skip
     """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2 steps; 1 s of start-up."""
-    recipe = Recipe.load("quickstart", ["train.steps=100", "eval.every=25", "eval.sample_every=0"])
+    recipe = Recipe.load(
+        "quickstart", ["train.steps=100", "train.global_batch=16", "eval.every=25", "eval.sample_every=0"]
+    )
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml(), encoding="utf-8")
     tokens = 16 * 128
