@@ -77,11 +77,11 @@ def sweep(
     from windlass.telemetry.terminal import rich_console
 
     base, axes = Recipe.load(recipe, set_), axes or []
-    dir_ = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
-    settings: dict[str, Any] = {"path": dir_, "world": world, "retry_failed": retry_failed}
+    path = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
+    settings: dict[str, Any] = {"path": path, "world": world, "retry_failed": retry_failed}
     settings |= {"stop_diverged": stop_diverged, "halving": halving, "launch": launch}
     if create:
-        study = Study.create(base, axes, dir_)
+        study = Study.create(base, axes, path)
         for note in study.notes:
             typer.echo(note)
         typer.echo(f"{study.path}: {len(study.cells)} cells; `windlass submit {study.path}` trains them")

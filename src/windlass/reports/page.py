@@ -284,11 +284,8 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
         (view,), (own,) = views, values
         lede = [f"{view.step:,} of {view.start.get('steps', view.step):,} steps"]
         sizes = f"{show(own['parameters'], 'count')} parameters" if "parameters" in own else ""
-        lede += [
-            text
-            for text in (own.get("network"), f"{own['trainable']} trained" if "trainable" in own else sizes)
-            if text
-        ]
+        trained = f"{own['trainable']} trained" if "trainable" in own else sizes
+        lede += [str(text) for text in (own.get("network"), trained) if text]
         extensions = [r.text for r in view.restarts if r.what == "extended"]
         starts = 1 + len(view.restarts) - len(extensions)
         lede += [*extensions, *([f"started {starts} times and drawn as one curve"] if starts > 1 else [])]
@@ -302,7 +299,7 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
         measure, head["remark"] = common_measure([view.evaluated for view in views])
         name, title = BEST.get(measure, ("", ""))
         scores = sorted((own[name], view.label) for own, view in pairs if name in own)
-        figures += [(title, show(score, "loss"), best) for score, best in scores[:1]]
+        figures += [(title, show(score, "loss"), str(best)) for score, best in scores[:1]]
     for name in ("tokens", "runtime_s", "device_hours"):
         if total := sum(float(own.get(name) or 0) for own in values):
             figures.append((f"{HEADLINES[name]} in all", show(total, label(name)[1]), ""))
