@@ -33,7 +33,7 @@ def show(console):
     console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
     console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})
     console.saved(Path("checkpoints/step-00000100"), 0.5, 100)
-    console.sample("To be\nor not \x1b[31mto\x07 be", 100)
+    console.sample("To be\nor not \x1b[31mto\x07 be" + "  -x-" * 40, 100)
     console.warning("mlflow: no way")
     console.close()
     console.close()
@@ -56,7 +56,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
         "eval 100/200 | hellaswag | acc norm 0.2955",
         "saved 100/200 | checkpoints/step-00000100 | 0.50 s",
         "warning: mlflow: no way",
-        r"  | or not \x1b[31mto\x07 be",
+        r"  | or not \x1b[31mto\x07 be" + "  -x-" * 40,
         "ranks   2 ranks x cpu, ddp, fp32",
         "work    200 steps x 4,096 tokens = 819k tokens, resumed after step 50",
     ):
@@ -113,7 +113,10 @@ def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
     lines = [line for line in re.split("[\r\n]+", in_terminal(Console, log_path=tmp_path / "log.txt")[1]) if line]
     steps = {line.partition(" ━")[0].strip() for line in lines if line.startswith("step 100/200")}
     assert any(line.endswith(last) for line in steps) and all(STEP.startswith(line) for line in steps)
-    assert kind == "dumb" or max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
+    if kind == "xterm":
+        assert max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
+        sample = "".join(line[4:].rstrip("\n") for line in lines if line.startswith("  | "))
+        assert sample.endswith("  -x-" * 40), "a sample is wrapped beside its bar, and keeps its spaces"
     assert STEP in plain(tmp_path / "log.txt")
 
 

@@ -48,7 +48,7 @@ def sweep(
     recipe: RecipeOrStudy,
     axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
-    dir_: Path = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
+    dir_: Path | None = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
     world: int = typer.Option(1, min=1, help="Ranks of each cell; parallel.world=1,2,4 makes them an axis."),
     workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),

@@ -81,7 +81,7 @@ class Console:
             **({"eval": evaluation} if evaluation else {}),
         }  # fmt: skip
         for name, fact in facts.items():
-            self._print(f"{name:<8}{fact}", {"run": "bold", "cut": "yellow"}.get(name, ""), indent=8)
+            self._print(f"{name:<8}{fact}", {"run": "bold", "cut": "yellow"}.get(name, ""), indent=" " * 8)
         if self._terminal is not None:
             from rich.live import Live
 
@@ -115,7 +115,8 @@ class Console:
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
         if begins:
             self._print(
-                f"{'legend':<8}{'; '.join(legend for key, (_, legend) in FIELDS.items() if key in shown)}", indent=8
+                f"{'legend':<8}{'; '.join(legend for key, (_, legend) in FIELDS.items() if key in shown)}",
+                indent=" " * 8,
             )
         self._numbers = [write(shown[key]) for key, (write, _) in FIELDS.items() if key in shown]
         self._draw()
@@ -144,7 +145,7 @@ class Console:
         self._doing = ""
         self._print(f"sample {step}/{self.steps} |")
         for line in terminal.printable(text).split("\n"):
-            self._print(f"  | {line}", style="italic", indent=0)
+            self._print(f"  | {line}", style="italic", indent="  | ")
 
     def warning(self, text: str) -> None:
         """A warning; the only thing that ranks other than 0 show."""
@@ -162,8 +163,8 @@ class Console:
             with contextlib.suppress(OSError):
                 self._log.close()
 
-    def _print(self, text: str, style: str = "", indent: int = 4) -> None:
-        """A line of the output and of the log; in a terminal it is wrapped with an indent (0: as it is)."""
+    def _print(self, text: str, style: str = "", indent: str = "    ") -> None:
+        """A line of the output and of the log; in a terminal it is wrapped, with `indent` in front of what follows."""
         text = terminal.printable(text)
         self._write_log(text)
         self._show(text, style, indent)
@@ -174,7 +175,7 @@ class Console:
                 self._log.write(f"{now()} {text}\n")
                 self._log.flush()
 
-    def _show(self, text: str, style: str = "", indent: int = 4) -> None:
+    def _show(self, text: str, style: str = "", indent: str = "    ") -> None:
         if self.rank:
             return
         with self._while_terminal_is_there():
@@ -183,11 +184,12 @@ class Console:
             if self._terminal is None:
                 print(text, file=self._stream, flush=True)
                 return
-            if indent:  # a word is never broken: a path that the terminal wraps by itself can be copied
-                wrapped = textwrap.TextWrapper(
-                    self._terminal.width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-                )  # fmt: skip
-                text = "\n".join(map(wrapped.fill, text.split("\n")))
+            sample = "|" in indent  # else a word is not broken: a path that the terminal wraps by itself can be copied
+            wrapped = textwrap.TextWrapper(
+                self._terminal.width, subsequent_indent=indent, drop_whitespace=not sample, break_long_words=sample,
+                break_on_hyphens=False,
+            )  # fmt: skip
+            text = "\n".join(map(wrapped.fill, text.split("\n")))
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:
