@@ -69,7 +69,8 @@ def _message(turn: Any, where: str) -> Message:
     if lacking := sorted(names - turn.keys()):
         raise ValueError(f"{where} has no {lacking[0]!r}; it has {', '.join(map(repr, turn))}")
     message = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
-    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    role: Any = turn.get("from", turn.get("role"))
+    content = turn.get("value", turn.get("content"))
     message["role"] = NAMES.get(role, role)
     if message["role"] not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; a role is one of {', '.join((*ROLES, *NAMES))}")

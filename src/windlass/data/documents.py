@@ -261,6 +261,11 @@ def _splits(
                 f"{(end - cut) / end:.1%} of the tokens are held out, data.val_fraction = {data.val_fraction} was asked for: "
                 "documents differ in length and are not cut; data.eval_source names a validation set of your own"
             )
+    if data.max_tokens and train[1] - train[0] > 1.5 * data.max_tokens:
+        progress.note(
+            f"{train[1] - train[0]:,} training tokens, data.max_tokens = {data.max_tokens:,} were asked for: it stops at a "
+            "document's end, and they are long"
+        )
     splits = {"train": Split(stream=MAIN, start=train[0], stop=train[1], documents=documents - held_out)}
     if EVAL in streams:
         splits["val"] = Split(stream=EVAL, start=0, stop=val[1], documents=sum(s.documents for s in streams[EVAL]))

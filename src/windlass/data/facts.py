@@ -95,5 +95,5 @@ def _cut(split: Facts, unit: str) -> str:
         share = lost / (split["tokens"] + lost)
         parts.append(f"{cut:,} of {count(split['items'], unit)} cut, {lost:,} tokens lost ({share:.1%})")
     if left := split.get("left_out", 0):
-        parts.append(f"{count(left, unit)} left out, with no answer in them")
+        parts.append(f"{count(left, unit)} left out: nothing to learn is left of them")
     return ", ".join(parts)
