@@ -90,7 +90,7 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     """The memory of one rank at the peak of a step; of a model of `transformers` without activations."""
     if isinstance(model, CountedSizes):  # AdamW; frozen weights have neither gradients nor optimizer state
         master = max(4, COMPUTE_BYTES[layout.precision])
-        weights, trained = (-(-master * n // layout.shard) for n in (model.total, model.trained))
+        weights, trained = (-(-n // layout.shard) for n in (model.weight_bytes(master), master * model.trained))
         if layout.offload:
             return Memory(host=weights + 3 * trained, at="states alone")
         return Memory(weights, trained, 2 * trained, at="states alone")

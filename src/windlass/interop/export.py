@@ -26,6 +26,7 @@ from windlass.errors import UserError
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.fileio import make_dir, read_json
 from windlass.model import convert, hf_files
+from windlass.model.quantised import Linear4bit
 from windlass.run import Run
 
 FILE_BYTES = 4 * 10**9  # weights in one file, at most
@@ -112,6 +113,9 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
 def _write_hf(source: Source, directory: Path) -> None:
     model: Any = open_model(source, alone("cpu"))
     # Adapters are merged into the layers that they adapt, which then take their place.
+    for name, small in [(name, m) for name, m in model.model.named_modules() if isinstance(m, Linear4bit)]:
+        parent, _, child = name.rpartition(".")
+        setattr(model.model.get_submodule(parent), child, small.plain())
     for name, layer in [(name, m) for name, m in model.model.named_modules() if hasattr(m, "get_base_layer")]:
         layer.merge()
         parent, _, child = name.rpartition(".")

@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT
+from windlass.model.quantised import Linear4bit
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 
@@ -70,7 +71,9 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     config = getattr(model, "config", None)
     network = {} if config is None else hf_network(config.get_text_config())
     vocab = int(getattr(model, "vocab", 0))  # a user's own model may not say it
-    return CountedSizes(sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained), vocab, network)
+    in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
+    trained = sum(n for n, trained in sizes if trained)
+    return CountedSizes(sum(n for n, _ in sizes) + in_4bit, trained, vocab, network, in_4bit)
 
 
 def hf_network(config: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from windlass import hub
 from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files
 from windlass.model.loss import cross_entropy_sum
+from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.recipe import Recipe
 from windlass.recipe.network import LoraSettings, ModelSettings
 from windlass.recipe.settings import IGNORE_INDEX
@@ -64,12 +65,19 @@ class HfModel(nn.Module):
             template = from_directory(self.directory, self.settings, torch.float32)
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed)
             return
+        directory = directory or hf_files.weights_directory(self)
+        prefix, remote = str(self.model.base_model_prefix), self.settings.trust_remote_code
         for path, module in self.model.named_modules():
+            if isinstance(module, Linear4bit):  # one whole matrix at a time
+                whole = torch.empty(module.out_features, module.in_features)
+                name = f"{path}.".replace(".base_layer.", ".") + "weight"
+                hf_files.fill_from_files({name: whole}, directory, prefix, remote)
+                module.quantise(whole)
+                continue
             for name, buffer in module.named_buffers(path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     tensors[name.replace(".base_layer.", ".")] = buffer
-        directory = directory or hf_files.weights_directory(self)
-        hf_files.fill_from_files(tensors, directory, str(self.model.base_model_prefix), self.settings.trust_remote_code)
+        hf_files.fill_from_files(tensors, directory, prefix, remote)
 
     def to_empty_parameters(self, device: str | torch.device) -> HfModel:
         """Give parameters on the meta device storage; unlike `to_empty`, buffers keep their values, and ties stay ties."""
@@ -171,6 +179,10 @@ def open_hf(directory: Path, settings: ModelSettings | None = None, dtype: torch
     """The model in a directory with its own context, its parameters on the meta device."""
     settings = settings or ModelSettings(kind="hf", name=str(directory))
     model = from_directory(directory, settings, dtype)
+    if settings.lora.base == "4bit":
+        require("bitsandbytes", 'model.lora.base = "4bit"')
+        if not quantise_linear(find_blocks(model)):
+            raise UserError(f'model.lora.base: {settings.name} has no linear layers to hold in 4 bits; write "fp32"')
     if settings.lora.rank:
         add_lora(model, settings.lora)
     return HfModel(model, directory, settings)
@@ -182,6 +194,9 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
         require(package, what)
+    how = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
+    if settings.attention == "flash_attention_2":
+        require("flash_attn", 'model.attention = "flash_attention_2"')
     try:
         from accelerate import init_empty_weights  # peft needs it, so that it comes with windlass[hf]
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -191,12 +206,15 @@ def from_directory(directory: Path, settings: ModelSettings, dtype: torch.dtype)
         if getattr(config, "quantization_config", None):
             raise UserError(f"{what} is quantised, which cannot be used here: name the model that it was made from")
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote, **how)
     except UserError:
         raise
     except ImportError as error:
         raise UserError(f"{what} {hub.missing_package(error)}") from None
     except Exception as error:  # of `transformers`, or of code that came with the model
+        if how and "ttention" in str(error):
+            name = f'model.attention = "{settings.attention}"'
+            raise UserError(f"{name} is not for {settings.name} here: {first_line(error)}; write auto") from None
         remedy = "look through the code that comes with it, and set model.trust_remote_code=true to run it"
         reason = f"no causal language model that can be built ({type(error).__name__}: {first_line(error)})"
         raise UserError(f"{what}: {remedy if 'trust_remote_code' in str(error) else reason}") from None
@@ -263,7 +281,7 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        names = ", ".join(sorted({name for name, kind in layers if kind in ("Linear", "Conv1D")}))
+        names = ", ".join(sorted({name for name, kind in layers if kind in ("Linear", "Linear4bit", "Conv1D")}))
         raise UserError(f"model.lora.targets: {first_line(error)} This model's layers are named {names}") from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)

@@ -95,6 +95,11 @@ class CountedSizes:
     network: dict[str, Any] = field(
         default_factory=dict
     )  # of `transformers`: the architecture, layers, heads, width and vocabulary
+    in_4bit: int = 0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
+
+    def weight_bytes(self, each: int = BYTES_FP32) -> int:
+        """Bytes of the weights, with so many for each that is not in 4 bits."""
+        return each * (self.total - self.in_4bit) + self.in_4bit * 9 // 16
 
     def flops_per_token(self) -> int:
         """FLOPs of a token's forward and backward pass, attention not counted: 6 N, and 4 N of the frozen weights."""
@@ -102,7 +107,7 @@ class CountedSizes:
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint with AdamW: all weights in fp32, and two moments of those that are trained."""
-        return BYTES_FP32 * (self.total + 2 * self.trained)
+        return self.weight_bytes() + BYTES_FP32 * 2 * self.trained
 
 
 def describe_network(network: dict[str, Any]) -> str:

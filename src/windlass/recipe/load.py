@@ -252,6 +252,8 @@ def _impossible_model(m: ModelSettings, vocab: int) -> Iterator[tuple[str, str]]
         else:
             copy = "give model.name a directory with an edited copy of it" if m.from_scratch else "leave them out"
             yield keys, f'no effect with model.kind = "hf", where the model\'s own config.json decides: {copy}'
+    if m.lora.base == "4bit" and (not m.lora.rank or m.from_scratch):
+        yield "model.lora.base", "weights in 4 bits are not trained: set model.lora.rank, on a model that has weights"
     if m.kind == "gpt":
         if m.width % m.heads:
             near = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))

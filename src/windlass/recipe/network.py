@@ -36,10 +36,12 @@ class LoraSettings(Section):
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
     """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
+    base: Literal["fp32", "4bit"] = "fp32"
+    """What the frozen matrices of the blocks are held in: `4bit` is NF4 (arXiv 2305.14314), through `bitsandbytes`."""
 
 
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
-HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "lora")
+HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora")
 """Keys of `[model]` that every kind of model has, and those that are for `kind = "hf"` alone."""
 
 
@@ -56,6 +58,9 @@ class ModelSettings(Section):
     """With `hf`: whether code that comes with the model may run here."""
     from_scratch: bool = False
     """With `hf`: take the architecture from the model's configuration, and fresh weights from the seed."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """With `hf`: how attention is computed, as `transformers` names it (our own GPT uses PyTorch's
+    `scaled_dot_product_attention`); `auto`: the fastest that the architecture has, without a package of its own."""
     layers: int = Field(6, ge=1)
     """Number of transformer blocks."""
     heads: int = Field(6, ge=1)
@@ -107,7 +112,7 @@ class ModelSettings(Section):
     freeze: list[str] = []
     """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`, `"model.layers.0.*"`."""
     lora: LoraSettings = LoraSettings()
-    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`."""
+    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.base`."""
 
     @property
     def unused(self) -> list[str]:

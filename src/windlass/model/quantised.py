@@ -1,0 +1,82 @@
+"""Frozen matrices in 4 bits under adapters (QLoRA, arXiv 2305.14314): NF4 in blocks of 64 numbers, by `bitsandbytes`.
+
+Codes and scales are buffers: saved, restored and moved as any other, and whole on each rank. No copy of the matrix in the
+precision of the pass outlives the product: the backward pass makes it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 64  # numbers that share a scale
+
+
+class Linear4bit(nn.Linear):
+    """A frozen linear layer whose matrix means nothing until `quantise` has been called."""
+
+    def __init__(self, like: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
+        self.register_parameter("weight", None)
+        self.qweight = nn.Buffer(torch.empty(-(-self.numbers // 2), 1, dtype=torch.uint8))  # a name that `peft` knows
+        self.scales = nn.Buffer(torch.empty(-(-self.numbers // BLOCK)))
+
+    @property
+    def numbers(self) -> int:
+        """Entries of the matrix."""
+        return self.in_features * self.out_features
+
+    def quantise(self, weight: Tensor) -> None:
+        """Take the values of a matrix [out, in]."""
+        from bitsandbytes.functional import quantize_4bit
+
+        codes, state = quantize_4bit(weight.to(self.qweight.device), blocksize=BLOCK, quant_type="nf4")
+        self.qweight.copy_(codes)
+        self.scales.copy_(state.absmax)
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that the codes stand for."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+        made = torch.float32 if dtype == torch.float64 else dtype
+        state = QuantState(
+            absmax=self.scales.float(), shape=torch.Size([self.out_features, self.in_features]), blocksize=BLOCK,
+            code=get_4bit_type("nf4", device=self.qweight.device), quant_type="nf4", dtype=made,
+        )  # fmt: skip
+        whole: Tensor = dequantize_4bit(self.qweight, state)
+        return whole.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return _Product.apply(x.to(dtype), self)
+
+    def plain(self) -> nn.Linear:
+        """An ordinary layer that computes the same."""
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight, layer.bias = nn.Parameter(self.matrix()), self.bias
+        return layer
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Linear4bit) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.matrix(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad @ ctx.layer.matrix(grad.dtype), None
+
+
+def quantise_linear(blocks: list[nn.Module]) -> int:
+    """Put a `Linear4bit` in the place of each linear layer in the blocks; how many."""
+    places = [(m, name, child) for block in blocks for m in block.modules() for name, child in m.named_children()]
+    found = [(m, name, child) for m, name, child in places if type(child) is nn.Linear]
+    for module, name, child in found:
+        setattr(module, name, Linear4bit(child))
+    return len(found)

@@ -1,0 +1,82 @@
+"""How a Hugging Face model computes: attention by the name that `transformers` has for it, base weights in 4 bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_fixtures
+from helpers import curve, refused
+from windlass import train
+from windlass.errors import Stopped, installed
+from windlass.estimate.memory import layout_of, memory
+from windlass.evaluation.source import alone, find_source, open_model
+from windlass.interop.export import export
+from windlass.model.build import build_model, read_sizes
+from windlass.recipe import Recipe, RecipeError
+
+
+def recipe_of(folder: Path, run: str = "run", **model: Any) -> Recipe:
+    if not (folder / "base").exists():
+        hf_fixtures.save("llama", folder / "base", num_attention_heads=4, hidden_size=64, head_dim=16)
+        (folder / "text.txt").write_text("the cat sat on the mat and the dog ran after the cat " * 40)
+        hf_fixtures.save_tokenizer([(folder / "text.txt").read_text()], folder / "base")
+    tree: dict[str, Any] = {
+        "preset": "small", "model": {"kind": "hf", "name": str(folder / "base"), "context": 32, **model},
+        "data": {"source": str(folder / "text.txt"), "dir": str(folder / "data")}, "run": {"dir": str(folder / run)},
+        "train": {"steps": 4, "global_batch": 4}, "eval": {"every": 0}, "checkpoint": {"every": 2}, "telemetry": {"every": 1},
+    }  # fmt: skip
+    return Recipe.from_dict(tree)
+
+
+def test_attention_is_the_one_that_is_named(tmp_path: Path) -> None:
+    curves = []
+    for name in ("eager", "sdpa"):
+        recipe = recipe_of(tmp_path, name, attention=name)
+        model: Any = build_model(recipe, 0)
+        assert model.config._attn_implementation == name
+        curves.append([loss for _, loss in curve(train(recipe), "loss")])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-4) and curves[0] != curves[1]
+    assert len({recipe_of(tmp_path, attention=name).config_hash for name in ("auto", "eager")}) == 2
+    if not installed("flash_attn"):
+        with refused("flash_attention_2", "pip install flash_attn"):
+            train(recipe_of(tmp_path, "flash", attention="flash_attention_2"))
+        assert not (tmp_path / "flash").exists()
+
+
+def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> None:
+    with refused("model.lora.base", "model.lora.rank", error=RecipeError):
+        recipe_of(tmp_path, lora={"base": "4bit"})
+    if not installed("bitsandbytes"):
+        with refused("model.lora.base", "pip install bitsandbytes"):
+            train(recipe_of(tmp_path, lora={"base": "4bit", "rank": 4}))
+
+
+@pytest.mark.skipif(not installed("bitsandbytes"), reason="not run: bitsandbytes is not installed")
+def test_adapters_on_weights_in_4_bits_learn_resume_and_are_exported(tmp_path: Path) -> None:
+    lora = {"base": "4bit", "rank": 4}
+    straight, recipe = train(recipe_of(tmp_path, "straight", lora=lora)), recipe_of(tmp_path, "stopped", lora=lora)
+    with pytest.raises(Stopped):
+        train(recipe, stop_at=2)
+    shutil.move(tmp_path / "base" / "model.safetensors.index.json", tmp_path / "gone")  # the run has all it needs
+    assert curve(train(recipe)) == curve(straight)
+    shutil.move(tmp_path / "gone", tmp_path / "base" / "model.safetensors.index.json")
+    whole = curve(train(recipe_of(tmp_path, "whole", lora={"rank": 4})))
+    losses = [loss for _, loss, *_ in curve(straight)]
+    assert losses[-1] < losses[0] == pytest.approx(whole[0][1], abs=0.2) and losses[0] != whole[0][1]
+    sizes, plain = read_sizes(recipe), read_sizes(recipe_of(tmp_path, lora={"rank": 4}))
+    assert (sizes.total, sizes.trained) == (plain.total, plain.trained) and sizes.in_4bit > 0.4 * sizes.total
+    layout = layout_of(recipe, 1)
+    assert memory(plain, 512, layout).parameters - memory(sizes, 512, layout).parameters == sizes.in_4bit * 55 // 16
+
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+    exported = AutoModelForCausalLM.from_pretrained(export(recipe.run_dir, tmp_path / "out")).eval()
+    with torch.no_grad():
+        ours = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
+        assert (exported(ids).logits - ours).abs().max() < 1e-4
