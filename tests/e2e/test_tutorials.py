@@ -87,12 +87,17 @@ TUTORIALS = {
     "sweep.md": Page(
         book,
         {
-            "optim.lr=1e-3,3e-3,1e-2 model.width=64,128 run.seed": "optim.lr=1e-3 run.seed",
-            "optim.lr=3e-4,1e-3,3e-3,1e-2 model.width=64,128 run.seed": "optim.lr=1e-3,1e-2 run.seed",
-            "--set train.steps=400 --set eval.every=100": " ".join(f"--set {setting}" for setting in SMALL.split()),
+            "optim.lr=1e-3,3e-3,1e-2 model.width=64,128": "optim.lr=1e-3 model.width=32",
+            "optim.lr=3e-4,1e-3,3e-3,1e-2 model.width=64,128": "optim.lr=1e-3 model.width=32",
+            "train.steps=400 --set eval.every=100": SMALL.replace("model.width=32 ", "").replace(" ", " --set "),
         },
-        ["studies/lr/report/index.html", "studies/lr/report/seeds.csv", "studies/lr/report/plots/*.png"],
-        ["best: "],
+        [
+            "studies/lr/report/index.html",
+            "studies/lr/report/seeds.tex",
+            "studies/lr/report/plots/loss-against-lr.pdf",
+            "figure.pdf",
+        ],
+        ["over 2 seeds"],
     ),
 }
 
