@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helpers import refused, windlass
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe, RecipeError, explain, parse_override, plan_batch, presets, settings
-from windlass.recipe.keys import other_tools
+from windlass.recipe.keys import other_tools, values
 from windlass.recipe.units import epochs_in
 
 SUITES = 'eval.suites=["loss","squad"]'
@@ -24,8 +24,10 @@ def test_every_preset_loads_and_survives_its_own_toml(name):
     assert Recipe.model_validate(tomllib.loads(recipe.toml())) == recipe
 
 
-def test_every_setting_is_documented():
+def test_every_setting_is_documented_with_the_values_that_it_takes():
     assert [key for key, field in settings().items() if not field.description] == []
+    words = {key: values(field) for key, field in settings().items()}
+    assert {key: text for key, text in words.items() if not text or re.search(r"typing|class|None|\[", text)} == {}
 
 
 def test_overrides_take_toml_values_and_plain_text():

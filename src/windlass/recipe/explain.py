@@ -24,10 +24,10 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     flat = {k: typed(value) for k, value in flatten(loaded.model_dump(mode="json")).items()}
     flat["optim.options"] = typed(loaded.optim.options)  # a table
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
-        lines = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
-        width = min(max(map(len, lines)), 48)
+        settings_of = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
+        width = min(max(map(len, settings_of)), 48)
         about = type(_part(loaded, key)).__doc__
-        return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in lines.items())])
+        return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in settings_of.items())])
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
     given = (

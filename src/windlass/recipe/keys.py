@@ -20,7 +20,7 @@ NAME_FORM = "letters, digits and . _ + = - alone"
 FORMS = {
     "preset": NAME_FORM, "run.name": NAME_FORM, "data.sha256": "64 hexadecimal digits",
     "checkpoint.best": "loss, squad.f1, squad.exact_match, hellaswag.acc, hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
-    "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
+    "telemetry.tags": "a list of short names", "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
 }  # fmt: skip
 """What a setting with a `pattern` may be, in words."""
 
@@ -117,7 +117,7 @@ def _wanted(error: Any, key: str, field: Any) -> str:
     if kind == "literal_error":
         return f"it is {context['expected']}"
     if kind == "string_pattern_mismatch":
-        return f"it takes {FORMS[key]}"
+        return f"it takes {FORMS.get(key, context['pattern'])}"
     if bound := next((f"{words} {context[name]}" for name, words in BOUNDS.items() if name in context), ""):
         return f"it must be {bound}"
     if get_origin(field.annotation) is tuple:
