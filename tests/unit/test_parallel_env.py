@@ -1,7 +1,11 @@
+import socket
+from dataclasses import replace
+
 import pytest
 
 from windlass.errors import UserError
-from windlass.parallel.env import DistEnv, detect_env
+from windlass.parallel.dist import by_hosts, listen_at
+from windlass.parallel.env import DistEnv, detect_env, interface_to
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
@@ -132,3 +136,24 @@ def test_the_first_of_slurms_short_host_lists(nodes: str, first: str):
 @pytest.mark.parametrize(("tasks", "local_world"), [("2(x2),1", 2), ("1,2(x2)", 1), ("4(x2),1", 2), ("", 2), ("?", 2)])
 def test_tasks_per_node_are_used_where_they_add_up(tasks: str, local_world: int):
     assert detect_env(slurm(0, SLURM_STEP_TASKS_PER_NODE=tasks)).local_world == local_world
+
+
+def test_numbers_by_hosts_with_unequal_numbers_of_ranks():
+    """MPI's variables do not say which host is which: with 2, 1 and 1 ranks `rank // local_world` would be wrong."""
+    hosts = ["n1", "n1", "n2.site.org", "n3"]
+    envs = [by_hosts(DistEnv(rank, 4, 0, 1, 0, 4, "mpi"), hosts) for rank in range(4)]
+    assert [(e.node, e.nodes, e.local_rank, e.local_world) for e in envs] == [
+        (0, 3, 0, 2), (0, 3, 1, 2), (1, 3, 0, 1), (2, 3, 0, 1),
+    ]  # fmt: skip
+
+
+def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = DistEnv(0, 2, addr="127.0.0.1", port=taken.getsockname()[1])
+        with pytest.raises(UserError, match="MASTER_PORT"):
+            listen_at(env)
+    with socket.socket(fileno=listen_at(env)) as listening:
+        assert listening.getsockname() == ("127.0.0.1", env.port)
+    assert listen_at(replace(env, nodes=2)) is None, "another host does not get to a loopback address"
+    assert listen_at(replace(env, addr="192.0.2.1")) is None, "an address of another machine"
+    assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""

@@ -4,7 +4,15 @@ import subprocess
 import pytest
 
 from windlass.telemetry import environment
-from windlass.telemetry.environment import describe_rank, scrub, scrub_command, write_environment
+from windlass.telemetry.environment import (
+    describe_hosts,
+    describe_job,
+    describe_places,
+    describe_rank,
+    scrub,
+    scrub_command,
+    write_environment,
+)
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -71,3 +79,25 @@ def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
     assert len(state["hash"]) == 40 and state["changed"] is False
     (tmp_path / "code.py").write_text("2")
     assert environment.commit(tmp_path)["changed"] is True
+
+
+def test_hosts_and_places_of_ranks():
+    ranks = [
+        {
+            "rank": r,
+            "local_rank": r % 2,
+            "node": r // 2,
+            "host": f"n{r // 2}",
+            "device": f"cuda:{r % 2}",
+            "name": "H200",
+        }
+        for r in range(3)
+    ]
+    assert describe_hosts(ranks) == ["n0: ranks 0-1, 2 x H200", "n1: rank 2, 1 x H200"]
+    assert describe_places(ranks) == [
+        "[cuda:0][rank=0/2][local_rank=0/1][node=0/1] n0", "[cuda:1][rank=1/2][local_rank=1/1][node=0/1] n0",
+        "[cuda:0][rank=2/2][local_rank=0/0][node=1/1] n1",
+    ]  # fmt: skip
+    slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}
+    assert describe_job(slurm) == {"scheduler": "SLURM", "job": "8", "machine": "alps"}
+    assert describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"} and describe_job({}) == {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -27,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
-from windlass.parallel.env import DistEnv
+from windlass.parallel.env import DistEnv, interface_to
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
 
@@ -183,7 +185,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     # Rank 0 holds the store, on the socket that our launcher opened for it; under torchrun the agent may hold it already.
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     fd = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
-    options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "master_listen_fd": fd and int(fd)}
+    fd = int(fd) if fd else listen_at(env) if is_master else None
+    options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "master_listen_fd": fd}
     try:
         if store is None and env.world == 1:
             store = dist.HashStore()
@@ -199,6 +202,11 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
             ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds)
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
+            if env.launcher in (
+                "openmpi",
+                "mpi",
+            ):  # MPI says nothing of the hosts, which may have unequal numbers of ranks
+                ranks.env = by_hosts(env, ranks.all_gather_object("host", socket.gethostname()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
         why = first_line(error) if first.rank == env.rank else f"the first failure was that of {first}"
@@ -222,8 +230,11 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     if ranks.strategy == "single":
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if env.nodes == 1 and loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a laptop's host name may resolve to nowhere
+    interface = loopback if env.nodes == 1 else interface_to(env.addr)
+    if (
+        interface
+    ):  # gloo would take that of the host name, which may resolve to nowhere, or to a slow or foreign network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
     backend, store = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", dist.PrefixStore("group", ranks.store)
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world, timeout=timeout)
@@ -235,6 +246,36 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     elif ranks.strategy in SHARDED:
         ranks.mesh = init_device_mesh(device.type, (env.world,), mesh_dim_names=("shard",))
     ranks.set_timeout(settings.startup_timeout_seconds)
+
+
+def listen_at(env: DistEnv) -> int | None:
+    """A socket for the store that listens at `env.addr` alone; None where that address is not one to be reached at.
+
+    Debian's hosts resolve their own name to 127.0.1.1, where no other host gets to: there torch listens everywhere.
+    """
+    try:
+        address = socket.gethostbyname(env.addr)
+        if address.startswith("127.") and env.nodes > 1:
+            return None
+        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            where = f"port {env.port} of {env.addr}, where the ranks were to meet, is in use"
+            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
+        return None
+    return listening.detach()
+
+
+def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
+    """With the node and local numbers that follow from every rank's host."""
+    own, order = hosts[env.rank], list(dict.fromkeys(hosts))
+    return replace(
+        env,
+        node=order.index(own),
+        nodes=len(order),
+        local_rank=hosts[: env.rank].count(own),
+        local_world=hosts.count(own),
+    )
 
 
 def lost_contact(error: BaseException) -> bool:

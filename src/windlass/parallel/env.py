@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,6 +112,18 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     derived = FIRST_PORT + zlib.crc32(f"{job}.{step}".encode()) % PORTS  # the same on all ranks of the job
     port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, number("attempt", 0))
+
+
+def interface_to(host: str) -> str:
+    """The name of this machine's network interface on the route to a host; empty where only the loopback leads there."""
+    import psutil
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
+        own = probe.getsockname()[0]
+        names = [name for name, addresses in psutil.net_if_addrs().items() if own in {a.address for a in addresses}]
+        return "" if own.startswith("127.") or not names else names[0]
+    return ""
 
 
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:

@@ -10,7 +10,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,7 +63,7 @@ class Console:
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
         model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "", first_step: int = 0,
-        threads: str = "",
+        threads: str = "", hosts: Sequence[str] = (), job: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens, about = short(self.steps * tokens_per_step), "about " * ("lengths" in data)  # rows differ in length
@@ -73,6 +73,8 @@ class Console:
         facts = {
             "run": run, "recipe": f"{recipe} ({config_hash})",
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
+            **({"hosts": "; ".join(hosts)} if hosts else {}),
+            **({"job": " ".join(job.values())} if job else {}),
             **({"threads": threads} if threads else {}),
             "model": model,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
@@ -89,6 +91,11 @@ class Console:
             self._live = Live(get_renderable=self._line, console=self._terminal, auto_refresh=False, transient=True)
             with self._while_terminal_is_there():
                 self._live.start(refresh=True)
+
+    def log(self, lines: Iterable[str]) -> None:
+        """Lines for `log.txt` alone."""
+        for line in lines:
+            self._write_log(line)
 
     def tick(self, step: int) -> None:
         """Move the live line, at most four times a second; for every step, at no cost where there is none."""

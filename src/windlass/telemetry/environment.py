@@ -27,10 +27,14 @@ PACKAGES = (
 )  # fmt: skip
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
-    "SLURM_JOB_PARTITION", "PBS_JOBID", "HF_HUB_OFFLINE",
+    "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE",
+    "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT", "NCCL_NET", "NCCL_NET_GDR_LEVEL",
+    "NCCL_CROSS_NIC", "NCCL_COLLNET_ENABLE", "NCCL_BUFFSIZE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_PARTITION", "SLURM_CLUSTER_NAME", "PBS_JOBID", "PBS_QUEUE", "PBS_SERVER", "HF_HUB_OFFLINE",
 )  # fmt: skip
+SCHEDULERS = {"SLURM": ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"), "PBS": ("PBS_JOBID", "PBS_SERVER")}  # job, machine
 
 HIDDEN = "***"
 # PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
@@ -82,15 +86,48 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
         write_atomic(run / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
-def describe_rank(rank: int, device: Any = "cpu") -> dict[str, Any]:
+def describe_rank(rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0) -> dict[str, Any]:
     import torch
 
-    about = {"rank": rank, "host": socket.gethostname(), "device": str(device)}
+    about = {"rank": rank, "local_rank": local_rank, "node": node, "host": socket.gethostname(), "device": str(device)}
     if not str(device).startswith("cuda"):
         return about | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
     properties, nccl = torch.cuda.get_device_properties(device), ".".join(map(str, torch.cuda.nccl.version()))
     memory_mb = round(properties.total_memory / 1e6)
     return about | {"name": properties.name, "memory_mb": memory_mb, "cuda": torch.version.cuda, "nccl": nccl}
+
+
+def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """The scheduler, the job's id and the machine's name as the scheduler has it; empty outside of a job."""
+    for scheduler, (job, name) in SCHEDULERS.items():
+        if job in environ:
+            named = {"machine": environ[name]} if environ.get(name) else {}
+            return {"scheduler": scheduler, "job": environ[job], **named}
+    return {}
+
+
+def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each host: `n1: ranks 0-3, 4 x NVIDIA H200`."""
+    hosts: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        hosts.setdefault((rank["node"], rank["host"]), []).append(rank)
+    lines = []
+    for (_, host), own in hosts.items():
+        first, last = own[0]["rank"], own[-1]["rank"]
+        consecutive = last - first + 1 == len(own)
+        numbers = f"{first}-{last}" if consecutive and len(own) > 1 else ", ".join(str(rank["rank"]) for rank in own)
+        lines.append(f"{host}: rank{'s' * (len(own) > 1)} {numbers}, {len(own)} x {own[0]['name']}")
+    return lines
+
+
+def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each rank's device and numbers, with the last number of each: `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`."""
+    nodes = [rank["node"] for rank in ranks]
+    return [
+        f"[{r['device']}][rank={r['rank']}/{len(ranks) - 1}][local_rank={r['local_rank']}/{nodes.count(r['node']) - 1}]"
+        f"[node={r['node']}/{max(nodes)}] {r['host']}"
+        for r in ranks
+    ]
 
 
 def machine() -> dict[str, Any]:

@@ -6,6 +6,7 @@ Each method is called by every rank at the same step; rank 0 writes.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,7 +30,13 @@ from windlass.recipe.load import MEASURED_ON
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.environment import describe_rank, write_environment
+from windlass.telemetry.environment import (
+    describe_hosts,
+    describe_job,
+    describe_places,
+    describe_rank,
+    write_environment,
+)
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
@@ -133,9 +140,14 @@ class Recorder:
         stack.callback(self.ledger.close)
         self.console = Console(horizon.steps, ranks.rank, run.log_path)
         stack.callback(self.console.close)
-        hosts = ranks.all_gather_object("environment", describe_rank(ranks.rank, ranks.device))
+        env, about = ranks.env, describe_rank(ranks.rank, ranks.device, ranks.env.local_rank, ranks.env.node)
+        self.placed = ranks.all_gather_object("environment", about)
         if ranks.main:
-            write_environment(run.path, hosts, **origin)
+            launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes, "strategy": ranks.strategy}
+            backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
+            write_environment(
+                run.path, self.placed, launch=launch | {"backend": backend} | describe_job(os.environ), **origin
+            )
         self.sampler = DeviceSampler(
             run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=settings.sample_seconds,
             attempt=attempt, phases=goodput.seconds,
@@ -160,8 +172,10 @@ class Recorder:
             model=describe_sizes(facts.sizes),
             tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)), first_step=state.step,
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
-            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads, **shared,
+            epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads,
+            hosts=describe_hosts(self.placed) if self.ranks.world > 1 else (), job=describe_job(os.environ), **shared,
         )  # fmt: skip
+        self.console.log(describe_places(self.placed))
         for note in notes:
             self.console.warning(note)
         how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
