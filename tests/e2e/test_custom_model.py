@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers import refused
-from windlass import Recipe, train
+from windlass import Recipe, evaluate, export, sample, train
 from windlass.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
@@ -166,3 +167,19 @@ def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
             train(where.with_overrides("train.startup_checks=false", "train.steps=1"), model, page["data"], fresh=True)
         else:
             assert train(where, model, page["data"]).state == "finished"
+
+
+def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):
+    run = train(recipe(tmp_path / "run"), page["MyModel"](), page["data"])
+    for verb in (evaluate, sample):
+        with refused("own code (MyModel)", "model=MyModel("):
+            verb(run)
+    fresh = page["MyModel"]()
+    measured = evaluate(run, model=fresh, data=page["data"]).results["loss"]["loss"]
+    assert measured == pytest.approx(run.lines("eval")[-1]["full_loss"], rel=1e-6)
+    with refused("without a tokenizer"):
+        sample(run, model=fresh)
+    exported = load_file(export(run, tmp_path / "weights") / "model.safetensors")
+    assert exported.keys() == fresh.state_dict().keys()
+    assert all(torch.equal(exported[name], value) for name, value in fresh.state_dict().items())
+    assert "MyModel" in (tmp_path / "weights" / "README.md").read_text()

@@ -155,6 +155,8 @@ def export(
     """
     from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {export_run(run, directory, adapter, push)}")
+    typer.echo(f"exported: {(done := export_run(run, directory, adapter, push))}")
+    if not (done / "config.json").exists() and not adapter:
+        typer.echo("the weights alone: it is a model of your own code, which no architecture of transformers computes")
     if push:
         typer.echo(f"pushed: https://huggingface.co/{push}")

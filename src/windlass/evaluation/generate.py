@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass.data.chat import prompt_tokens
 from windlass.data.tokenizer import Tokenizer
@@ -270,11 +270,22 @@ def in_order(
 class TextSampler:
     """A saved model opened on one device, to be sampled many times. Arguments as `sample`."""
 
-    def __init__(self, model: str | Path | Run | Source, device: str = "", **settings: Any):
-        self.source = model if isinstance(model, Source) else find_source(model)
+    def __init__(
+        self, run: str | Path | Run | Source, device: str = "", *, model: nn.Module | None = None, **settings: Any
+    ):
+        self.source = run if isinstance(run, Source) else find_source(run, module=model)
         settings = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed} | settings
         self.sampling, self.ranks = Sampling(**settings), alone(device or None)
         self.model = open_model(self.source, self.ranks)
+        if not hasattr(unwrap(self.model), "new_cache") or self.source.tokenizer is None:
+            lack = (
+                "data without a tokenizer"
+                if self.source.tokenizer is None
+                else "a model without new_cache(batch, length)"
+            )
+            raise UserError(
+                f"{self.source.name} is the run of {lack}, and text needs both, as windlass.model.gpt.GPT has them"
+            )
         self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
@@ -296,19 +307,26 @@ class TextSampler:
 
 
 def sample(
-    model: str | Path | Run | Source, prompt: str = "", n: int = 1, device: str = "", **settings: Any
+    run: str | Path | Run | Source,
+    prompt: str = "",
+    n: int = 1,
+    device: str = "",
+    *,
+    model: nn.Module | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[int, str]]:
     """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text; a function of the seed.
 
     Args:
-        model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
         prompt: Not part of the pieces; empty: a text from its beginning.
         n: How many texts; they are generated together, with a KV cache.
         device: `cpu` or `cuda`; default: cuda where there is one.
+        model: Of a run that trains a model of your own: one of its class, into which the weights are loaded.
         settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`, `top_p`, `seed` (the run's).
 
     Raises UserError where there is no such model, or a setting is out of its range.
     """
-    sampler = TextSampler(model, device, **settings)
+    sampler = TextSampler(run, device, model=model, **settings)
     ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)
     return sampler.pieces([ids] * n, after=ids if prompt else ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.recipe import Recipe
+from windlass.recipe import Changes, Recipe
 from windlass.run import Run
 
 
@@ -36,11 +36,17 @@ class Source:
 
     name: str
     recipe: Recipe
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # None of a run on data of a user's own that has none
     template: Template
     checkpoint: Path | None = None  # None: the weights are those of a directory of `transformers`
     step: int | None = None
     run: Run | None = None
+    module: nn.Module | None = None  # of a user's own, into which the weights are loaded
+
+    @property
+    def own_model(self) -> str:
+        """The class of the run's model where that is of the user's own code; else empty."""
+        return str(self.run.environment.get("own_model", "")) if self.run else ""
 
     @property
     def title(self) -> str:
@@ -53,11 +59,11 @@ def alone(device: str | torch.device | None = None) -> Ranks:
     return Ranks(DistEnv(), torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), "single")
 
 
-def find_source(name: str | Path | Run, overrides: Sequence[str] = ()) -> Source:
+def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Module | None = None) -> Source:
     """Look at what `name` says: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best`, a checkpoint's path, a directory of
     `transformers`, or `hf:NAME` of the Hub; raises UserError where there is no such thing, or it is damaged.
 
-    `overrides` change settings of its recipe, for example where to evaluate on.
+    `overrides` change settings of its recipe, for example where to evaluate on; `module` is a user's own model.
     """
     name = str(name.path if isinstance(name, Run) else name)
     path = Path(name).expanduser()
@@ -67,18 +73,19 @@ def find_source(name: str | Path | Run, overrides: Sequence[str] = ()) -> Source
         if not run.recipe_path.is_file():
             raise UserError(f"{choice.path} does not lie in a run directory: there is no {run.recipe_path}")
         home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
-        tokenizer, template = load_tokenizer(run.recipe, home), Template.of_directory(home / FOLDER)
-        recipe = run.recipe.with_overrides(*overrides)
-        return Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
+        has_none = home != run.path and "own_model" in run.environment
+        tokenizer: Any = None if has_none else load_tokenizer(run.recipe, home)
+        template, recipe = Template.of_directory(home / FOLDER), run.recipe.replace(overrides)
+        return Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module)
     from windlass.model.hf import open_hf
 
     recipe = Recipe.model_validate({"preset": "hf", "model": {"kind": "hf", "name": name.removeprefix("hf:")}})
-    model = recipe.with_overrides(*overrides).model
+    model = recipe.replace(overrides).model
     directory = hub.directory(model.name, model.revision, key=name)
     # The context and tokenizer of the directory, unless they are overridden.
     recipe = recipe.with_overrides(
         **{"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{directory}"}
-    ).with_overrides(*overrides)
+    ).replace(overrides)
     return Source(name, recipe, named_tokenizer(f"hf:{directory}"), Template.of_directory(directory))
 
 
@@ -88,7 +95,15 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     Each rank reads only the rows that it holds.
     """
     recipe = source.recipe.with_overrides("train.compile=false")  # lengths vary from pass to pass here
-    model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
+    model = source.module
+    if source.own_model and model is None:
+        write = f"evaluate(run, model={source.own_model}(...))"
+        raise UserError(
+            f"{source.name} is the run of a model of your own code ({source.own_model}), which cannot be opened without "
+            f"that code: give the model from Python, as {write}"
+        )
+    if model is None:
+        model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
     if recipe.train.precision == "fp64":
         model = model.double()
     wrapped = parallelize(model, ranks, recipe)

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from windlass.data import squad as squad_data
-from windlass.data.prepare import open_data
+from windlass.data.prepare import Data, open_data
 from windlass.data.samples import Samples
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -32,7 +33,7 @@ from windlass.fileio import make_dir, read_json, write_atomic
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
-from windlass.recipe import Recipe
+from windlass.recipe import Changes, Recipe, dotted
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 from windlass.run import Run
@@ -112,39 +113,47 @@ class Evaluation:
     model: str
     step: int | None
     results: dict[str, Numbers]
-    measured: dict[str, dict[str, Any]]  # by suite, what its numbers depend on besides the model: see `measured_on`
+    measured: dict[str, dict[str, Any]] = field(
+        repr=False
+    )  # by suite, what its numbers depend on besides the model: see `measured_on`
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     path: Path | None = None
     predictions_path: Path | None = None
 
 
 def evaluate(
-    model: str | Path | Run | Source,
+    run: str | Path | Run | Source,
     suites: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    out: Path | None = None,
+    overrides: Changes = (),
+    out: str | Path | None = None,
     on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
     on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
+    *,
+    model: nn.Module | None = None,
+    data: Data | None = None,
 ) -> Evaluation:
     """Measure a saved model, spread over the ranks of the launch that this process is part of, and record the scores.
 
     Args:
-        model: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
+        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of `transformers`, `hf:NAME`.
         suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
-        overrides: Settings to change, as `data.eval_source=FILE`. The precision is fp32 (fp64 for a model trained in it)
+        overrides: Settings to change, as `data.eval_source=FILE` or a mapping. The precision is fp32 (fp64 for a model trained in it)
             unless one of them names it: scores are made of logits, and bf16 rounds one between 16 and 32 to the next eighth.
             The loss is that of all validation data, unless one of them is `eval.batches`.
         out: Where results and predictions go; default: RUN/eval, or nowhere for a model without a run.
         on_result: Called on rank 0 with each suite's numbers as it ends.
         on_progress: Called between the passes of a suite: how many samples are done, of how many.
+        model: Of a run that trains a model of your own: one of its class, into which the weights are loaded.
+        data: Samples of your own, of whose validation set the loss is.
 
     Raises UserError where there is no such model or suite, no suite is named, or the data do not fit the model.
     """
-    source = model if isinstance(model, Source) else find_source(model, overrides)
+    source = run if isinstance(run, Source) else find_source(run, overrides, model)
+    changes = dotted(overrides)
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])
     if not suites:
         raise UserError('name what to measure, as suites=["loss"]; there are loss, hellaswag, squad and lm-eval:TASKS')
-    if source.run is None and LOSS_SUITE in suites and not any(o.startswith("data.source=") for o in overrides):
+    if source.run is None and LOSS_SUITE in suites and data is None and "data.source" not in changes:
         raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
     env = detect_env(os.environ)
     # Sharded where the training was, else whole on each rank. What the run's best was chosen by need not be measured here.
@@ -154,16 +163,16 @@ def evaluate(
         "parallel.offload": False, "parallel.activation_checkpointing": "none", "eval.suites": suites, "checkpoint.best": "loss",
         "telemetry.trackers": [],
     }  # fmt: skip
-    if source.recipe.train.precision != "fp64" and not any(o.startswith("train.precision=") for o in overrides):
+    if source.recipe.train.precision != "fp64" and "train.precision" not in changes:
         settings["train.precision"] = "fp32"
-    if not any(o.startswith("eval.batches=") for o in overrides):
+    if "eval.batches" not in changes:
         settings["eval.batches"] = 0
     recipe = source.recipe.with_overrides(**settings)
     recipe.check_packages()
-    if folder := out or (source.run.path / "eval" if source.run else None):
-        make_dir(folder, "give another place with --out")
+    if folder := Path(out) if out else source.run.path / "eval" if source.run else None:
+        make_dir(folder, "give another place as out=DIR")
     with init_ranks(env, recipe) as ranks:
-        result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress)
+        result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress, data)
         return write(result, folder) if ranks.main and folder else result
 
 
@@ -172,12 +181,13 @@ def measure(
     ranks: Ranks,
     on_result: Callable[[str, Numbers], None],
     on_progress: Callable[[str, int, int], object],
+    given: Data | None = None,
 ) -> Evaluation:
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
-    data = open_data(recipe) if LOSS_SUITE in suites else None
-    if data is not None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
+    data = given or (open_data(recipe) if LOSS_SUITE in suites else None)
+    if data is not None and given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
         raise UserError(f"the data of this recipe have another tokenizer than {source.name}: set data.tokenizer")
     if data is not None and data.val is None:
         raise UserError("there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1")

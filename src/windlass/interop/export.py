@@ -38,7 +38,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
     """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
 
     Args:
-        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
+        run: (of a model of your own code the weights alone are written, as its README.md says) `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
         directory: a new or empty directory.
         adapter: of a model with `model.lora`: only the adapter, as `peft` reads it, instead of the merged model.
         push: a repository of the Hub, as `NAME/MODEL`, to upload the directory to; it is made where it is not there,
@@ -58,14 +58,16 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
         raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave adapter=True out")
-    if model.kind == "gpt":
+    if model.kind == "gpt" and not source.own_model:
         convert.architecture(model)  # refuses a model that is none of them
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     make_dir(directory, "name another directory")
     partial.mkdir()
     try:
-        if adapter:
+        if source.own_model:
+            _write_own(source, source.checkpoint, partial)
+        elif adapter:
             _write_adapter(source, partial)
         elif model.kind == "gpt":
             _write_gpt(source, source.checkpoint, partial)
@@ -73,7 +75,8 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
             _write_hf(source, partial)
         if source.recipe.data.format == "chat" and not source.template.source:
             (partial / "chat_template.jinja").write_text(plain_template(source.tokenizer), encoding="utf-8")
-        (partial / "README.md").write_text(card(source, push or directory.name, adapter), encoding="utf-8")
+        if not source.own_model:
+            (partial / "README.md").write_text(card(source, push or directory.name, adapter), encoding="utf-8")
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # those of some libraries are for their owner alone
             file.chmod(0o666 & ~umask)
@@ -91,6 +94,23 @@ def plain_template(tokenizer: Tokenizer) -> str:
     """The chat template of a tokenizer that has none of its own, as `transformers` takes it."""
     end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
     return PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
+
+
+def _write_own(source: Source, path: Path, directory: Path) -> None:
+    """The weights of a model of the user's own code, which has no counterpart, and how to load them."""
+    checkpoint = open_checkpoint(path, deep=False)
+    names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
+    save_weights(((name, checkpoint.tensor(MODEL + name)) for name in names), directory)
+    if source.tokenizer is not None:
+        save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
+    (directory / "README.md").write_text(
+        f"# {source.recipe.name}\n\nThe weights of `{source.own_model}`, a model of its author's own code, after {source.step} "
+        "steps. No architecture of `transformers` computes it, so `from_pretrained` cannot load them; its own code can "
+        "(weights that are tied are there once):\n\n"
+        "```python\nfrom safetensors.torch import load_file\n\n"
+        f'model = {source.own_model}(...)\nmodel.load_state_dict(load_file("model.safetensors"), strict=False)\n```\n',
+        encoding="utf-8",
+    )
 
 
 def _write_gpt(source: Source, path: Path, directory: Path) -> None:

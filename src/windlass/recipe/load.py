@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -88,7 +88,7 @@ class Recipe(BaseModel):
         merge(tree, {key: value for change in (*changes, values) for key, value in dotted(change).items()})
         return validate(tree, self.preset)
 
-    with_overrides = replace
+    with_overrides: ClassVar[Any] = replace
 
     def __repr__(self) -> str:
         """Its preset, and what differs from that one, or from the defaults."""

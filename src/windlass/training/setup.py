@@ -87,8 +87,9 @@ def train(
     """
     callbacks = Callbacks(on_step, on_eval, on_save, suites or {})
     with StopSignals() as stop, ExitStack() as stack:
-        torch_optimizer(recipe.optim)  # refuses what torch does not have
-        plan = resolve_start(as_recipe(recipe), fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        wanted = as_recipe(recipe)
+        torch_optimizer(wanted.optim)  # refuses what torch does not have
+        plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             if detect_env().rank == 0:
                 step = plan.run.summary.get("step", "all")
