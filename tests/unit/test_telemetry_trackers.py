@@ -190,7 +190,7 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
 
     assert "no ledger" in refused("wandb")
     assert "tensorboard, mlflow, wandb" in refused("neptune")
-    monkeypatch.setattr("windlass.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("windlass.errors.installed", lambda package: False)
     assert "pip install 'windlass[mlflow]'" in refused("mlflow")
 
 
