@@ -59,7 +59,7 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
 
 def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
     """Worked out cell by cell where the grid changes the model; 4,576 are those of c4-30m as it is."""
-    assert "0/400" in drawn(study)
+    assert f"0/{Recipe.load('quickstart').train.steps}" in drawn(study)
     base = Recipe.load("c4-30m")
     layers = base.model.layers
     optimal = Study.create(base, [f"model.layers={layers},{2 * layers}"], tmp_path / "optimal")
@@ -80,7 +80,7 @@ def test_the_end_names_the_command_that_trains_the_winner_in_full(tmp_path, caps
     out, _ = output_of(capsys, *call)
     assert "\nbest: " in out
     assert "  windlass train quickstart optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2\n" in out
-    assert "this is the preset's full length, 400" in out
+    assert f"this is the preset's full length, {Recipe.load('quickstart').train.steps}" in out
     out, errors = output_of(capsys, *call, "--json")
     assert [row["best_loss"] for row in json.loads(out)] == [3.0, 2.9, 2.8, 2.7]
     assert "windlass train quickstart" in errors

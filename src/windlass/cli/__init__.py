@@ -66,6 +66,7 @@ def as_typed(message: str) -> str:
         name, value = match[1], re.sub(r'[]["]', "", match[2]).replace(", ", ",")
         return f"--{OPTIONS.get(name, name).replace('_', '-')}" + ("" if value == "True" else f" {value}")
 
+    message = message.replace("memory_bytes=GB*1e9", "--memory GB")
     message = re.sub(r'Recipe\.load\("(.+?)", {"(.+?)": "(.+?)"}\)', r"windlass train \1 \2=\3", message)
     return ARGUMENTS.sub(option, message)
 
