@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 from helpers import TINY, overrides, write_corpus
 from windlass.errors import EXTRAS
 from windlass.recipe import presets
+from windlass.run import Run
 
 REPOSITORY = Path(__file__).parents[2]
 MOST_PACKAGES = 45
@@ -88,7 +89,8 @@ def trains(venv: Path, folder: Path) -> None:
     """Quickstart trains from an environment, outside the checkout, to its report."""
     few = ["train.steps=4", "model.layers=1", "data.max_tokens=100_000", "eval.sample_tokens=8"]
     done = run(venv / "bin/windlass", "train", "quickstart", *few, "run.dir=run", cwd=folder)
-    assert "sample at step 4" in done.stdout and (folder / "run/report/index.html").is_file()
+    assert "run/report/index.html" in done.stdout and (folder / "run/report/index.html").is_file()
+    assert Run(folder / "run").lines("sample")[-1]["step"] == 4
     where = run(venv / "bin/python", "-c", "import windlass; print(windlass.__file__)", cwd=folder).stdout
     assert where.startswith(str(venv))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import re
@@ -126,4 +127,5 @@ def _run(arguments: list[str] | None) -> None:
             raise
         error.show()  # click's own error: the command line could not be parsed
         sys.exit(errors.BAD_INPUT)
+    gc.freeze()  # nothing is left to the collections of the interpreter's end, which take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)
