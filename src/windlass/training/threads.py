@@ -21,10 +21,8 @@ from windlass.parallel.parallelize import autocast
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe
 
-PROBE_TOKENS, PROBE_PASSES = (
-    1024,
-    3,
-)  # of a forward and backward pass that is timed, and passes for each number of threads
+PROBE_TOKENS = 1024  # of a forward and backward pass that is timed
+PROBE_PASSES = 2  # for each number of threads, the faster one counts
 LONG_SECONDS = (
     0.3  # of CPU a thread: a pass of so many has work for all, and timing it with fewer would delay the start
 )
