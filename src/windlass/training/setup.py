@@ -92,9 +92,8 @@ def train(
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             if detect_env().rank == 0:
-                step = plan.run.summary.get("step", "all")
                 print(
-                    f"{plan.run.path} is finished: {step} steps are done; it is returned as it is (to train on: extend_to=STEPS)"
+                    f"{plan.run.path} is finished: {plan.why_finished}; it is returned as it is (to train on: extend_to=STEPS)"
                 )
             return plan.run
         plan.recipe.check_packages()
