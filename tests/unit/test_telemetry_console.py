@@ -3,6 +3,7 @@ import os
 import pty
 import re
 import select
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,19 @@ def test_the_time_left_counts_evaluations_at_their_share_and_not_what_came_befor
     assert shown == [
         f"{left} left" for left in ("1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s")
     ]  # 950 steps of 0.1 s, and 4 s in each 40
+
+
+def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    stream = io.StringIO()
+    console = Console(3, stream=stream)
+    for step in (1, 2, 3):
+        console.step({"step": step, "loss": 2.0, "step_ms": 5.0})
+        if step == 2:
+            console.warning("something")
+    shown = stream.getvalue().split("\n")[1:]  # after the legend
+    assert (
+        [line.count("\r") for line in shown] == [3, 1, 0]
+        and "warning: something" in shown[0]
+        and "step 3/3" in shown[1]
+    )

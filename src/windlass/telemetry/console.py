@@ -129,7 +129,9 @@ class Console:
         self._draw()
         self._write_log(self._fitting(terminal.WIDE))
         if self._live is None:
-            self._show(self._fitting(terminal.size(self._stream).columns))
+            # In a notebook the next line takes the place of this one, which the last step leaves standing.
+            end = "" if "ipykernel" in sys.modules and self._step < self.steps else "\n"
+            self._show(self._fitting(terminal.size(self._stream).columns), end=end)
 
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
@@ -182,14 +184,14 @@ class Console:
                 self._log.write(f"{now()} {text}\n")
                 self._log.flush()
 
-    def _show(self, text: str, style: str = "", indent: str = "    ") -> None:
+    def _show(self, text: str, style: str = "", indent: str = "    ", end: str = "\n") -> None:
         if self.rank:
             return
         with self._while_terminal_is_there():
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             text = text.encode(encoding, terminal.fallback()).decode(encoding)
             if self._terminal is None:
-                print(text, file=self._stream, flush=True)
+                print("\r" * ("ipykernel" in sys.modules) + text, file=self._stream, end=end, flush=True)
                 return
             sample = "|" in indent  # else a word is not broken: a path that the terminal wraps by itself can be copied
             wrapped = textwrap.TextWrapper(
