@@ -29,7 +29,6 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.recipe import DataSettings, Recipe
-from windlass.telemetry.terminal import rich_console
 
 PROGRESS = "progress.json"  # what an interrupted preparation has committed, of each stream, and of what work
 BPE_CHARACTERS = 200_000_000  # of the corpus, that byte pairs are learned from at most
@@ -55,13 +54,13 @@ class Progress:
         """So far: the stage, its share that is done (0: not known), and tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
         if sys.stderr.isatty() and self._bar is None:
-            from rich import progress
+            from rich import console, progress
             from rich.table import Column
 
             # the bar takes the columns that the text leaves; a long text wraps
             text_column = progress.TextColumn("{task.description}", table_column=Column(overflow="fold"))
             columns = text_column, progress.BarColumn(None), progress.TaskProgressColumn()
-            self._bar = progress.Progress(*columns, console=rich_console(sys.stderr), transient=True)
+            self._bar = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
             self._bar.start()
             self._bar.add_task(text)
         if self._bar is not None:
