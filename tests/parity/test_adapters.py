@@ -12,7 +12,7 @@ import torch
 import hf_fixtures
 from helpers import curve, refused
 from windlass import train
-from windlass.errors import Stopped, installed
+from windlass.errors import installed
 from windlass.estimate.memory import layout_of, memory
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
@@ -60,8 +60,7 @@ def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> No
 def test_adapters_on_weights_in_4_bits_learn_resume_and_are_exported(tmp_path: Path) -> None:
     lora = {"base": "4bit", "rank": 4}
     straight, recipe = train(recipe_of(tmp_path, "straight", lora=lora)), recipe_of(tmp_path, "stopped", lora=lora)
-    with pytest.raises(Stopped):
-        train(recipe, stop_at=2)
+    train(recipe, stop_at=2)
     shutil.move(tmp_path / "base" / "model.safetensors.index.json", tmp_path / "gone")  # the run has all it needs
     assert curve(train(recipe)) == curve(straight)
     shutil.move(tmp_path / "gone", tmp_path / "base" / "model.safetensors.index.json")

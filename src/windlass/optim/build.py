@@ -46,7 +46,7 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
     """The class in `torch.optim` that a recipe names, None for our own; UserError for an unknown name or option."""
     if not settings.kind.startswith("torch.optim."):
         return None
-    known = {name: one for name, one in vars(torch.optim).items() if inspect.isclass(one)}
+    known: dict[str, Any] = {name: one for name, one in vars(torch.optim).items() if inspect.isclass(one)}
     known = {name: one for name, one in known.items() if issubclass(one, torch.optim.Optimizer)}
     for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base; wants a closure; wants sparse gradients
         known.pop(name, None)

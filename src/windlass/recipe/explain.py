@@ -35,8 +35,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     )
     facts = {"values": values(fields[key]), "default": typed(fields[key].default), "set to": ", then ".join(given)}
     facts["resolved"] = _resolved(loaded, key)
-    lines = [f"{name:<9} {text}" for name, text in facts.items() if text]
-    return "\n".join([f"{key} = {flat[key]}", fields[key].description, "", *lines])
+    shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
+    return "\n".join([f"{key} = {flat[key]}", fields[key].description, "", *shown])
 
 
 def _part(recipe: Recipe, key: str) -> Any:
