@@ -185,8 +185,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     # Rank 0 holds the store, on the socket that our launcher opened for it; under torchrun the agent may hold it already.
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     fd = os.environ.get(processes.STORE_FD) if is_master and env.launcher == "windlass" else None
-    fd = int(fd) if fd else listen_at(env) if is_master else None
-    options = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False, "master_listen_fd": fd}
+    options: dict[str, Any] = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
     try:
         if store is None and env.world == 1:
             store = dist.HashStore()
