@@ -192,6 +192,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         elif store is None:
             # It outlives this training: a process that trains or evaluates again meets the others in it once more.
             address = (env.addr, env.port)
+            if address not in STORES:
+                options["master_listen_fd"] = int(fd) if fd else listen_at(env) if is_master else None
             STORES[address] = store = STORES.get(address) or dist.TCPStore(*address, env.world, is_master, **options)
         # A restart under torchrun sees the old keys, and so does a second training in the same processes.
         start = store.add(f"attempt{env.attempt}/starts/{env.rank}", 1)
