@@ -63,7 +63,7 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     torch.set_num_threads(2)
     monkeypatch.setattr(threads, "probe", lambda run, most: (run(), {1: 0.010, most: 0.020})[1])
-    assert train(recipe, stop_at=4).state == "preempted"
+    assert train(recipe, stop_at=4).state == "stopped"
     monkeypatch.setattr(threads, "probe", None)  # a resume does not measure
     torch.set_num_threads(2)
     run = train(recipe)
