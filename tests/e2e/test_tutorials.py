@@ -70,7 +70,7 @@ TUTORIALS = {
         chats,
         {"HuggingFaceTB/SmolLM2-135M-Instruct": "tiny-model"},
         ["runs/chat/report/index.html", "answers/model.safetensors", "answers/tokenizer.json"],
-        ["36 conversations", "> Who built it?", "exported: answers", "60640 512"],
+        ["36 conversations", "runs/chat at step 7", "exported: answers", "60640 512"],
     ),
     "more-gpus.md": Page(
         book,
@@ -147,8 +147,7 @@ def test_every_command_of_a_tutorial_runs(
         with pytest.raises(SystemExit) as ended:
             main(words)
         out = capsys.readouterr()
-        wanted = 75 if "--stop-at" in words else 0
-        assert ended.value.code == wanted, f"{text}\n{out.out[-3000:]}\n{out.err[-3000:]}"
+        assert ended.value.code == 0, f"{text}\n{out.out[-3000:]}\n{out.err[-3000:]}"
         printed += out.out + out.err
     missing = [pattern for pattern in page.makes if not glob.glob(pattern)]
     assert not missing and not unused, (missing, unused, sorted(glob.glob("**", recursive=True))[:80])
