@@ -114,12 +114,12 @@ def check_push(repo: str) -> None:
     from huggingface_hub import get_token
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
-        raise UserError(f"--push {repo}: write a repository of the Hub as NAME/MODEL")
+        raise UserError(f"push={repo}: write a repository of the Hub as NAME/MODEL")
     if not get_token():
-        raise UserError(f"--push {repo} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
+        raise UserError(f"push={repo} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
         raise UserError(
-            f"--push {repo}: the Hub is out of reach (or HF_HUB_OFFLINE is set): export without it, push later"
+            f"push={repo}: the Hub is out of reach (or HF_HUB_OFFLINE is set): export without it, push later"
         )
 
 
@@ -132,7 +132,7 @@ def push(folder: Path, repo: str) -> None:
         HfApi().upload_folder(folder_path=folder, repo_id=repo, commit_message="Export of a Windlass run")
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
         raise UserError(
-            f"--push {repo}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
+            f"push={repo}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
             "is the name yours, and may the token write (HF_TOKEN)?"
         ) from None
 

@@ -311,7 +311,7 @@ def test_an_export_is_pushed_where_a_token_is_set_and_refused_before_anything_is
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    with refused("--push me/model", "HF_TOKEN"):
+    with refused("push=me/model", "HF_TOKEN"):
         export(run, tmp_path / "out", push="me/model")
     assert not (tmp_path / "out").exists() and not calls
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
@@ -325,7 +325,7 @@ def test_an_export_is_pushed_where_a_token_is_set_and_refused_before_anything_is
         export(run, tmp_path / "out2", push="other/model")
     assert (tmp_path / "out2" / "config.json").is_file()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with refused("--push", "out of reach"):
+    with refused("push=", "out of reach"):
         export(run, tmp_path / "out3", push="me/model")
-    with refused("--push", "NAME/MODEL"):
+    with refused("push=", "NAME/MODEL"):
         export(run, tmp_path / "out3", push="me/a/b")

@@ -54,7 +54,7 @@ app = typer.Typer(
 
 
 ARGUMENTS = re.compile(
-    r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|suites|device|past|path|out|only|halving)"
+    r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|push|suites|device|past|path|out|only|halving)"
     r'=(True|"[^"]*"|\[[^]]*\]|[^\s,;:)]+)'
 )
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument
