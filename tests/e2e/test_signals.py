@@ -88,7 +88,7 @@ def test_before_the_first_step_the_process_ends_at_once_and_nothing_is_changed(c
     output = signalled(tmp_path, settings(corpus, tmp_path / "run", **more), phase, world, alone)
     assert "stopped by SIGTERM before the first step" in output
     assert files(run) == before and [line["step"] for line in run.lines("train")] == ([1, 2, 3] if resumes else [])
-    assert run.state == ("new" if phase == "start" else "preempted")
+    assert run.state == ("stopped" if resumes else "new" if phase == "start" else "preempted")
     if world == 1:
         assert curve(train(recipe)) == curve(untouched(recipe))
 

@@ -123,7 +123,7 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = repr(windlass.plan("gpt2-124m", {"train.steps": 100}, device="A100-40GB"))
+    shown = repr(windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB"))
     assert (
         "gpt2-124m" in shown
         and "Memory of a rank" in shown
