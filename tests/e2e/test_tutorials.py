@@ -8,9 +8,11 @@ from __future__ import annotations
 import glob
 import io
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import pytest
 
 import hf_fixtures
 from windlass.cli import main
+from windlass.run import Run
 
 PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
 SMALL = "model.layers=1 model.width=32 model.heads=2 model.context=32 train.steps=8 checkpoint.every=4"
@@ -155,3 +158,29 @@ def test_every_command_of_a_tutorial_runs(
     missing = [pattern for pattern in page.makes if not glob.glob(pattern)]
     assert not missing and not unused, (missing, unused, sorted(glob.glob("**", recursive=True))[:80])
     assert [words for words in page.prints if words not in printed] == [], printed[-3000:]
+
+
+def test_the_notebook_runs(tmp_path):
+    """Its cells, in order, in one interpreter, with fewer steps: stopped, resumed, tabulated, measured in a module of its own."""
+    cells = json.loads((PAGES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    shorter = {
+        '"train.steps": 300': '"train.steps": 60',
+        "stop_at=150": "stop_at=30",
+        '"eval.every": 50': '"eval.every": 20',
+    }
+    for old, new in shorter.items():
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    (tmp_path / "cells.py").write_text(f"{code}\nprint(shares.share.tolist(), run)\n", encoding="utf-8")
+    environ = {**os.environ, "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(tmp_path / "runs" / "sorting")
+    assert [e["step"] for e in run.events if e["event"] == "resumed"] == [30]
+    assert run.state == "finished" and [line["step"] for line in run.lines("train")][-1] == 60
+    losses = [line["loss"] for line in run.lines("eval", suite="loss")]
+    assert losses[-1] < 0.8 * losses[0] and "Run(runs/sorting: finished, step 60 of 60" in done.stdout
+    assert (run.report_dir / "index.html").is_file()
