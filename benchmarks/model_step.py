@@ -72,7 +72,7 @@ def steps(shape: str, nanogpt: str | None) -> None:
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config(plain.model, VOCAB, None)))
         return stepper(model, lambda: model(tokens, labels=tokens).loss)
 
-    rows = {"windlass": ours(plain), "windlass, newer parts": ours(plain.with_overrides(*NEWER))}
+    rows = {"windlass": ours(plain), "windlass, newer parts": ours(plain.replace(*NEWER))}
     if nanogpt:
         rows["nanoGPT"] = stepper(*nano(Path(nanogpt), layers, heads, width, context, tokens, labels))
     rows["transformers GPT-2"] = transformers()

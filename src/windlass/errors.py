@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 DONE = 0
@@ -54,6 +56,12 @@ def needs(package: str) -> str:
     return f"needs the package {package}: pip install {name}"
 
 
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
+    """What to write instead of a name that there is not: the nearest of `names`, or where none is near all of them."""
+    near = difflib.get_close_matches(name, names := list(names), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
+
+
 def before_training(name: str) -> str:
     """The message for a stop before the first step of a start: nothing was done that could be lost."""
     return f"stopped by {name} before the first step; nothing to save; start the same command again"
@@ -61,11 +69,8 @@ def before_training(name: str) -> str:
 
 def interrupted_twice(step: int) -> str:
     """The message for a second Ctrl-C at a step, which waits for no save; 0: before the first one."""
-    if not step:
-        return "interrupted twice: ended at once; start the same command again"
-    return (
-        f"interrupted twice: ended at once at step {step:,}, without a save; the same command resumes from the last one"
-    )
+    lost = f" at step {step:,}, without a save; the same command resumes from the last one"
+    return f"interrupted twice: ended at once{lost if step else '; start the same command again'}"
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:

@@ -118,9 +118,7 @@ def check_push(repo: str) -> None:
     if not get_token():
         raise UserError(f"push={repo} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
-        raise UserError(
-            f"push={repo}: the Hub is out of reach (or HF_HUB_OFFLINE is set): export without it, push later"
-        )
+        raise UserError(f"push={repo}: the Hub is out of reach (or HF_HUB_OFFLINE is set): leave it out, push later")
 
 
 def push(folder: Path, repo: str) -> None:

@@ -23,12 +23,25 @@ WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of 
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
 STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT already: nobody else can take it
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to say so and to exit
+WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
 PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h
 
 
 def usable_cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none without a driver. No torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        with contextlib.suppress(Exception):  # no driver, no library
+            import pynvml
+
+            pynvml.nvmlInit()
+            return [str(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    return [name.strip() for name in (visible or "").split(",") if name.strip()]
 
 
 def exit_with_parent(parent: int) -> None:

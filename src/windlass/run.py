@@ -136,10 +136,8 @@ class Run:
             if line["kind"] in ("train", "eval", "log"):
                 suite = line.get("suite", "")
                 prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
-                fields = {
-                    f"{prefix}{k}": _number(v) for k, v in line.items() if k not in PLACE and not isinstance(v, dict)
-                }
-                rows.setdefault(line["step"], {}).update(fields)
+                own = {k: _number(v) for k, v in line.items() if k not in PLACE and not isinstance(v, dict)}
+                rows.setdefault(line["step"], {}).update({f"{prefix}{k}": v for k, v in own.items()})
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
 
     def __repr__(self) -> str:
@@ -148,10 +146,8 @@ class Run:
         steps = next((x["steps"] for x in reversed(lines) if x["kind"] == "event" and "steps" in x), "?")
         text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
         for kind, word in (("train", "loss"), ("eval", "val loss")):
-            losses = [
-                x["loss"] for x in lines if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"
-            ]
-            text += [f"{word} {float(losses[-1]):.4f}"] if losses else []
+            own = [x for x in lines if x["kind"] == kind and "loss" in x and x.get("suite", "loss") == "loss"]
+            text += [f"{word} {float(own[-1]['loss']):.4f}"] if own else []
         return f"Run({self.path}: {', '.join(text)})"
 
     @property

@@ -41,7 +41,7 @@ class Join:
 def recipe(**overrides: Any) -> Recipe:
     """A recipe for tests, quick to give up; dotted keys as `parallel__strategy="ddp"`."""
     quick = {"parallel__timeout_seconds": 30, "parallel__startup_timeout_seconds": 30, "parallel__device": "cpu"}
-    return Recipe().with_overrides(**{key.replace("__", "."): value for key, value in (quick | overrides).items()})
+    return Recipe().replace(**{key.replace("__", "."): value for key, value in (quick | overrides).items()})
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:

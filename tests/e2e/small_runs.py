@@ -62,7 +62,7 @@ def start(world: int, overrides: list[str], kill_after: int = 0) -> int:
 
 def untouched(recipe: Recipe, *overrides: str, **options: Any) -> Run:
     """The same training in one go, in a directory of its own beside the recipe's."""
-    return train(recipe.with_overrides(f"run.dir='{recipe.run_dir.with_name('whole')}'", *overrides), **options)
+    return train(recipe.replace(f"run.dir='{recipe.run_dir.with_name('whole')}'", *overrides), **options)
 
 
 def stopped(recipe: Recipe, step: int) -> Run:

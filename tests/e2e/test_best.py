@@ -88,7 +88,7 @@ def test_it_resumes_from_the_best_and_by_another_measure(by_accuracy, whole, tmp
     for changed, step in (([], highest(accuracies(run))), (["checkpoint.best=loss"], by_loss)):
         copy = tmp_path / f"copy-{step}"
         shutil.copytree(run.path, copy)
-        again = train(recipe.with_overrides(f"run.dir='{copy}'", "checkpoint.resume=best", *changed))
+        again = train(recipe.replace(f"run.dir='{copy}'", "checkpoint.resume=best", *changed))
         assert [e["step"] for e in again.events if e["event"] == "resumed"] == [step]
         assert curve(again) == curve(whole)
 
@@ -125,7 +125,7 @@ def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, w
     assert resolve_start(recipe).finished and "0, continues" in resolve_start(recipe).why_finished
     assert [(row.state, row.step) for row in overview(run.path)] == [("ended early", end)]
     assert measures(view(run))["ended_early"] == ended[0]["reason"]
-    assert curve(train(recipe.with_overrides("train.early_stop=0"))) == curve(whole), "it continues, as if it never had"
+    assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole), "it continues, as if it never had"
 
 
 def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, tmp_path):

@@ -164,7 +164,7 @@ def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
             with refused("forward(tokens, labels)", 'reduction="sum"', "train.startup_checks=false"):
                 train(where, model, page["data"])
             assert not Run(where.run_dir).lines("train")
-            train(where.with_overrides("train.startup_checks=false", "train.steps=1"), model, page["data"], fresh=True)
+            train(where.replace("train.startup_checks=false", "train.steps=1"), model, page["data"], fresh=True)
         else:
             assert train(where, model, page["data"]).state == "finished"
 

@@ -63,7 +63,7 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
         "eval": {"every": "4 epochs", "suites": ["loss", "squad"]}, "checkpoint": {"every": 0},
         "telemetry": {"every": 1}, "run": {"dir": str(lesson / name)},
     }  # fmt: skip
-    return Recipe.model_validate(tree).with_overrides(**{k.replace("__", "."): v for k, v in changes.items()})
+    return Recipe.model_validate(tree).replace(**{k.replace("__", "."): v for k, v in changes.items()})
 
 
 def rank(join: Join, wanted: Recipe, port: int) -> None:

@@ -80,7 +80,7 @@ def test_a_rewind_before_the_first_save_of_a_lineage_goes_back_to_its_start(corp
     recipe, steps = recipe_of(corpus, tmp_path / "run", **more), []
     stopped(recipe, 9)
     spoil_4 = spoil(4, NAN)
-    back = recipe.with_overrides("checkpoint.resume='3'")
+    back = recipe.replace("checkpoint.resume='3'")
     run = train(back, on_step=lambda now: (steps.append(now.step), spoil_4(now)))
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert steps == [4, *range(4, 13)]
@@ -101,7 +101,7 @@ def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
     recipe = recipe_of(corpus, tmp_path / "run", **SPIKES | {"train.on_spike": "stop", "telemetry.every": 7})
     with refused("step 32:", "spike", "train.on_spike", error=RunFailed):
         train(recipe, on_step=spoil(31, JUMP))
-    back = recipe.with_overrides("train.on_spike=rewind", "train.steps=40", f"run.dir='{tmp_path / 'back'}'")
+    back = recipe.replace("train.on_spike=rewind", "train.steps=40", f"run.dir='{tmp_path / 'back'}'")
     assert [step for step, _ in events(train(back, on_step=spoil(31, JUMP)), "rewound", "reason")] == [30]
 
 

@@ -124,7 +124,7 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
     model, tokens = open_model(sources(base, REMOTE), alone("cpu")), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert (model(tokens) - 2 * plain(tokens).logits).abs().max() < 1e-5
-    run = recipe(base, "run", trust_remote_code=True).with_overrides("train.steps=1")
+    run = recipe(base, "run", trust_remote_code=True).replace("train.steps=1")
     train(run)
     out = export(run.run_dir, base.parent / "out")
     assert (out / "odd.py").read_bytes() == (base / "odd.py").read_bytes()
@@ -174,5 +174,5 @@ def test_before_the_first_checkpoint_the_base_is_needed_and_must_be_the_same(bas
     change(base, rms_norm_eps=0.5)
     with refused("configuration"):
         initialise(again, 1)
-    other = settings.with_overrides("model.revision=v2")
+    other = settings.replace("model.revision=v2")
     assert build_model(other, 257, run=settings.run_dir).directory == base  # another revision is another model

@@ -70,11 +70,11 @@ def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
     train(recipe)
     for change, words in (("optim.lr=0.5", "optim.lr: 0.003 -> 0.5"), ("train.steps=4", "extend_to=")):
         with refused(words, "fresh=True"):
-            train(recipe.with_overrides(change))
+            train(recipe.replace(change))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    run = train(recipe.with_overrides("telemetry.every=2"))
+    run = train(recipe.replace("telemetry.every=2"))
     assert run.state == "finished" and run.metrics_path.read_bytes() == before, "a finished run is left alone"
-    train(recipe.with_overrides("optim.lr=0.5"), fresh=True)
+    train(recipe.replace("optim.lr=0.5"), fresh=True)
     assert (tmp_path / "run.old-1" / "metrics.jsonl").is_file()
 
 
@@ -83,9 +83,9 @@ def test_changed_data_is_refused(corpus, tmp_path):
     stopped(recipe, 3)
     (tmp_path / "other.txt").write_text((corpus / "text.txt").read_text()[::-1])
     elsewhere = f"data.dir='{tmp_path / 'data2'}'"
-    prepare(recipe.with_overrides(f"data.source='{tmp_path / 'other.txt'}'", elsewhere))
+    prepare(recipe.replace(f"data.source='{tmp_path / 'other.txt'}'", elsewhere))
     with pytest.raises((UserError, RunFailed)):
-        train(recipe.with_overrides(elsewhere))
+        train(recipe.replace(elsewhere))
 
 
 def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):
@@ -97,12 +97,12 @@ def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):
     for wanted, step in (("best", best), ("3", 3), (f"{run.checkpoints_dir / 'step-00000006'}", 6)):
         copy = tmp_path / f"copy-{step}-{wanted[:4].strip('/')}"
         shutil.copytree(run.path, copy)
-        again = train(recipe.with_overrides(f"run.dir='{copy}'", f"checkpoint.resume='{wanted}'"))
+        again = train(recipe.replace(f"run.dir='{copy}'", f"checkpoint.resume='{wanted}'"))
         assert [e["step"] for e in again.events if e["event"] == "resumed"] == [step], wanted
         assert curve(again) == curve(whole), wanted
     for wanted, words in (("never", ["never"]), ("5", ["no checkpoint of step 5", "3, 6, 8"])):
         with refused(*words):
-            train(recipe.with_overrides(f"checkpoint.resume='{wanted}'"))
+            train(recipe.replace(f"checkpoint.resume='{wanted}'"))
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(corpus, tmp_path):

@@ -71,7 +71,7 @@ def starts(run: Run) -> list[tuple[str, int]]:
 
 def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monkeypatch):
     recipe = recipe_of(corpus, tmp_path / "run", **WSD)
-    longer, longest = (recipe.with_overrides(f"train.steps={steps}") for steps in (16, 20))
+    longer, longest = (recipe.replace(f"train.steps={steps}") for steps in (16, 20))
     train(recipe)
 
     def fail(*_: object) -> None:
@@ -124,7 +124,7 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
 def test_a_run_resumed_from_an_earlier_step_stays_on_its_new_lineage(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
     stopped(recipe, 9)
-    failed(recipe.with_overrides("checkpoint.resume='3'"))
+    failed(recipe.replace("checkpoint.resume='3'"))
     stopped(recipe, 7)
     assert starts(train(recipe)) == [("started", 0), ("resumed", 3), ("resumed", 3), ("resumed", 7)]
 
@@ -138,11 +138,11 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
     assert [line["step"] for line in lines] == [7, 8, 9]
     assert [round(line["lr"] / 3e-3, 4) for line in lines] == [1.0, 0.6667, 0.3333]
     assert lines[0]["loss"] == flat.lines("train")[6]["loss"]
-    other = branch.with_overrides(f"run.dir='{tmp_path / 'other'}'")
+    other = branch.replace(f"run.dir='{tmp_path / 'other'}'")
     for recipe, origin, word in (
         (other, f"{flat.path}@5", "no checkpoint of step 5"),
-        (other.with_overrides("model.width=32"), f"{flat.path}@6", "model.width: 16 -> 32"),
-        (other.with_overrides("train.steps=5"), f"{flat.path}@6", "train.steps"),
+        (other.replace("model.width=32"), f"{flat.path}@6", "model.width: 16 -> 32"),
+        (other.replace("train.steps=5"), f"{flat.path}@6", "train.steps"),
     ):
         with refused(word):
             train(recipe, branch_from=origin)
@@ -154,7 +154,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(co
     recipe = recipe_of(corpus, tmp_path / "branch", **{"train.steps": 9, "checkpoint.every": 0})
     whole = untouched(recipe, branch_from=f"{origin.path}@6")
     for number, again in enumerate((f"{origin.path}@6", "")):
-        branch = recipe.with_overrides(f"run.dir='{tmp_path / str(number)}'")
+        branch = recipe.replace(f"run.dir='{tmp_path / str(number)}'")
         failed(branch, branch_from=f"{origin.path}@6")
         assert curve(train(branch, branch_from=again)) == curve(whole)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
@@ -214,7 +214,7 @@ def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, ho
 def test_a_requeued_slurm_job_resumes_and_another_job_does_as_it_is_told(corpus, tmp_path, monkeypatch):
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
     stopped(recipe, 9)
-    back = recipe.with_overrides("checkpoint.resume='3'")
+    back = recipe.replace("checkpoint.resume='3'")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     for count, expected, stop in (("0", 3, 5), ("1", 5, 7), ("2", 7, 8)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
@@ -300,7 +300,7 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL | values)
     stopped(recipe, 7)
     changed = ("eval.batches=0", "telemetry.every=3", "checkpoint.resume=6")
-    run = train(recipe.with_overrides(*changed, "data.workers=1"))
+    run = train(recipe.replace(*changed, "data.workers=1"))
     events = [(e["step"], e["settings"]) for e in run.events if e["event"] == "settings_changed"]
     assert events == [(6, {"data.workers": [0, 1], "eval.batches": [1, 0], "telemetry.every": [1, 3]})]
     assert (run.recipe.eval.batches, run.recipe.telemetry.every) == (0, 3) and run.recipe.checkpoint.resume == "latest"
@@ -319,14 +319,14 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
 def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **FLAT | KEEP_ALL)
     train(recipe)
-    run = train(recipe.with_overrides("telemetry.every=2", "eval.every=5"), extend_to=16)
+    run = train(recipe.replace("telemetry.every=2", "eval.every=5"), extend_to=16)
     assert (run.recipe.train.steps, run.recipe.telemetry.every, run.recipe.eval.every) == (16, 2, 5)
     changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
     assert list(changed) == ["eval.every", "telemetry.every"]
     seen = view(run)
     assert seen.start["steps"] == seen.step == 16 and [r.what for r in seen.restarts] == ["extended"]
     assert seen.outcome.predicted_seconds is None and "extended" in seen.outcome.reason
-    again = train(run.recipe.with_overrides("telemetry.every=4"), extend_to=20)
+    again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
     assert view(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
 
 

@@ -89,5 +89,5 @@ def test_a_suspicious_first_loss_is_said_and_stays_in_the_run(corpus, tmp_path, 
     )
     said = [e["reason"] for e in train(recipe).events if e["event"] == "warning"]
     assert len(said) == 1 and "model.init_std" in said[0] and said[0] in capsys.readouterr().out
-    off = train(recipe.with_overrides("train.startup_checks=false", f"run.dir='{tmp_path / 'off'}'"))
+    off = train(recipe.replace("train.startup_checks=false", f"run.dir='{tmp_path / 'off'}'"))
     assert not [e for e in off.events if e["event"] == "warning"]

@@ -125,7 +125,7 @@ def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
     )  # fmt: skip
     GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
-    recipe = Recipe().with_overrides(
+    recipe = Recipe().replace(
         "model.kind=hf", f"model.name={tmp_path / 'gpt2'}", "model.context=16", "data.tokenizer=byte",
         f"data.source={tmp_path / 'text.txt'}",
     )  # fmt: skip

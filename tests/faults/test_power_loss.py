@@ -170,7 +170,7 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
         for step in (1, 2):
             assert not save(run.checkpoints_dir, step).error
         disk.adopt(scratch / "home")
-        longer = recipe.with_overrides("train.steps=24")
+        longer = recipe.replace("train.steps=24")
         choice = Choice(run.checkpoints_dir / "step-00000001", 1)
         write_start(StartPlan(longer, run, resuming=True, finished=False, extends_from=12), choice, disk)
     elif scene == "branch":

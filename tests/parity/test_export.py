@@ -48,7 +48,7 @@ def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
         "data": {"source": str(folder / "text.txt"), "dir": str(folder / f"data-{name}"), "tokenizer": "bpe", "tokenizer_vocab": 280},
         "optim": {"lr": 3e-3}, "checkpoint": {"every": 0}, "run": {"dir": str(folder / name)},
     }  # fmt: skip
-    train(Recipe.model_validate(tree).with_overrides(**{k.replace("__", "."): v for k, v in changes.items()}))
+    train(Recipe.model_validate(tree).replace(**{k.replace("__", "."): v for k, v in changes.items()}))
     return folder / name
 
 
@@ -237,7 +237,7 @@ def test_weights_of_another_network_are_refused_with_what_differs(tmp_path: Path
     exported = AutoModelForCausalLM.from_pretrained(again).eval()
     assert (logits(model, tokens()) - logits(exported, tokens())).abs().max() < 1e-5
     with pytest.raises(UserError) as error:
-        load_initial(model, recipe.with_overrides(f"model.init_from='{other}'"))
+        load_initial(model, recipe.replace(f"model.init_from='{other}'"))
     for line in ("num_key_value_heads = 4 (it is 2)", "rms_norm_eps = 0.01", "hidden_act = 'gelu' (it is 'silu')"):
         assert line in str(error.value)
     assert "dropout" not in str(error.value) and "vocab" not in str(error.value)

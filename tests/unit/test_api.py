@@ -45,7 +45,7 @@ def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypa
     biases = {"model__attn_bias": True, "model__ff_bias": True, "model__qk_norm": False}
     recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **architecture, **biases)
     prepared = windlass.prepare(recipe)
-    assert prepared.made and not windlass.prepare(recipe).made
+    assert prepared.is_new and not windlass.prepare(recipe).is_new
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
     measured = windlass.evaluate(run, ["loss"])

@@ -123,16 +123,16 @@ def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpu
     run = train(tiny_recipe(corpus, tmp_path / "run", train__steps=1, **NANOGPT))
     under = corpus / "below"  # a file is no directory, for root neither
     with refused(str(under), "another run.dir"):
-        train(run.recipe.with_overrides(f"run.dir={under}"))
+        train(run.recipe.replace(f"run.dir={under}"))
     with refused(str(under), "another data.dir"):
-        prepare(tiny_recipe(corpus, tmp_path / "x").with_overrides(f"data.dir={under}"))
+        prepare(tiny_recipe(corpus, tmp_path / "x").replace(f"data.dir={under}"))
     with refused(str(under), "another path"):
         Study.create(run.recipe, ["optim.lr=1,2"], under)
     with refused(str(under), "another directory"):
         export(run.path, under)
-    with refused(str(under), "another place with --out"):
+    with refused(str(under), "another place as out=DIR"):
         evaluate(run.path, ["loss"], out=under)
-    with refused(str(under), "another place with --out"):
+    with refused(str(under), "another place as out=DIR"):
         report(run.path, out=str(under))
     with refused(str(under), "another name"):
         write_first_recipe(under / "mine.toml")

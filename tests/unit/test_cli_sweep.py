@@ -64,7 +64,7 @@ def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):
     layers = base.model.layers
     optimal = Study.create(base, [f"model.layers={layers},{2 * layers}"], tmp_path / "optimal")
     steps = [result.steps for result in optimal.results()]
-    assert steps == [4576, resolve_steps(base.with_overrides(f"model.layers={2 * layers}"))]
+    assert steps == [4576, resolve_steps(base.replace(f"model.layers={2 * layers}"))]
     assert steps[1] > steps[0]
     unknown = Recipe.load("c4-30m", ["model.vocab=0", "data.tokenizer=char"])
     assert Study.create(unknown, ["run.seed=1,2"], tmp_path / "unknown").results()[0].steps is None

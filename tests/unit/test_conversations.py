@@ -80,7 +80,7 @@ def test_several_files_and_shapes_are_one_data_set_and_the_log_names_them(
         (tmp_path / f"{shape}.jsonl").write_text((json.dumps(SAME[shape]) + "\n") * 4)
     one = [str(tmp_path / f"{shape}.jsonl") for shape in ("alpaca", "sharegpt", "messages")]
     recipe = recipe_for(one[0], tmp_path / "data", format="chat", context=100)
-    data = open_data(recipe.with_overrides(**{"data.source": one}))
+    data = open_data(recipe.replace(**{"data.source": one}))
     assert len(data.train) + len(data.val or ()) == 12
     err = capsys.readouterr().err
     assert "4 conversations (Alpaca)" in err and "4 conversations (ShareGPT)" in err

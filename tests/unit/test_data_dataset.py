@@ -144,7 +144,7 @@ def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
 def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(30)), tmp_path / "data", tokenizer="char")
     with refused("model.vocab = 5", "write that"):
-        open_data(recipe.with_overrides("model.vocab=5"))
+        open_data(recipe.replace("model.vocab=5"))
     source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
     with refused("16 tokens", "33"):
         open_data(recipe_for(source, tmp_path / "short", context=32))

@@ -52,7 +52,7 @@ def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
     open_data(recipe)
     err = capsys.readouterr().err
     assert "data.val_fraction = 0.1" in err and "% of the tokens are held out" in err and "data.eval_source" in err
-    open_data(recipe.with_overrides("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
+    open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
     assert "data.max_tokens = 500" not in capsys.readouterr().err
     whole = recipe_for(books(tmp_path / "books", 3000, 3000), tmp_path / "long", max_tokens=1000)
     assert len(open_data(whole).train) > 100 and "data.max_tokens = 1,000" in capsys.readouterr().err

@@ -41,8 +41,8 @@ def test_steps_for_every_way_they_are_written():
     assert resolve_steps(C4, tokens_per_sample=128) == 9153  # 599,910,400 / (512 x 128) = 9,153.9
     assert resolve_steps(C4, tokens_per_sample=255.5) == 4585
     assert (resolve_steps(C4, parameters=1_000_000), resolve_steps(C4, parameters=1)) == (152, 1)
-    assert resolve_steps(C4.with_overrides("train.steps=77")) == 77
-    epochs = C4.with_overrides("train.steps=2.5 epochs")
+    assert resolve_steps(C4.replace("train.steps=77")) == 77
+    epochs = C4.replace("train.steps=2.5 epochs")
     assert resolve_steps(epochs, samples_per_epoch=1000) == 5  # 2,500 samples at 512 a step
     assert resolve_steps(epochs, samples_per_epoch=1) == 1
     for overrides, remedy in [
@@ -50,7 +50,7 @@ def test_steps_for_every_way_they_are_written():
         (["model.kind=hf", "model.name=x", "data.tokenizer=hf:x"], "train.steps"),
     ]:  # fmt: skip
         with pytest.raises(UserError) as error:
-            resolve_steps(C4.with_overrides(*overrides))
+            resolve_steps(C4.replace(*overrides))
         assert remedy in str(error.value)
 
 
@@ -141,18 +141,18 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
 def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
     recipe = Recipe.load("quickstart", ["train.steps=300", "train.global_batch=8", "eval.every=30"])
     horizon = Horizon(300, 4000, 8)
-    bounded = evaluations(recipe.with_overrides("eval.batches=16"), horizon, 1000)
+    bounded = evaluations(recipe.replace("eval.batches=16"), horizon, 1000)
     assert (bounded.number, bounded.batches, bounded.last) == (11, 16, 125)
     work = (10 * 16 + 125) / 3
     assert bounded.share == pytest.approx(work / (work + 300)) and bounded.warning == ""
-    whole = evaluations(recipe.with_overrides("eval.batches=0"), horizon, 1000)
+    whole = evaluations(recipe.replace("eval.batches=0"), horizon, 1000)
     assert (whole.batches, whole.last) == (125, 125) and whole.share == pytest.approx(
         11 * 125 / 3 / (11 * 125 / 3 + 300)
     )
     assert "eval.batches" in whole.warning
-    few = evaluations(recipe.with_overrides("eval.batches=1", "eval.every=0.5"), horizon, 8)
+    few = evaluations(recipe.replace("eval.batches=1", "eval.every=0.5"), horizon, 8)
     assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
-    assert evaluations(recipe.with_overrides("eval.every=0"), horizon, 1000) is None
+    assert evaluations(recipe.replace("eval.every=0"), horizon, 1000) is None
     assert Recipe().eval.batches == 100 and evaluations(recipe, horizon, 0) is None
 
 

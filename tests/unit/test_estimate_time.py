@@ -24,7 +24,7 @@ def test_occurrences_are_where_they_are_due(every, sizes):
 
 
 def recipe(**overrides):
-    return Recipe().with_overrides(**{"train.steps": 100, "train.global_batch": 4, **overrides})
+    return Recipe().replace(**{"train.steps": 100, "train.global_batch": 4, **overrides})
 
 
 def test_milestones_by_hand():
@@ -97,7 +97,7 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     subject = Subject(r, 1, find_device("A100-80GB"), "fp32")
     assert past_speed(subject, [cpu, gpu]).tokens_per_s == pytest.approx(204_800)
     assert past_speed(subject, [cpu]) is past_speed(subject, [Run(tmp_path / "none")]) is None
-    assert past_speed(replace(subject, recipe=r.with_overrides("model.layers=8")), [gpu]) is None
+    assert past_speed(replace(subject, recipe=r.replace("model.layers=8")), [gpu]) is None
     assert plan(cpu).speed.basis == "measured" and plan(cpu, device="A100-80GB").speed.basis == "assumed"
     assert plan("quickstart", past=[gpu, cpu]).device.name == "NVIDIA A100-SXM4-80GB"  # the first run's
     with pytest.raises(UserError) as error:

@@ -23,7 +23,7 @@ from windlass.reports.view import view
 
 def test_frozen_weights_stay_and_have_no_state_and_every_report_says_how_many_are_trained(tmp_path: Path) -> None:
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt"), tmp_path / "run", train__steps=3)
-    recipe = recipe.with_overrides('model.freeze=["embedding.*", "blocks.0.attn.qkv.*"]')
+    recipe = recipe.replace('model.freeze=["embedding.*", "blocks.0.attn.qkv.*"]')
     run = train(recipe)
     total = count(recipe.model, 257).total
     trained = total - 257 * 32 - 3 * 32 * 32
@@ -47,7 +47,7 @@ def test_a_pattern_that_matches_nothing_or_everything_is_one_message_and_leaves_
     recipe = tiny_recipe(write_corpus(tmp_path / "text.txt"), tmp_path / "run")
     for freeze, words in ((["embeding.*"], ("embeding.*", "embedding.weight")), (["*"], ("no parameter to train",))):
         with refused("model.freeze", *words):
-            train(recipe.with_overrides(**{"model.freeze": freeze}))
+            train(recipe.replace(**{"model.freeze": freeze}))
     assert not (tmp_path / "run").exists()
 
 

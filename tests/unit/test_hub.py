@@ -111,7 +111,7 @@ def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked
     assert (tokenizer.vocab, tokenizer.eot) == (2, 0) and any(COMMIT in path for path in asked)
     assert not any("/revision/main" in path or "/resolve/main/" in path for path in asked)
     with pytest.raises(UserError, match=r"data\.tokenizer: some/open@v9 has no such revision"):
-        named_tokenizer(recipe.with_overrides("model.revision=v9").tokenizer)
+        named_tokenizer(recipe.replace("model.revision=v9").tokenizer)
 
 
 def test_what_the_hub_refuses_comes_with_what_to_do(asked: list[str]) -> None:

@@ -37,14 +37,14 @@ def test_it_is_the_models_own(tmp_path: Path) -> None:
 
 def test_it_follows_the_model_until_it_is_set() -> None:
     recipe = Recipe.load("quickstart")
-    own = recipe.with_overrides("model.kind=hf", "model.name=a", "model.revision=r")
+    own = recipe.replace("model.kind=hf", "model.name=a", "model.revision=r")
     assert (own.data.tokenizer, own.tokenizer) == ("hf:a", "hf:a@r")
-    assert own.with_overrides("model.name=b").data.tokenizer == "hf:b"
-    assert own.with_overrides("data.tokenizer=gpt2", "model.name=b").data.tokenizer == "gpt2"
-    assert own.with_overrides("data.tokenizer=gpt2").with_overrides("data.tokenizer=auto").data.tokenizer == "hf:a"
+    assert own.replace("model.name=b").data.tokenizer == "hf:b"
+    assert own.replace("data.tokenizer=gpt2", "model.name=b").data.tokenizer == "gpt2"
+    assert own.replace("data.tokenizer=gpt2").replace("data.tokenizer=auto").data.tokenizer == "hf:a"
     # all that reads it has the one that is used
     assert recipe.data.vocab_ == 257 and recipe.flat()["data.tokenizer"] == "byte"
-    assert own.config_hash == own.with_overrides("data.tokenizer=hf:a").config_hash
+    assert own.config_hash == own.replace("data.tokenizer=hf:a").config_hash
     assert Recipe.load("bloom-560m-squad").data.tokenizer == "hf:bigscience/bloom-560m"
 
 
@@ -82,19 +82,17 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"model": {"kind": "hf", "name": str(tmp_path)}, "data": data})
     with refused("data.tokenizer", "name one"):
         prepare(recipe)
-    assert prepare(recipe.with_overrides("data.tokenizer=byte")).tokenizer.vocab == 257
+    assert prepare(recipe.replace("data.tokenizer=byte")).tokenizer.vocab == 257
 
 
 def test_characters_learned_by_another_run_stay_characters(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text.txt", words=2000)
     first = tiny_recipe(corpus, tmp_path / "one", data__tokenizer="char", model__vocab=0, train__steps=1)
     train(first)
-    second = first.with_overrides(
-        "data.tokenizer=auto", f"model.init_from={tmp_path / 'one'}", f"run.dir={tmp_path / 'two'}"
-    )
-    second = second.with_overrides(f"data.dir={tmp_path / 'again'}")
+    second = first.replace("data.tokenizer=auto", f"model.init_from={tmp_path / 'one'}", f"run.dir={tmp_path / 'two'}")
+    second = second.replace(f"data.dir={tmp_path / 'again'}")
     assert open_data(second).tokenizer.kind == "char"
     assert open_data(second).tokenizer.fingerprint == open_data(first).tokenizer.fingerprint
     (tmp_path / "other.txt").write_text("\N{SNOWMAN} and so on " * 99)
     with refused("\N{SNOWMAN}"):
-        prepare(second.with_overrides(f"data.source={tmp_path / 'other.txt'}", f"data.dir={tmp_path / 'no'}"))
+        prepare(second.replace(f"data.source={tmp_path / 'other.txt'}", f"data.dir={tmp_path / 'no'}"))

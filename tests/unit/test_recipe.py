@@ -213,8 +213,8 @@ def test_the_config_hash_is_of_the_semantic_settings():
     same = ["run.dir=x", "run.notes=y", "checkpoint.every=3", "telemetry.every=1", "parallel.strategy=full_shard",
             "train.micro_batch=2", "data.workers=3"]  # fmt: skip
     other = ["optim.lr=1", "run.seed=2", "train.steps=9", "model.dropout=0.5", "data.order=sequential"]
-    assert {base.with_overrides(o).config_hash for o in same} == {base.config_hash}
-    assert len({base.config_hash, *(base.with_overrides(o).config_hash for o in other)}) == 1 + len(other)
+    assert {base.replace(o).config_hash for o in same} == {base.config_hash}
+    assert len({base.config_hash, *(base.replace(o).config_hash for o in other)}) == 1 + len(other)
     assert base.name == f"quickstart-{base.config_hash[:8]}"
     assert str(base.run_dir) == f"runs/{base.name}"
 

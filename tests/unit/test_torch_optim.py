@@ -38,7 +38,7 @@ def test_a_stopped_run_continues_bit_for_bit(name: str, corpus: Path, tmp_path: 
 def test_adamw_by_its_name_is_adamw_with_the_same_groups(corpus: Path, tmp_path: Path) -> None:
     own = tiny_recipe(corpus, tmp_path / "own", train__steps=4)
     options = {"betas": list(own.optim.betas), "eps": own.optim.eps, "fused": True}
-    named = own.with_overrides(
+    named = own.replace(
         **{"optim.kind": "torch.optim.AdamW", "optim.options": options, "run.dir": str(tmp_path / "named")}
     )
     assert curve(train(own)) == curve(train(named))
@@ -61,7 +61,7 @@ def test_adamw_by_its_name_is_adamw_with_the_same_groups(corpus: Path, tmp_path:
     ],
 )
 def test_what_torch_does_not_have_or_take_is_one_message(overrides: list[str], words: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:  # fmt: skip
-    recipe = tiny_recipe(corpus, tmp_path / "run").with_overrides(*overrides)
+    recipe = tiny_recipe(corpus, tmp_path / "run").replace(*overrides)
     with refused(*words):
         train(recipe)
     assert "Muon" in overrides[0] or not (tmp_path / "run").exists()

@@ -27,32 +27,21 @@ VERBS = {
 """The module of each verb, in the order of the help: as a user needs them."""
 
 RECIPE_HELP = "A preset's name, a .toml file or a run directory."
-OVERRIDES_HELP = "Settings to change, as optim.lr=3e-4."
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, show_default=False, autocompletion=complete.recipes)
-]
-Overrides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help=OVERRIDES_HELP,
-        default_factory=list,
-        show_default=False,
-        autocompletion=complete.overrides,
-    ),
-]
+RecipeName = Annotated[str, typer.Argument(
+    metavar="RECIPE", help=RECIPE_HELP, show_default=False, autocompletion=complete.recipes,
+)]  # fmt: skip
+Overrides = Annotated[list[str], typer.Argument(
+    metavar="[KEY=VALUE]...", help="Settings to change, as optim.lr=3e-4.", default_factory=list, show_default=False,
+    autocompletion=complete.overrides,
+)]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
     help="Train and fine-tune language models on whatever hardware there is, from one file, and prove what was done.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
+)  # fmt: skip
 ARGUMENTS = re.compile(
     r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|push|suites|device|past|path|out|only|halving)"
     r'=(True|"[^"]*"|\[[^]]*\]|[^\s,;:)]+)'

@@ -9,13 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from windlass.cli import Json
-from windlass.errors import DONE, NOT_MEASURED, UserError
+from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW, RunFailed, UserError
+from windlass.processes import WINDLASS
 
 if TYPE_CHECKING:
     from windlass.preflight.check import Check
@@ -35,11 +37,9 @@ def launch(
     from windlass import processes
     from windlass.launch import allocation as here
 
-    if parent := os.environ.pop(
-        processes.PARENT, ""
-    ):  # a sweep's cell ends with the sweep; its ranks have other parents
+    if parent := os.environ.pop(processes.PARENT, ""):  # a cell ends with its sweep; its ranks have other parents
         processes.exit_with_parent(int(parent))
-    allocation = here.read_allocation(os.environ, here.count_gpus()).with_ranks(ranks, per_host)
+    allocation = here.read_allocation(os.environ, len(processes.visible_gpus())).with_ranks(ranks, per_host)
     flavor = here.mpi_flavor() if allocation.scheduler == "pbs" else ""
     words = here.launch_command(allocation, command, flavor)
     if allocation.scheduler == "none":
@@ -74,9 +74,8 @@ def env(
     from windlass.launch import allocation as here
 
     if save:
-        typer.echo(
-            f'saved to {here.save_job(os.environ, here.jobs_dir())}; in another shell: eval "$(windlass env)"', err=True
-        )
+        path = here.save_job(os.environ, here.jobs_dir())
+        typer.echo(f'saved to {path}; in another shell: eval "$(windlass env)"', err=True)
         return DONE
     for name, value in here.load_job(here.jobs_dir(), socket.gethostname()).items():
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -117,22 +116,18 @@ def submit(
     if cancel:
         typer.echo(f"job {jobs.cancel(directory)} was told to save and end")
         return DONE
-    asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
-    chosen = jobs.read_site(site)
+    asked, chosen = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw), jobs.read_site(site)
+    how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
     if (directory / "study.json").is_file():
         from windlass.study.submit import submit_study
 
         if overrides:
             raise UserError(f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out")
-        script, job, where = (
-            *submit_study(directory, scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run),
-            directory,
-        )
+        where = directory
+        script, job = submit_study(directory, **how, notify=partial(typer.echo, err=True))
     else:
         loaded = Recipe.load(recipe, overrides or [])
-        script, job = jobs.submit_run(
-            loaded, recipe, overrides or [], scheduler=scheduler, site=chosen, asked=asked, dry_run=dry_run
-        )
+        script, job = jobs.submit_run(loaded, recipe, overrides or [], **how)
         where = Path(chosen.scratch or Path.cwd()) / loaded.run_dir
     if dry_run:
         sys.stdout.write(script)
@@ -171,17 +166,15 @@ def check(
     if env.launcher == "none" and world > 1:
         from windlass.launch.local import launch as launch_local
 
-        return launch_local([sys.executable, "-m", "windlass", *sys.argv[1:]], world)
-    from windlass.errors import RunFailed
+        return launch_local([*WINDLASS, *sys.argv[1:]], world)
     from windlass.preflight.check import check as run_check
     from windlass.preflight.check import size_of
 
     if max_size and not size_of(max_size):
         raise UserError(f"--max-size {max_size}: write a number of bytes, as 64M or 4G")
+    show = _progress if env.rank == 0 and not json_ and sys.stderr.isatty() else lambda text: None
     try:
-        done = run_check(
-            loaded, max_bytes=size_of(max_size), show=_progress if env.rank == 0 and not json_ else lambda text: None
-        )
+        done = run_check(loaded, max_bytes=size_of(max_size), show=show)
     except RunFailed as error:
         if not min_busbw:
             raise
@@ -193,49 +186,35 @@ def check(
 
 
 def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
-    """Findings, rates and the verdict."""
+    """Findings, rates and the outcome."""
     from windlass.telemetry.terminal import print_table
 
+    code = done.exit_code(min_busbw)
     if json_:
-        verdict = {"busbw": done.busbw, "min_busbw": min_busbw or None, "exit_code": done.exit_code(min_busbw)}
+        outcome = {"busbw": done.busbw, "min_busbw": min_busbw or None, "exit_code": code}
         fields = {"findings": [vars(finding) for finding in done.findings], "ranks": done.ranks, "rates": done.rates}
-        typer.echo(json.dumps(verdict | fields, indent=1))
+        typer.echo(json.dumps(outcome | fields, indent=1))
         return
     rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
     print_table(["", "what", "found", "advice"], rows, text=["what", "found", "advice"])
-    products = [
-        (str(r["rank"]), r["host"], r["device"], *(f"{v:.3g}" for v in r["tflops"].values())) for r in done.ranks
-    ]
-    names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
     typer.echo("\nMatrix products")
-    print_table(["rank", "host", "device", *names], products)
+    places = ("rank", "host", "device")
+    names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
+    products = [(*(str(r[x]) for x in places), *(f"{v:.3g}" for v in r["tflops"].values())) for r in done.ranks]
+    print_table([*places, *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by nccl-tests' formulas, medians; the slowest rank's")
-        rates = [
-            (
-                r["group"],
-                r["collective"],
-                f"{r['size']:,}",
-                f"{1e6 * r['seconds']:,.0f}",
-                f"{r['algbw']:.3g}",
-                f"{r['busbw']:.3g}",
-            )
-            for r in done.rates
-        ]
+        formats = {"group": "", "collective": "", "size": ",", "us": ",.0f", "algbw": ".3g", "busbw": ".3g"}
+        timed = [r | {"us": 1e6 * r["seconds"]} for r in done.rates]
+        rates = [[format(row[key], form) for key, form in formats.items()] for row in timed]
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
     measured = "not measured: one rank" if done.busbw is None else f"{done.busbw:.3g} GB/s"
     asked = f"; asked for: {min_busbw:g}" if min_busbw else ""
     problems = sum(finding.status == "problem" for finding in done.findings)
     typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{asked}")
-    code = done.exit_code(min_busbw)
-    typer.echo(
-        f"{problems} problem{'s' * (problems != 1)}"
-        if code == 1
-        else {0: "fine", 44: "NOT MEASURED", 46: "TOO SLOW"}[code]
-    )
+    words = {FAILED: f"{problems} problem{'s' * (problems != 1)}", NOT_MEASURED: "NOT MEASURED", TOO_SLOW: "TOO SLOW"}
+    typer.echo(words.get(code, "fine"))
 
 
 def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text} ")
-        sys.stderr.flush()
+    print(f"\r\x1b[K{text} ", end="", file=sys.stderr, flush=True)

@@ -20,13 +20,9 @@ def recipes(incomplete: str) -> list[str]:
 def runs(incomplete: str) -> list[str]:
     """Run and study directories under `runs/`, `studies/` and what was typed."""
     patterns = ("runs/*", "studies/*", f"{incomplete}*", f"{incomplete}*/*")
-    marks = (
-        path
-        for pattern in patterns
-        for mark in ("recipe.toml", "study.json")
-        for path in Path().glob(f"{pattern}/{mark}")
-    )
-    return list(dict.fromkeys(str(path.parent) for path in marks if str(path.parent) != "."))
+    marks = [f"{pattern}/{name}" for pattern in patterns for name in ("recipe.toml", "study.json")]
+    directories = (str(path.parent) for mark in marks for path in Path().glob(mark))
+    return [path for path in dict.fromkeys(directories) if path != "."]
 
 
 def keys(incomplete: str) -> list[tuple[str, str]]:
@@ -51,15 +47,15 @@ def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     split = not equals and bool(before) and before[-1] in fields
     if split:
         key, equals = before[-1], "="
-    found = [key] if equals else [k for k in fields if k.startswith(incomplete)]
-    offers = [] if equals else [(f"{k}=", _hint(fields[k])) for k in found]
-    if len(found) == 1 and found[0] in fields:  # with two offers bash sets no space behind the `=`
+    matching = [key] if equals else [k for k in fields if k.startswith(incomplete)]
+    offers = [] if equals else [(f"{k}=", _hint(fields[k])) for k in matching]
+    if len(matching) == 1 and (key := matching[0]) in fields:  # with two offers bash sets no space behind the `=`
         try:
             flat = Recipe.load(context.params.get("recipe") or "quickstart").flat()
         except UserError:
             flat = {}
-        values = choices(fields[found[0]]) or [typed(flat.get(found[0], fields[found[0]].default))]
-        offers += [(value if split else f"{found[0]}={value}", "") for value in values]
+        values = choices(fields[key]) or [typed(flat.get(key, fields[key].default))]
+        offers += [(value if split else f"{key}={value}", "") for value in values]
     return offers
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides, complete
+from windlass.processes import WINDLASS
 
 UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
 MODEL_HELP = "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers, or hf:NAME."
@@ -39,7 +40,7 @@ def evaluate(
     if env.launcher == "none" and world not in ("", "1"):
         from windlass.launch.local import launch, parse_worlds
 
-        return launch([sys.executable, "-m", "windlass", *sys.argv[1:]], parse_worlds(world)[:1])
+        return launch([*WINDLASS, *sys.argv[1:]], parse_worlds(world)[:1])
     from windlass import evaluate as evaluate_model
     from windlass.data.documents import Progress
     from windlass.evaluation.source import find_source
@@ -54,10 +55,10 @@ def evaluate(
     def show(name: str, numbers: dict[str, Any]) -> None:
         bar.close()
         if not json_:
-            rows = [
-                (k, f"{v:,.4f}" if isinstance(v, float) else v if isinstance(v, str) else f"{v:,}", UNITS.get(k, ""))
-                for k, v in numbers.items()
-            ]
+            formats = {
+                k: "" if isinstance(v, str) else ",.4f" if isinstance(v, float) else "," for k, v in numbers.items()
+            }
+            rows = [(k, format(v, formats[k]), UNITS.get(k, "")) for k, v in numbers.items()]
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides)

@@ -61,9 +61,8 @@ def recipe(
     elif recipe:
         loaded = Recipe.load(recipe, overrides)
         network = f"# network: {network_of(loaded)}\n" if loaded.model.kind == "hf" else ""
-        typer.echo(
-            f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}\n{loaded.toml()}"
-        )
+        typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}")
+        typer.echo(loaded.toml())
     else:
         raise UserError("name a recipe, as `windlass recipe quickstart`, or use --list, --schema or --explain KEY")
 
@@ -93,7 +92,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
         "directory": str(prepared.directory),
         **lines(describe(as_data(loaded, prepared)), loaded.model.context),
         "fingerprint": prepared.index.fingerprint,
-        "prepared": f"in {prepared.seconds:.1f} s" if prepared.made else "already",
+        "prepared": f"in {prepared.seconds:.1f} s" if prepared.is_new else "already",
     }
     rich_console(sys.stdout).print(pairs(shown.items()))
 

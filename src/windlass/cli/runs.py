@@ -12,13 +12,8 @@ from windlass.cli import Json, complete
 from windlass.errors import FAILED, UserError, installed, needs
 
 STYLES = {
-    "running": "green",
-    "failed": "red",
-    "preempted": "yellow",
-    "stopped": "yellow",
-    "interrupted": "yellow",
-    "damaged": "red",
-}
+    "running": "green", "failed": "red", "damaged": "red", "preempted": "yellow", "stopped": "yellow", "interrupted": "yellow",
+}  # fmt: skip
 KEPT = {
     "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
 }  # fmt: skip

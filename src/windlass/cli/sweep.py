@@ -33,19 +33,12 @@ Axes, which are crossed:
     parallel.strategy=ddp,full_shard     any setting of a recipe, also those that change no result
     parallel.world=1,2,4                 the ranks of a cell: no setting, but an axis; overrides --world
 """
-
-
 NAMES = {"loss": "validation loss", "loss.bits_per_byte": "bits per byte"}
-
-
 RECIPE_HELP = "The recipe that all cells share, or a study."
-RecipeOrStudy = Annotated[
-    str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.recipes)
-]
 
 
 def sweep(
-    recipe: RecipeOrStudy,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.recipes)],
     axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
     dir_: Path | None = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
@@ -89,9 +82,8 @@ def sweep(
     one, shown = only if only >= 0 else None, dict[str, tuple[str, float]]()
     console = rich_console(sys.stderr if json_ else sys.stdout)  # with --json stdout is for JSON alone
     with Live(console=console, auto_refresh=False) as live:
-        study = studies.sweep(
-            base, axes, **settings, workers=workers, only=one, show=partial(_show, live, shown), notify=console.out
-        )
+        show = partial(_show, live, shown)
+        study = studies.sweep(base, axes, **settings, workers=workers, only=one, show=show, notify=console.out)
     results = study.results()
     if json_:
         typer.echo(json.dumps([result.row() for result in results], indent=1))

@@ -39,7 +39,7 @@ def train(
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
     from windlass.parallel.env import detect_env
-    from windlass.processes import PARENT, exit_with_parent
+    from windlass.processes import PARENT, WINDLASS, exit_with_parent
     from windlass.recipe import Recipe
     from windlass.run import Run
     from windlass.training.start import resolve_start
@@ -64,7 +64,7 @@ def train(
                 loaded.batch(number)
             with StopSignals():  # once, before the ranks, which find recipe and data in order
                 prepare(loaded)
-            code = launch([sys.executable, "-m", "windlass", *sys.argv[1:]], worlds, max_restarts)
+            code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
             if code == DONE:
                 return show_end(Run(plan.run.path))  # its recipe is read anew: an extension has changed it
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while this process ends changes no exit code

@@ -81,9 +81,7 @@ class Template:
             tail, answer = whole[len(head) : limit], _guarded(messages[place]["content"] or "", tokenizer).strip()
             content_end = tail.find(answer) + len(answer) if answer in tail else 0  # a template may change it
             ends = [m.end() for m in tokenizer.special_pattern.finditer(tail) if m.start() >= content_end]
-            if messages[place].get(
-                "tool_calls"
-            ):  # special tokens of its own may be in it: it ends with the turn's last
+            if messages[place].get("tool_calls"):  # may have special tokens inside: it ends with the turn's last one
                 turn = self.render(messages[: place + 1], tokenizer, ask=False, tools=tools)
                 ends = [end for end in ends if end <= len(turn) - len(head)][-1:]
             if not whole.startswith(head) or not (ends or limit == limits[-1]):
@@ -121,9 +119,7 @@ class Template:
         from jinja2 import TemplateError
 
         if not self.source and (tools or any(message.get("tool_calls") for message in messages)):
-            raise UserError(
-                "tools are written by a tokenizer's own chat template: set data.tokenizer to one that has one"
-            )
+            raise UserError("tools are written by a tokenizer's chat template: set data.tokenizer to one that has one")
         guarded = _guarded(list(messages), tokenizer)
         end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` gives None for what a caller leaves out, and templates ask for that.

@@ -142,18 +142,17 @@ def read(
     for source in sources:
         if source.startswith("hf:"):
             table = load_dataset(source[3:], split)
-            parts: list[tuple[str, Iterator[tuple[str, Any]]]] = [
-                (source, ((f"{source}, row {number}", row) for number, row in enumerate(table)))
-            ]
+            rows = ((f"{source}, row {number}", row) for number, row in enumerate(table))
+            parts: list[tuple[str, Iterator[tuple[str, Any]]]] = [(source, rows)]
         else:
             parts = [(str(path), read_json_items(path)) for path in find_files(source, setting, JSON_LINES)]
         shapes: Counter[str] = Counter()
         for name, items in parts:
-            shape, found = _read_part(items)
+            shape, part = _read_part(items)
             if shape is None:
                 raise UserError(f"{setting}: there is no conversation in {name}")
-            shapes[shape.name] += len(found)
-            conversations += found
+            shapes[shape.name] += len(part)
+            conversations += part
         files = f" in {listing([Path(name) for name, _ in parts])}" if len(parts) > 1 else ""
         notify(f"{source}: {', '.join(f'{count:,} conversations ({name})' for name, count in shapes.items())}{files}")
     return conversations
@@ -162,7 +161,7 @@ def read(
 def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Conversation]]:
     """The items of a file or table, and their shape: that of the first one; None where there are none."""
     shape: Shape | None = None
-    found = []
+    conversations = []
     for where, item in items:
         shape = shape or shape_of(item, where)
         try:
@@ -174,8 +173,8 @@ def _read_part(items: Iterator[tuple[str, Any]]) -> tuple[Shape | None, list[Con
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(f"{where}: {problem}; the file is of the shape {shape.name}: {shape.example}") from None
-        found.append(Conversation(messages, where, tools or None, text))
-    return shape, found
+        conversations.append(Conversation(messages, where, tools or None, text))
+    return shape, conversations
 
 
 def shape_of(item: Any, where: str) -> Shape:

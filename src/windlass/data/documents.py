@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import os
 import re
 import sys
 import time
@@ -28,6 +27,7 @@ from windlass.data.sources import Corpus, find_files, open_corpora
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
+from windlass.processes import usable_cores
 from windlass.recipe import DataSettings, Recipe
 
 PROGRESS = "progress.json"  # what an interrupted preparation has committed, of each stream, and of what work
@@ -181,9 +181,7 @@ def _write(
     # A single text has no document's end to stop at: it is cut.
     eot, cut, tokens_read = (None, int(enough), 0) if corpus.single_text else (tokenizer.eot, 0, 0)
     first, stage = before["resume"][0], "validation data" if stem == EVAL else "training data"
-    batches = encode_documents(
-        corpus.documents(first), first, tokenizer, eot, data.workers or len(os.sched_getaffinity(0))
-    )
+    batches = encode_documents(corpus.documents(first), first, tokenizer, eot, data.workers or usable_cores())
     with contextlib.closing(batches):
         for batch in batches:
             for number, tokens, last in batch:
@@ -260,11 +258,9 @@ def _splits(
                 f"{(end - cut) / end:.1%} of the tokens are held out, data.val_fraction = {data.val_fraction} was asked for: "
                 "documents differ in length and are not cut; data.eval_source names a validation set of your own"
             )
-    if data.max_tokens and train[1] - train[0] > 1.5 * data.max_tokens:
-        progress.note(
-            f"{train[1] - train[0]:,} training tokens, data.max_tokens = {data.max_tokens:,} were asked for: it stops at a "
-            "document's end, and they are long"
-        )
+    if data.max_tokens and (tokens := train[1] - train[0]) > 1.5 * data.max_tokens:
+        asked = f"data.max_tokens = {data.max_tokens:,} were asked for"
+        progress.note(f"{tokens:,} training tokens, {asked}: it stops at a document's end, and they are long")
     splits = {"train": Split(stream=MAIN, start=train[0], stop=train[1], documents=documents - held_out)}
     if EVAL in streams:
         splits["val"] = Split(stream=EVAL, start=0, stop=val[1], documents=sum(s.documents for s in streams[EVAL]))

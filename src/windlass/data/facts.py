@@ -23,7 +23,7 @@ def describe(data: Data) -> Facts:
       `cut_tokens` (what they lost), `left_out` (items with nothing left to learn), where an item is a row.
     """
     facts: Facts = {"vocab": data.vocab}
-    if (index := data.index) is not None:
+    if index := data.index:
         files = {file["file"] for source in index.source.values() for file in source.get("files", ())}
         facts |= {
             "source": index.settings["source"], "files": len(files),
@@ -60,24 +60,19 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
     for name, title in (("train", "training"), ("val", "validation")):
         if split := facts.get(name):
             items = split.get("items") if "source" in facts else split["samples"]
-            parts = [f"{count(items, unit)}"] if items else []
+            parts = [count(items, unit)] if items else []
             tokens, labels = split.get("tokens"), split.get("label_tokens")
             parts += [f"{tokens:,} tokens"] if tokens else []
             if tokens and labels and facts.get("items") in ("questions", "conversations"):
                 parts[-1] += f", {labels:,} of them ({labels / tokens:.0%}) count in the loss"
             shown[title] = ", ".join(parts)
     shown.setdefault("validation", "none")
-    shown["tokenizer"] = (
-        f"{facts['tokenizer']}, {facts['vocab']:,} ids" if "tokenizer" in facts else f"{facts['vocab']:,} ids"
-    )
-    train = facts["train"]
-    if "lengths" in train:
-        sizes = train["lengths"]
-        shown["lengths"] = (
-            f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, 99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
-        )
-    cuts = [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]
-    if cuts:
+    shown["tokenizer"] = ", ".join([*([facts["tokenizer"]] if "tokenizer" in facts else []), f"{facts['vocab']:,} ids"])
+    if sizes := facts["train"].get("lengths"):
+        shares = {"half": "50", "90 %": "90", "99 %": "99"}
+        lengths = [f"{share} up to {sizes[key]:,}{' tokens' * (key == '50')}" for share, key in shares.items()]
+        shown["lengths"] = f"{', '.join(lengths)}, the longest {sizes['max']:,}"
+    if cuts := [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
 

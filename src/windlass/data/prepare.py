@@ -44,7 +44,7 @@ class Prepared:
     directory: Path
     index: Index
     tokenizer: Tokenizer
-    made: bool  # now, by this process
+    is_new: bool  # prepared now, by this process
     seconds: float  # to prepare, wait and check
 
     @property
@@ -66,7 +66,7 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
     prepared with other settings; RunFailed where the disk is full or fails.
     """
     recipe = as_recipe(recipe)
-    started, settings, made, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
+    started, settings, is_new, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()
     directory = data_dir(recipe, settings)
     try:
         index = _ready(recipe, settings, directory)
@@ -80,7 +80,7 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
                     for leftover in [*directory.glob(".*.tmp"), *directory.glob(".*.new")]:
                         leftover.unlink()  # half written by a process that was killed
                     write = prepare_text if recipe.data.format == "text" else _prepare_rows
-                    index, made = write(recipe, settings, directory, progress).save(directory), True
+                    index, is_new = write(recipe, settings, directory, progress).save(directory), True
                     (directory / PROGRESS).unlink(missing_ok=True)
         tokenizer = vocabulary.load_tokenizer(recipe, directory)
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
@@ -89,7 +89,7 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
         shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
         streams = ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources))
         corpora = [", ".join(s) for stream, s in streams if s and has_changed(s, index.source.get(stream, {}))]
-        if corpora and not made and recipe.data.format == "text" and _is_rank_0():
+        if corpora and not is_new and recipe.data.format == "text" and _is_rank_0():
             progress.note(f"{corpora[0]} has changed since it was prepared; delete {directory} to prepare it again")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
@@ -97,7 +97,7 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
         raise
     finally:
         progress.close()
-    return Prepared(directory, index, tokenizer, made, time.perf_counter() - started)
+    return Prepared(directory, index, tokenizer, is_new, time.perf_counter() - started)
 
 
 def _is_rank_0() -> bool:
@@ -213,8 +213,8 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
             continue
         pairs: list[Row] = []
         for number, item in enumerate(items, 1):
-            made = squad.row(item, tokenizer, context) if is_squad else chat.row(item, template, tokenizer, context)
-            pairs += [made] if made else []
+            row = squad.row(item, tokenizer, context) if is_squad else chat.row(item, template, tokenizer, context)
+            pairs += [row] if row else []
             progress.update(f"{data.format} rows ({name})", number / len(items))
         rows = Rows(pairs, pad=tokenizer.eot or 0)
         if not len(rows):
@@ -227,13 +227,10 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
         )  # fmt: skip
     tokenizer.save(directory)
     template.save(directory / FOLDER)
-    source = {
-        stream: {
-            "name": names,
-            "files": describe_files([path for name in names for path in _row_files(name, data.format)]),
-        }
-        for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources))
-    }
+    source = {}
+    for stream, names in ((MAIN, data.sources), (EVAL, data.eval_sources)):
+        paths = [path for name in names for path in _row_files(name, data.format)]
+        source[stream] = {"name": names, "files": describe_files(paths)}
     return Index(settings=settings, source=source, tokenizer=tokenizer.describe(), rows=files)
 
 
@@ -264,9 +261,8 @@ def open_data(recipe: Recipe) -> Data:
     prepared = prepare(recipe)
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
-        raise UserError(
-            f"model.vocab = {rows:,}: the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids; write that or 0"
-        )
+        ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
+        raise UserError(f"model.vocab = {rows:,}: {ids}; write that or 0")
     return as_data(recipe, prepared)
 
 
@@ -300,8 +296,6 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
         if documents and (eot is None or not len(sets[name]) or not any(shard.documents for shard in stream.shards)):
             raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
         if not len(sets[name]):
-            tokens = split.stop - split.start
-            raise UserError(
-                f"{directory}: {tokens:,} tokens ({name}) are too few for one sample of model.context + 1 = {context + 1:,}"
-            )
+            few = f"{split.stop - split.start:,} tokens ({name}) are too few"
+            raise UserError(f"{directory}: {few} for one sample of model.context + 1 = {context + 1:,}")
     return sets["train"], sets.get("val")

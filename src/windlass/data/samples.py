@@ -70,9 +70,7 @@ class DocumentSamples:
     def __init__(self, stream: Stream, start: int, stop: int, context: int, eot: int):
         starts = stream.document_starts(eot)
         starts = starts[(starts >= start) & (starts < stop)]
-        if (
-            0 < start < stop and start not in starts[:1]
-        ):  # a split inside a document: the rest of it is a row of its own
+        if 0 < start < stop and start not in starts[:1]:  # split inside a document: its rest is a row of its own
             starts = np.concatenate([[start], starts])
         self.stream, self.context, self._eot = stream, context, eot
         self._starts, self._sizes = starts, np.append(starts[1:], stop)[: len(starts)] - starts

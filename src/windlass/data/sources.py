@@ -38,9 +38,7 @@ NOT_PROSE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",  # not the library itself
     "encodings", "pydoc_data",  # tables, not code
 }  # fmt: skip
-ABOUT = re.compile(
-    r"\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b", re.IGNORECASE
-)
+ABOUT = re.compile(r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b")
 HASHED_BYTES = 64_000_000  # corpora up to this size are told apart by content, larger ones by size and time
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 DOWNLOADS = Path("data") / "downloads"
@@ -76,12 +74,9 @@ def open_corpora(
         return corpora[0]
 
     def read(start: int) -> Iterator[tuple[str, float]]:
-        every = (
-            (text, (number + share) / len(corpora))
-            for number, corpus in enumerate(corpora)
-            for text, share in corpus.read(0)
-        )
-        return islice(every, start, None)
+        parts = ((number, part) for number, corpus in enumerate(corpora) for part in corpus.read(0))
+        for number, (text, share) in islice(parts, start, None):
+            yield text, (number + share) / len(corpora)
 
     files = [file for corpus in corpora for file in corpus.description.get("files", ())]
     return Corpus(", ".join(sources), read, {"files": files, "corpora": [c.description for c in corpora]})
@@ -143,13 +138,11 @@ def listing(files: list[Path]) -> str:
     """How many files there are, the names of a few, and those that a pattern may have matched by accident."""
     names = ", ".join(path.name for path in files[:4]) + (f" and {len(files) - 4:,} more" if len(files) > 4 else "")
     kinds = Counter(_suffix(path)[0] or "without ending" for path in files)
-    unlike = (
-        f" ({', '.join(f'{count:,} {ending}' for ending, count in kinds.most_common(4))})" if len(kinds) > 1 else ""
-    )
-    usual = any(kinds[ending] for ending in (*ENDINGS, ".json"))
-    odd = [
-        path.name for path in files if ABOUT.match(path.name) or (usual and _suffix(path)[0] not in (*ENDINGS, ".json"))
-    ]
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in kinds.most_common(4))
+    unlike = f" ({counts})" if len(kinds) > 1 else ""
+    unusual = set(kinds) - {*ENDINGS, ".json"}
+    unusual = unusual if unusual < set(kinds) else set()  # where all are of one's own kind, none is odd
+    odd = [path.name for path in files if ABOUT.match(path.name) or (_suffix(path)[0] or "without ending") in unusual]
     among = f"; with {', '.join(odd[:4])}{', ...' if len(odd) > 4 else ''}: narrow the source if that is not meant"
     return f"{len(files):,} files{unlike}: {names}{among if odd else ''}"
 
@@ -249,9 +242,8 @@ def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
             if _suffix(path)[0] == ".json":
                 content = lines.read().removeprefix(codecs.BOM_UTF8)
                 if content.lstrip()[:1] == b"[":
-                    yield from (
-                        (f"{path}, item {number:,}", item) for number, item in enumerate(json.loads(content), 1)
-                    )
+                    items = enumerate(json.loads(content), 1)
+                    yield from ((f"{path}, item {number:,}", item) for number, item in items)
                     return
                 lines = content.split(b"\n")
             for number, line in enumerate(lines, 1):
@@ -260,7 +252,9 @@ def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
                     yield where, json.loads(line.removeprefix(codecs.BOM_UTF8))
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: {error}; {TO_UTF8}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is no JSON: {error}; write an object a line (.jsonl), or one array (.json)") from None
 
 

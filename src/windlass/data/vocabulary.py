@@ -77,19 +77,17 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     if own in (wanted, "byte"):
         return
     try:
-        theirs = named_tokenizer(f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own)
+        trained = named_tokenizer(f"{own}@{model.revision}" if model.revision and own == f"hf:{model.name}" else own)
     except UserError:  # the model comes without one, or is gone
         return
-    ids, known = tokenizer.inner.get_vocab(with_added_tokens=True), theirs.inner.get_vocab(with_added_tokens=True)
-    if known.items() <= ids.items():  # the same one, or with tokens added
+    ids, trained_ids = (one.inner.get_vocab(with_added_tokens=True) for one in (tokenizer, trained))
+    if trained_ids.items() <= ids.items():  # the same one, or with tokens added
         return
-    origin = model.init_from or model.name
-    text = (
-        f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not the tokenizer of {origin} ({theirs.vocab:,} ids)"
-    )
+    other = f"the tokenizer of {model.init_from or model.name} ({trained.vocab:,} ids)"
+    text = f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not {other}"
     if model.from_scratch:
         notify(f"{text}; its weights are not used, so that this can be meant")
-    elif theirs.vocab == tokenizer.vocab:
+    elif trained.vocab == tokenizer.vocab:
         notify(f"{text}: its weights were trained with that; leave data.tokenizer out to use it")
     else:
         raise UserError(f"{text}: its weights were trained with that; leave data.tokenizer out, or write {own}")
@@ -176,9 +174,8 @@ def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> To
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
+    how: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab, **how)
     inner.train_from_iterator(first(), trainer)
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
 
@@ -201,9 +198,8 @@ def hf_tokenizer(place: str) -> Tokenizer:
             whole: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False)
             return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id)
         except Exception as error:  # of any kind, from the libraries behind it
-            raise UserError(
-                f"data.tokenizer: {place} has no {JSON_FILE} nor another tokenizer's files; name one: {first_line(error)}"
-            ) from None
+            what = f"{place} has no {JSON_FILE} nor another tokenizer's files"
+            raise UserError(f"data.tokenizer: {what}; name one: {first_line(error)}") from None
     if (file.parent / DESCRIPTION).is_file():  # of a run: also bytes and characters
         saved = Description.model_validate_json((file.parent / DESCRIPTION).read_bytes())
         return Tokenizer(saved.kind, _read_json(file), saved.eot)

@@ -43,9 +43,8 @@ class Evaluations(NamedTuple):
 
     def __str__(self) -> str:
         last = f", the last one {self.last:,}" if self.last != self.batches else ""
-        return (
-            f"{self.number:,} evaluations x {self.batches:,} batches{last}: {100 * self.share:.2g} % of the run's work"
-        )
+        share = f"{100 * self.share:.2g} % of the run's work"
+        return f"{self.number:,} evaluations x {self.batches:,} batches{last}: {share}"
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,8 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     limit = recipe.eval.batches * horizon.samples_per_step
     loss_alone = recipe.eval.suites == [LOSS_SUITE]  # other suites are measured the same way each time
     size = {(EVALUATION, steps): max(1.0, val_samples / limit)} if limit and loss_alone else {}
-    found = (Milestone(what, step, size.get((what, step), 1.0)) for what, places in at.items() for step in places)
-    return sorted(found, key=lambda m: m.step)
+    every = (Milestone(what, step, size.get((what, step), 1.0)) for what, places in at.items() for step in places)
+    return sorted(every, key=lambda m: m.step)
 
 
 def ahead(milestones: Sequence[Milestone], now: int = 0) -> list[Milestone]:

@@ -24,7 +24,7 @@ from windlass.estimate.milestones import (
     evaluations,
     milestone_rows,
     milestones,
-)  # fmt: skip
+)
 from windlass.estimate.optimum import optimal_steps, optimal_tokens, recipe_vocab, resolve_steps
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
@@ -68,9 +68,7 @@ class Subject:
     reason: str = "unknown until the data is prepared"  # why the four above are not known
     done: int = 0  # steps done
     steps: int | None = None  # of a run that has begun
-    counted: CountedSizes | None = (
-        None  # of a Hugging Face model, where its configuration could be read, or with `freeze`
-    )
+    counted: CountedSizes | None = None  # of a Hugging Face model whose configuration can be read, or with `freeze`
     hf_reason: str = ""  # why it could not
 
     @property
@@ -200,9 +198,8 @@ def subject_of(
         where = find_device(name, memory_bytes)
         if device and not where.memory_bytes:
             names = ", ".join(short for short, *_ in TABLE)
-            raise UserError(
-                f"device={device} is not in the table; add its memory (memory_bytes=GB*1e9), or write cpu, {names}"
-            )
+            advice = f"add its memory (memory_bytes=GB*1e9), or write cpu, {names}"
+            raise UserError(f"device={device} is not in the table; {advice}")
     else:
         where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
     recipe.batch(ranks, where.kind)  # raises where the global batch is not divisible by the world size
@@ -335,12 +332,8 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
 
 def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> Plan:
     """The plan of a run of known length with what happens in it, and with the time to its end where a speed is known."""
-    events, costs, per_step = (
-        milestones(recipe, horizon, val_samples),
-        plan.speed.costs if plan.speed else {},
-        plan.seconds_per_step,
-    )
-    rows = milestone_rows(events, plan.done, per_step, costs)
+    costs = plan.speed.costs if plan.speed else {}
+    rows = milestone_rows(milestones(recipe, horizon, val_samples), plan.done, plan.seconds_per_step, costs)
     plan = replace(
         plan, milestones=rows, checkpoints=checkpoints_to_come(recipe, horizon),
         evaluations=evaluations(recipe, horizon, val_samples),

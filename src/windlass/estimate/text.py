@@ -100,9 +100,8 @@ def _print_memory(plan: Any, console: Console) -> None:
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["max: the largest micro-batch that fits. *: the recipe's own layout."]
     if not ours:
-        notes = [
-            "Of a Hugging Face model, and with model.freeze, weights, gradients and AdamW state are known, activations are not."
-        ]
+        model = "a Hugging Face model, and with model.freeze,"
+        notes = [f"Of {model} weights, gradients and AdamW state are known, activations are not."]
     if plan.optimizer.startswith("torch."):
         notes.append(f"The state of {plan.optimizer} is taken to be as large as AdamW's.")
     if host := max(row.memory.host for row in rows):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from windlass import hub
 from windlass.data.loader import eval_batches
 from windlass.data.samples import Samples
+from windlass.data.sources import read_json_items
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
@@ -61,9 +61,7 @@ def evaluate_loss(
     tokens = text_bytes = done = 0
     results: list[dict[str, float]] = []
     with evaluating(model), torch.no_grad():
-        for first, end in itertools.pairwise(
-            [0, *ends]
-        ):  # the rest begins a pass of its own: the sum before it is unchanged
+        for first, end in itertools.pairwise([0, *ends]):  # the rest begins a pass: the sum is as without it
             for micro in eval_batches(samples, ranks.rank, ranks.world, batch, limit_samples=end, first=first):
                 unmasked = micro.labels[micro.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()
@@ -171,11 +169,9 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     """The first `limit` (0: all) validation items, of a JSONL file or through `datasets`; raises UserError."""
     rows: Iterable[tuple[str, Any]]
     if file:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").split("\n")
-        except OSError as error:
-            raise UserError(f"eval.hellaswag_file: {file} cannot be read: {error.strerror}") from None
-        rows = ((f"{file}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip())
+        if not Path(file).is_file():
+            raise UserError(f"eval.hellaswag_file: there is no file {file}")
+        rows = read_json_items(Path(file))
     else:
         hub.prepare()
         with hub.explained(f"HellaSwag (the data set {HELLASWAG}; or give a JSONL as eval.hellaswag_file)"):
@@ -185,8 +181,7 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     items = []
     for where, row in itertools.islice(rows, limit or None):
         try:
-            fields = json.loads(row) if isinstance(row, str) else row
-            item = Item(fields["ctx"], tuple(fields["endings"]), int(fields["label"]))
+            item = Item(row["ctx"], tuple(row["endings"]), int(row["label"]))
             if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
                 raise ValueError
         except (ValueError, KeyError, TypeError):

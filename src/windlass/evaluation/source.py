@@ -83,9 +83,8 @@ def find_source(name: str | Path | Run, overrides: Changes = (), module: nn.Modu
     model = recipe.replace(overrides).model
     directory = hub.directory(model.name, model.revision, key=name)
     # The context and tokenizer of the directory, unless they are overridden.
-    recipe = recipe.with_overrides(
-        **{"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{directory}"}
-    ).replace(overrides)
+    own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{directory}"}
+    recipe = recipe.replace(own).replace(overrides)
     return Source(name, recipe, named_tokenizer(f"hf:{directory}"), Template.of_directory(directory))
 
 
@@ -94,7 +93,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
 
     Each rank reads only the rows that it holds.
     """
-    recipe = source.recipe.with_overrides("train.compile=false")  # lengths vary from pass to pass here
+    recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
     model = source.module
     if source.own_model and model is None:
         write = f"evaluate(run, model={source.own_model}(...))"

@@ -113,9 +113,7 @@ class Evaluation:
     model: str
     step: int | None
     results: dict[str, Numbers]
-    measured: dict[str, dict[str, Any]] = field(
-        repr=False
-    )  # by suite, what its numbers depend on besides the model: see `measured_on`
+    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite what its numbers depend on: see `measured_on`
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     path: Path | None = None
     predictions_path: Path | None = None
@@ -167,7 +165,7 @@ def evaluate(
         settings["train.precision"] = "fp32"
     if "eval.batches" not in changes:
         settings["eval.batches"] = 0
-    recipe = source.recipe.with_overrides(**settings)
+    recipe = source.recipe.replace(**settings)
     recipe.check_packages()
     if folder := Path(out) if out else source.run.path / "eval" if source.run else None:
         make_dir(folder, "give another place as out=DIR")

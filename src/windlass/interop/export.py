@@ -179,9 +179,8 @@ def save_weights(
     # Copies of their own: the format has no views of another tensor's storage.
     copies = {name: tensor.detach().to(torch.device("cpu")).clone().contiguous() for name, tensor in tensors}
     pattern = stem + "{suffix}.safetensors"
-    save_torch_state_dict(
-        copies, directory, filename_pattern=pattern, max_shard_size=file_bytes, metadata={"format": "pt"}
-    )
+    how: dict[str, Any] = {"filename_pattern": pattern, "max_shard_size": file_bytes, "metadata": {"format": "pt"}}
+    save_torch_state_dict(copies, directory, **how)
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
@@ -217,8 +216,7 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
     loss = next((line["loss"] for line in reversed(run.lines("train")) if line["step"] <= step), None)
     shown = "" if loss is None else f"; the last logged training loss is {loss:.4f} nats per token"
     tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
-    sources = recipe.data.source if isinstance(recipe.data.source, list) else [recipe.data.source]
-    data = ", ".join(f"`{one}`" for one in sources)
+    data = ", ".join(f"`{source}`" for source in recipe.data.sources)
     load = f'model = AutoModelForCausalLM.from_pretrained("{name}")'
     imports, library = "from transformers import AutoModelForCausalLM, AutoTokenizer", "transformers"
     if adapter:

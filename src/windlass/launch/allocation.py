@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -52,9 +51,8 @@ class Allocation:
         changed = replace(self, per_host=(per_host,) * len(self.hosts)) if per_host else self
         if ranks and changed.ranks != ranks:
             hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
-            raise UserError(
-                f"-n {ranks} is not {changed.per_host[0]} ranks on each of {hosts}: give -n and --per-host that agree"
-            )
+            each = f"{changed.per_host[0]} ranks on each of {hosts}"
+            raise UserError(f"-n {ranks} is not {each}: give -n and --per-host that agree")
         return changed
 
 
@@ -70,9 +68,7 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
         return Allocation(per_host=(max(1, gpus),), hosts=(socket.gethostname(),))
     if scheduler == "slurm":
         if not (nodes := environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")):
-            raise UserError(
-                f"SLURM_JOB_ID={job} is set and SLURM_JOB_NODELIST is not: this shell has half a job's variables"
-            )
+            raise UserError(f"SLURM_JOB_ID={job} is set, SLURM_JOB_NODELIST is not: half a job's variables")
         hosts = expand_hosts(nodes)
         tasks = expand_counts(environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else "")
         per_host = tasks if len(tasks) == len(hosts) else [1] * len(hosts)
@@ -130,15 +126,8 @@ def launch_command(allocation: Allocation, command: Sequence[str], flavor: str =
         # Ranks that stop exit with 75, one after another: the first must not end the others (--kill-on-bad-exit). One that
         # is lost is seen by the others, and what is left of them ends 60 s after the first.
         equal = [f"--ntasks-per-node={per_host[0]}"] if len(set(per_host)) == 1 else ["--distribution=block"]
-        return [
-            "srun",
-            f"--nodes={len(hosts)}",
-            f"--ntasks={ranks}",
-            *equal,
-            "--kill-on-bad-exit=1",
-            "--wait=60",
-            *command,
-        ]
+        size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", *equal]
+        return ["srun", *size, "--kill-on-bad-exit=1", "--wait=60", *command]
     file = ["--hostfile", allocation.hostfile]
     if len(set(per_host)) > 1:
         return ["mpiexec", "-n", str(ranks), *file, *command]
@@ -154,19 +143,6 @@ def mpi_flavor() -> str:
     done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False, timeout=60)
     text = (done.stdout + done.stderr).lower()
     return next((name for name, words in FLAVORS.items() if re.search(words, text)), "mpich")
-
-
-def count_gpus() -> int:
-    """The NVIDIA GPUs of this host that CUDA_VISIBLE_DEVICES allows; 0 without a driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    with contextlib.suppress(Exception):  # no driver, no library
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    return 0
 
 
 def jobs_dir() -> Path:
@@ -185,9 +161,7 @@ def save_job(environ: Mapping[str, str], directory: Path) -> Path:
     """Write the job's variables, and the lines of its host file, for other shells of this user; returns the file."""
     allocation = read_allocation(environ, 0)
     if allocation.scheduler == "none":
-        raise UserError(
-            "this shell is in no job: neither SLURM_JOB_ID nor PBS_JOBID is set; run it in the job's own shell"
-        )
+        raise UserError("this shell is in no job (SLURM_JOB_ID, PBS_JOBID): run it in the job's own shell")
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     nodes = Path(allocation.hostfile).read_text() if allocation.hostfile else ""
     path = directory / f"{allocation.scheduler}-{allocation.job}.json"
@@ -198,10 +172,10 @@ def save_job(environ: Mapping[str, str], directory: Path) -> Path:
 
 def load_job(directory: Path, host: str) -> dict[str, str]:
     """The variables of the newest saved job that has this host; the host file is written anew where its own is gone."""
-    short, found = host.partition(".")[0], []
+    short, jobs = host.partition(".")[0], []
     for path in sorted(directory.glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
         saved = json.loads(path.read_text())
-        found.append(path.stem)
+        jobs.append(path.stem)
         if short not in {name.partition(".")[0] for name in saved["hosts"]}:
             continue
         variables: dict[str, str] = saved["variables"]
@@ -210,5 +184,5 @@ def load_job(directory: Path, host: str) -> dict[str, str]:
             write_atomic(nodes, saved["nodes"])
             variables["PBS_NODEFILE"] = str(nodes)
         return variables
-    others = f"; those of {', '.join(found)} have other hosts" if found else ""
+    others = f"; those of {', '.join(jobs)} have other hosts" if jobs else ""
     raise UserError(f"no saved job has the host {host}{others}: run `windlass env --save` in the job's own shell first")

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub"}
+TIME = r"\d+:[0-5]\d:[0-5]\d"
 GRACE_SECONDS = 120  # between the signal and the time limit
 
 
@@ -31,7 +32,7 @@ class Site(BaseModel):
     """The partition (SLURM) or queue (PBS)."""
     account: str = ""
     """What the time is charged to."""
-    time: str = Field("", pattern=r"^(\d+:[0-5]\d:[0-5]\d)?$")
+    time: str = Field("", pattern=f"^({TIME})?$")
     """Time limit where `--time` gives none, as HH:MM:SS."""
     gpus_per_node: int = Field(0, ge=0)
     """GPUs of a node: the default of `--gpus-per-node`, and the most that it may be; 0: not given."""
@@ -113,14 +114,8 @@ def pbs_header(job: Job, site: Site) -> list[str]:
         "-q": site.partition, "-A": site.account, "-M": site.mail, "-m": "ae" if site.mail else "",
     }  # fmt: skip
     given = [f"{name}{'' if name.endswith('=') else ' '}{value}" for name, value in optional.items() if value]
-    return [
-        f"-N {job.name[:15]}",
-        select + (f":{site.constraint}" if site.constraint else ""),
-        *given,
-        "-r y",
-        "-j oe",
-        "-o /dev/null",
-    ]
+    select += f":{site.constraint}" if site.constraint else ""
+    return [f"-N {job.name[:15]}", select, *given, "-r y", "-j oe", "-o /dev/null"]
 
 
 START = """\
@@ -154,13 +149,8 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     """The shell that runs the command, passes on signals, and puts the job back into the queue."""
     slurm, script = scheduler == "slurm", shlex.quote(str(job.script))
     job_id = "$SLURM_JOB_ID" if slurm else "${PBS_JOBID%%.*}"
-    index = (
-        "$SLURM_ARRAY_TASK_ID"
-        if slurm
-        else f"${{WINDLASS_TASK:-${{PBS_ARRAY_INDEX:-{job.array[0]}}}}}"
-        if job.array
-        else ""
-    )
+    pbs_index = f"${{WINDLASS_TASK:-${{PBS_ARRAY_INDEX:-{job.array[0]}}}}}" if job.array else ""
+    index = "$SLURM_ARRAY_TASK_ID" if slurm else pbs_index
     command = shlex.join(job.command).replace(shlex.quote(INDEX), '"$task"')
     left_out = set(range(job.array[0], job.array[-1])) - set(job.array) if job.array and not slurm else set()
     limit = seconds(job.time or site.time)
@@ -199,7 +189,5 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
 
 def seconds(time: str) -> int:
     """HH:MM:SS in seconds; 0 for none."""
-    total = 0
-    for part in time.split(":") if time else ():
-        total = 60 * total + int(part)
-    return total
+    hours, minutes, rest = map(int, (time or "0:0:0").split(":"))
+    return 3600 * hours + 60 * minutes + rest

@@ -210,9 +210,8 @@ class Group:
         status, begun = dict[str, Any](), time.monotonic()
         while not self.workers[0].poll():
             status = processes.read(self.watch_dir, "status", 0)
-            if time.monotonic() > begun + (
-                TERM_SECONDS if status.get("phase") == processes.STOPPED else SECOND_SECONDS
-            ):
+            has_saved = status.get("phase") == processes.STOPPED
+            if time.monotonic() > begun + (TERM_SECONDS if has_saved else SECOND_SECONDS):
                 break
             time.sleep(0.02)
         stopped = self.workers[0].code == errors.STOPPED or status.get("phase") == processes.STOPPED

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -19,14 +18,14 @@ from pydantic import ValidationError
 
 from windlass.errors import DONE, FAILED, STOPPED, RunFailed, UserError
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import GRACE_SECONDS, SCHEDULERS, Job, Site, render
+from windlass.launch.batch import GRACE_SECONDS, SCHEDULERS, TIME, Job, Site, render
+from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
 
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler, id and script of its last job
 WATCH_SECONDS = 5.0
 SECRET_NAME = re.compile(r"(?i)(key|token|secret|passw|credential)")
-WINDLASS = (sys.executable, "-m", "windlass")
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,7 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
             "prints the script"
         )
     if chosen not in installed and not dry_run:
-        raise UserError(
-            f"there is no {SCHEDULERS[chosen]} on this machine: submit from a login node, or look with --dry-run"
-        )
+        raise UserError(f"there is no {SCHEDULERS[chosen]} here: submit from a login node, or look with --dry-run")
     return chosen
 
 
@@ -96,10 +93,8 @@ def make_job(name: str, command: Sequence[str], logs: Path, site: Site, asked: R
             "parallel.device=cpu"
         )
     if site.gpus_per_node and gpus > site.gpus_per_node:
-        raise UserError(
-            f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node in its file)"
-        )
-    if asked.time and not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", asked.time):
+        raise UserError(f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node)")
+    if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
     check = (*WINDLASS, "launch", "--", *WINDLASS, "check", "--min-busbw", f"{asked.min_busbw:g}")
     return Job(
@@ -129,10 +124,8 @@ def submit_run(
     command = [*WINDLASS, "launch", "--", *WINDLASS, "train", typed, *given, f"run.dir='{run.path}'"]
     job = make_job(run.name, command, run.path, site, asked, recipe.parallel.device == "cpu")
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided
-    if (
-        "wandb" in recipe.telemetry.trackers
-        and site.environment.get("WANDB_MODE", os.environ.get("WANDB_MODE")) == "offline"
-    ):
+    wandb_mode = site.environment.get("WANDB_MODE", os.environ.get("WANDB_MODE"))
+    if "wandb" in recipe.telemetry.trackers and wandb_mode == "offline":
         synchronise = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", str(run.path), "--to", "wandb")
         job = replace(job, after=[synchronise])
     if run.path.exists() and not dry_run:
@@ -151,17 +144,14 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
         job.logs.mkdir(parents=True, exist_ok=True)
         job.script.write_text(script, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"the script cannot be written to {job.script}: {error.strerror}; give another run.dir"
-        ) from None
+        raise UserError(f"{job.script} cannot be written: {error.strerror}; give another run.dir") from None
     program = ["sbatch", "--parsable"] if scheduler == "slurm" else ["qsub"]
     done = subprocess.run([*program, str(job.script)], capture_output=True, text=True, check=False, cwd=job.directory)
     if done.returncode:
         raise RunFailed(f"{program[0]} refused {job.script}: {(done.stderr or done.stdout).strip()}")
     job_id = done.stdout.split()[-1].partition(";")[0]  # SLURM adds `;cluster` where there are several
-    write_atomic(
-        job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id, "user": getpass.getuser()}) + "\n"
-    )
+    submitted = {"scheduler": scheduler, "job": job_id, "user": getpass.getuser()}
+    write_atomic(job.logs / SUBMITTED, json.dumps(submitted) + "\n")
     return script, job_id
 
 
@@ -176,9 +166,9 @@ def _queued(directory: Path) -> tuple[str, str]:
     words = done.stdout.split()
     if done.returncode or not words:
         return job, ""
-    return job, words[0].lower() if submitted["scheduler"] == "slurm" else {"Q": "pending", "R": "running"}.get(
-        words[-2], words[-2]
-    )
+    if submitted["scheduler"] == "slurm":
+        return job, words[0].lower()
+    return job, {"Q": "pending", "R": "running"}.get(words[-2], words[-2])
 
 
 def cancel(directory: Path) -> str:

@@ -79,10 +79,7 @@ def sizes_of(model: nn.Module) -> CountedSizes:
 def hf_network(config: Any) -> dict[str, Any]:
     """What a configuration of `transformers` says of the network, in the words of `[model]`."""
     names = {
-        "num_hidden_layers": "layers",
-        "num_attention_heads": "heads",
-        "hidden_size": "width",
-        "vocab_size": "vocab",
-    }
-    network = {own: value for there, own in names.items() if isinstance(value := getattr(config, there, None), int)}
+        "layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size", "vocab": "vocab_size",
+    }  # fmt: skip
+    network = {own: value for own, name in names.items() if isinstance(value := getattr(config, name, None), int)}
     return {"architecture": config.model_type, **network}

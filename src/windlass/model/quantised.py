@@ -42,10 +42,10 @@ class Linear4bit(nn.Linear):
         """The matrix that the codes stand for."""
         from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
-        made = torch.float32 if dtype == torch.float64 else dtype
+        computed = torch.float32 if dtype == torch.float64 else dtype
         state = QuantState(
             absmax=self.scales.float(), shape=torch.Size([self.out_features, self.in_features]), blocksize=BLOCK,
-            code=get_4bit_type("nf4", device=self.qweight.device), quant_type="nf4", dtype=made,
+            code=get_4bit_type("nf4", device=self.qweight.device), quant_type="nf4", dtype=computed,
         )  # fmt: skip
         whole: Tensor = dequantize_4bit(self.qweight, state)
         return whole.to(dtype)
@@ -75,8 +75,8 @@ class _Product(torch.autograd.Function):
 
 def quantise_linear(blocks: list[nn.Module]) -> int:
     """Put a `Linear4bit` in the place of each linear layer in the blocks; how many."""
-    places = [(m, name, child) for block in blocks for m in block.modules() for name, child in m.named_children()]
-    found = [(m, name, child) for m, name, child in places if type(child) is nn.Linear]
-    for module, name, child in found:
+    children = [(m, name, child) for block in blocks for m in block.modules() for name, child in m.named_children()]
+    linear = [(module, name, child) for module, name, child in children if type(child) is nn.Linear]
+    for module, name, child in linear:
         setattr(module, name, Linear4bit(child))
-    return len(found)
+    return len(linear)

@@ -92,9 +92,7 @@ class CountedSizes:
     total: int  # all parameters, each tensor once; with low-rank adapters those too
     trained: int  # that get gradients: all, the adapters alone, or those that `model.freeze` leaves
     vocab: int  # rows of its embedding
-    network: dict[str, Any] = field(
-        default_factory=dict
-    )  # of `transformers`: the architecture, layers, heads, width and vocabulary
+    network: dict[str, Any] = field(default_factory=dict)  # of `transformers`: architecture, layers, heads, ...
     in_4bit: int = 0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.errors import UserError
+from windlass.errors import UserError, did_you_mean
 from windlass.recipe.settings import OptimSettings
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}  # with PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster
@@ -46,25 +44,24 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
     """The class in `torch.optim` that a recipe names, None for our own; UserError for an unknown name or option."""
     if not settings.kind.startswith("torch.optim."):
         return None
-    known: dict[str, Any] = {name: one for name, one in vars(torch.optim).items() if inspect.isclass(one)}
-    known = {name: one for name, one in known.items() if issubclass(one, torch.optim.Optimizer)}
-    for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base; wants a closure; wants sparse gradients
-        known.pop(name, None)
-    if (optimizer := known.get(name := settings.kind.removeprefix("torch.optim."))) is None:
-        raise UserError(f"optim.kind: torch.optim has no {name} that can be used here{_nearest(name, known)}")
+    optimizers: dict[str, Any] = {
+        name: one for name, one in vars(torch.optim).items()
+        if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)
+        and name not in ("Optimizer", "LBFGS", "SparseAdam")  # the base; wants a closure; wants sparse gradients
+    }  # fmt: skip
+    name = settings.kind.removeprefix("torch.optim.")
+    if (optimizer := optimizers.get(name)) is None:
+        instead = did_you_mean(name, optimizers)
+        raise UserError(f"optim.kind: torch.optim has no {name} that can be used here; {instead}")
     taken = set(inspect.signature(optimizer).parameters) - {"params", "lr", "weight_decay"}
-    if unknown := [option for option in settings.options if option not in taken]:
-        raise UserError(f"optim.options: {settings.kind} takes no {unknown[0]}{_nearest(unknown[0], taken)}")
+    for option in settings.options:
+        if option not in taken:
+            raise UserError(f"optim.options: {settings.kind} takes no {option}; {did_you_mean(option, taken)}")
     try:  # whatever the class says about the values, before anything is written
         one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optim.options: {settings.kind} refuses them: {error}") from None
     return optimizer
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
 
 
 def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:

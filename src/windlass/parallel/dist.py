@@ -38,7 +38,10 @@ EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where 
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals
 GLOO_NOISE = r"\[[^]]*\.cc:\d+\] |\. This is typically .*"
-STORES: dict[tuple[str, int], dist.Store] = {}  # of this process, by their address
+STORES: dict[tuple[str, int], dist.Store] = {}
+"""The store of this process, by its address: the one thing that lasts from a training or evaluation to the next one. Ranks that
+are ahead may begin the next one before rank 0 has ended this one, and would connect to a server that is closing; and the socket
+that our launcher opened for it serves once."""
 LOST_CONTACT = r"connection closed by peer|connection reset|timed out|timeout|broken pipe|socket|nccl"
 
 
@@ -190,11 +193,11 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         if store is None and env.world == 1:
             store = dist.HashStore()
         elif store is None:
-            # It outlives this training: a process that trains or evaluates again meets the others in it once more.
             address = (env.addr, env.port)
             if address not in STORES:
                 options["master_listen_fd"] = int(fd) if fd else listen_at(env) if is_master else None
-            STORES[address] = store = STORES.get(address) or dist.TCPStore(*address, env.world, is_master, **options)
+                STORES[address] = dist.TCPStore(*address, env.world, is_master, **options)
+            store = STORES[address]
         # A restart under torchrun sees the old keys, and so does a second training in the same processes.
         start = store.add(f"attempt{env.attempt}/starts/{env.rank}", 1)
         ranks.store = dist.PrefixStore(f"attempt{env.attempt}/{start}", store)
@@ -203,10 +206,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
             ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, recipe.parallel.heartbeat_seconds)
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
-            if env.launcher in (
-                "openmpi",
-                "mpi",
-            ):  # MPI says nothing of the hosts, which may have unequal numbers of ranks
+            if env.launcher in ("openmpi", "mpi"):  # they say nothing of hosts, which may have unequal numbers of ranks
                 ranks.env = by_hosts(env, ranks.all_gather_object("host", socket.gethostname()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
@@ -232,9 +232,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     interface = loopback if env.nodes == 1 else interface_to(env.addr)
-    if (
-        interface
-    ):  # gloo would take that of the host name, which may resolve to nowhere, or to a slow or foreign network
+    if interface:  # gloo takes that of the host name, which may resolve to nowhere, or to a slow or foreign network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
     backend, store = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", dist.PrefixStore("group", ranks.store)
@@ -270,13 +268,8 @@ def listen_at(env: DistEnv) -> int | None:
 def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
     """With the node and local numbers that follow from every rank's host."""
     own, order = hosts[env.rank], list(dict.fromkeys(hosts))
-    return replace(
-        env,
-        node=order.index(own),
-        nodes=len(order),
-        local_rank=hosts[: env.rank].count(own),
-        local_world=hosts.count(own),
-    )
+    local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
+    return replace(env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world)
 
 
 def lost_contact(error: BaseException) -> bool:

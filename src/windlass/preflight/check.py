@@ -1,4 +1,4 @@
-"""`check`: what every rank finds on its host, compared over all ranks, then matrix products and collectives, and a verdict."""
+"""`check`: what every rank finds on its host, compared over all ranks, then matrix products and collectives."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(recipe: Recipe, *, max_bytes: int = 0, show: Callable[[str], None] = l
     """
     env = detect_env()
     strategy = "ddp" if env.world > 1 else "single"
-    with init_ranks(env, recipe.with_overrides(f"parallel.strategy={strategy}")) as ranks:
+    with init_ranks(env, recipe.replace(f"parallel.strategy={strategy}")) as ranks:
         show("machine and packages")
         ranks.all_gather_object("ready", None)
         now = time.time()  # all ranks came out of the exchange within some hundredths of a second
@@ -76,12 +76,8 @@ def check(recipe: Recipe, *, max_bytes: int = 0, show: Callable[[str], None] = l
         everyone = ranks.all_gather_object("facts", {**facts, "rates": rates})
     rates = _merge([one.pop("rates") for one in everyone])
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
-    return Check(
-        judge(everyone, rates, recipe, os.environ),
-        everyone,
-        rates,
-        max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None,
-    )
+    busbw = max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None
+    return Check(findings_of(everyone, rates, recipe, os.environ), everyone, rates, busbw)
 
 
 def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
@@ -113,20 +109,19 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
 
 def _nvml(device: torch.device) -> dict[str, Any]:
     """The driver, uncorrected memory errors and the reasons why the clock is low, where NVML says."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # no library, or a driver that does not say
         import pynvml
 
         pynvml.nvmlInit()
-        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
-        found["throttled"] = [name for name, bits in slow.items() if reasons & bits]
-        found["ecc_errors"] = pynvml.nvmlDeviceGetTotalEccErrors(
-            handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        )
-    return found
+        facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
+        kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        facts["ecc_errors"] = pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, pynvml.NVML_VOLATILE_ECC)
+    return facts
 
 
 def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
@@ -197,13 +192,13 @@ def _merge(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def judge(
+def findings_of(
     ranks: list[dict[str, Any]], rates: list[dict[str, Any]], recipe: Recipe, environ: Mapping[str, str]
 ) -> list[Finding]:
     """The findings from the facts of all ranks."""
     hosts = {one["rank"]: one["host"] for one in ranks}
     nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host speaks for it
-    found = [
+    results = [
         findings.same("Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts),
         findings.same("recipe", {r["rank"]: r["config"] for r in ranks}, hosts),
         findings.same("Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts),
@@ -215,76 +210,65 @@ def judge(
             capability = (one["capability"][0], one["capability"][1])
             new.append(findings.architecture(one["name"], capability, one["built_for"], one["torch"], one["cuda"]))
             new.append(Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free"))
-            if one.get("ecc_errors"):
-                new.append(
-                    Finding("ECC", f"{one['ecc_errors']} uncorrected errors", PROBLEM, "take this GPU out of use")
-                )
-            if one.get("throttled"):
-                new.append(
-                    Finding(
-                        "clock rate", f"throttled: {', '.join(one['throttled'])}", WARNING, "the GPU is slowed down"
-                    )
-                )
-        found += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in new]
+            if errors := one.get("ecc_errors"):
+                new.append(Finding("ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use"))
+            if reasons := one.get("throttled"):
+                new.append(Finding("clock rate", f"throttled: {', '.join(reasons)}", WARNING, "the GPU is slowed down"))
+        results += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in new]
     if "cuda" in ranks[0]["device"] and "driver" in ranks[0]:
-        found.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
-    found.append(Finding("precisions", ", ".join(sorted(set.intersection(*(set(r["precisions"]) for r in ranks))))))
+        results.append(findings.driver(ranks[0]["driver"], ranks[0]["cuda"]))
+    results.append(Finding("precisions", ", ".join(sorted(set.intersection(*(set(r["precisions"]) for r in ranks))))))
     for name, first in ranks[0]["disks"].items():
         disks = [one["disks"][name] for one in ranks]
-        if errors := sorted({f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}):
+        if failures := sorted({f"{d['error']} on {hosts[r]}" for r, d in enumerate(disks) if d["error"]}):
             advice = "make it writable, or give another run.dir or data.dir"
-            found.append(Finding(name, f"{first['path']}: {'; '.join(errors)}", PROBLEM, advice))
+            results.append(Finding(name, f"{first['path']}: {'; '.join(failures)}", PROBLEM, advice))
             continue
         slowest = min(d["write_mb_s"] for d in disks)
         shared = all(d["shared"] for d in disks)
-        found.append(findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes)))
+        results.append(findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes)))
     for one in nodes.values():
         where = f" ({one['host']})" if len(nodes) > 1 else ""
         limits = findings.limits(one["shm_gb"], one["files"])
-        found += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in limits]
+        results += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in limits]
     if len(nodes) > 1:
-        found.append(findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks)))
-    found += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
+        results.append(findings.clock(max(one["time"] for one in ranks) - min(one["time"] for one in ranks)))
+    results += findings.nccl_variables(environ, len(nodes)) + services(recipe, environ)
     measures = {f"{name} matrix products": {r["rank"]: r["tflops"][name] for r in ranks} for name in ranks[0]["tflops"]}
     measures |= {f"{r['group']}, {r['collective']} of {r['size']:,} bytes": r["ranks"] for r in rates}
     for name, by_rank in measures.items():
         if slow := findings.outliers(by_rank):
             text = ", ".join(f"rank {rank} on {hosts[rank]}: {by_rank[rank]:.3g}" for rank in slow)
             mean = sum(by_rank.values()) / len(by_rank)
-            found.append(
-                Finding(f"slow: {name}", f"{text}; mean {mean:.3g}", WARNING, "look at this host, or leave it out")
-            )
-    return found
+            text += f"; mean {mean:.3g}"
+            results.append(Finding(f"slow: {name}", text, WARNING, "look at this host, or leave it out"))
+    return results
 
 
 def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
     """Whether the trackers and the Hub that the recipe needs can be reached from here."""
     wanted = {}
     if "wandb" in recipe.telemetry.trackers and environ.get("WANDB_MODE", "online") == "online":
-        wanted["W&B"] = (
-            environ.get("WANDB_BASE_URL") or "https://api.wandb.ai",
-            "set WANDB_MODE=offline; `windlass track` sends it later",
-        )
+        advice = "set WANDB_MODE=offline; `windlass track` sends it later"
+        wanted["W&B"] = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", advice
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     if "mlflow" in recipe.telemetry.trackers and uri.startswith("http"):
         wanted["MLflow"] = uri, "unset MLFLOW_TRACKING_URI to write to a local file"
     names = [recipe.model.name] if recipe.model.kind == "hf" else []
     names += [recipe.data.tokenizer.removeprefix("hf:")] if recipe.data.tokenizer.startswith("hf:") else []
     if any(name and not Path(name).exists() for name in names) and environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
-        wanted["Hugging Face Hub"] = (
-            environ.get("HF_ENDPOINT") or "https://huggingface.co",
-            "download first, then set HF_HUB_OFFLINE=1",
-        )
-    found = []
+        advice = "download first, then set HF_HUB_OFFLINE=1"
+        wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or "https://huggingface.co", advice
+    results = []
     for name, (url, advice) in wanted.items():
         parts = urlsplit(url)
         try:
             address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection(address, CONNECT_SECONDS).close()
-            found.append(Finding(name, f"{parts.hostname} can be reached"))
+            results.append(Finding(name, f"{parts.hostname} can be reached"))
         except OSError as error:
-            found.append(Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice))
-    return found
+            results.append(Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice))
+    return results
 
 
 def size_of(text: str) -> int:

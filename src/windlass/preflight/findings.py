@@ -50,10 +50,8 @@ def architecture(name: str, capability: tuple[int, int], built_for: Sequence[str
     own = f"sm_{capability[0]}{capability[1]}"
     # Code for an earlier minor number of the same generation runs; PTX (`compute_`) of any earlier one is compiled.
     same = [a for a in built_for if re.fullmatch(rf"sm_{capability[0]}\d", a) and int(a[-1]) <= capability[1]]
-    ptx = [
-        a for a in built_for if (m := re.fullmatch(r"compute_(\d+)(\d)", a)) and (int(m[1]), int(m[2])) <= capability
-    ]
-    if same or ptx:
+    ptx = [m for m in (re.fullmatch(r"compute_(\d+)(\d)", a) for a in built_for) if m]
+    if same or any((int(m[1]), int(m[2])) <= capability for m in ptx):
         return Finding("device", f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it")
     wheel = (
         "the wheels of the same torch for CUDA 12.6 have it: install torch from the index whose name ends in cu126"
@@ -71,19 +69,14 @@ def driver(version: str, cuda: str) -> Finding:
     text = f"driver {version}, torch's CUDA {cuda}"
     if have >= needed:
         return Finding("driver", text)
-    return Finding(
-        "driver",
-        text,
-        PROBLEM,
-        f"CUDA {cuda} needs driver {needed:g} or newer: ask for it, or install a torch for an older CUDA",
-    )
+    advice = f"CUDA {cuda} needs driver {needed:g} or newer: ask for it, or install a torch for an older CUDA"
+    return Finding("driver", text, PROBLEM, advice)
 
 
 def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, hosts: int) -> Finding:
     """Space and speed of a directory, and whether all hosts see the same one."""
-    text = f"{path}: {free_gb:,.0f} GB free, writes {write_mb_s:,.0f} MB/s" + (
-        ", shared by all hosts" if hosts > 1 and shared else ""
-    )
+    text = f"{path}: {free_gb:,.0f} GB free, writes {write_mb_s:,.0f} MB/s"
+    text += ", shared by all hosts" if hosts > 1 and shared else ""
     if hosts > 1 and not shared:
         return Finding(name, f"{text}; not every host sees it", PROBLEM, "put it on a file system that all hosts share")
     if free_gb < FULL_DISK_GB:
@@ -93,46 +86,30 @@ def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, 
 
 def limits(shm_gb: float | None, files: int) -> list[Finding]:
     """/dev/shm (None: there is none) and the number of files that a process may open."""
-    small = shm_gb is not None and shm_gb < SMALL_SHM_GB
-    found = []
-    if shm_gb is not None:
-        advice = "NCCL keeps its buffers there: start the container with --shm-size=8g" if small else ""
-        found.append(Finding("/dev/shm", f"{shm_gb:,.1f} GB", WARNING if small else OK, advice))
-    few = files < FEW_FILES
-    found.append(
-        Finding(
-            "open files", f"{files:,} a process", WARNING if few else OK, f"ulimit -n {16 * FEW_FILES}" if few else ""
-        )
-    )
-    return found
+    advice = "NCCL keeps its buffers there: start the container with --shm-size=8g"
+    shm = [] if shm_gb is None else [_unless(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)]
+    return [*shm, _unless(files < FEW_FILES, "open files", f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}")]
 
 
 def clock(skew: float) -> Finding:
     """The largest difference between the ranks' clocks, in seconds."""
-    late = skew > SKEW_SECONDS
-    text = f"the hosts' clocks differ by {skew:.2f} s at most"
-    return Finding(
-        "clock",
-        text,
-        WARNING if late else OK,
-        "times in ledger and logs of different hosts cannot be compared" if late else "",
-    )
+    advice = "times in ledger and logs of different hosts cannot be compared"
+    return _unless(skew > SKEW_SECONDS, "clock", f"the hosts' clocks differ by {skew:.2f} s at most", advice)
+
+
+def _unless(bad: bool, name: str, text: str, advice: str) -> Finding:
+    """`ok`, or a warning with its advice where it is `bad`."""
+    return Finding(name, text, WARNING, advice) if bad else Finding(name, text)
 
 
 def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
     """Whether all ranks have the same value; else the ranks of each, by host."""
     if len(set(values.values())) == 1:
         return Finding(name, f"{next(iter(values.values()))} on every rank")
-    groups = [
-        f"{value} on {', '.join(sorted({hosts[r] for r in values if values[r] == value}))}"
-        for value in dict.fromkeys(values.values())
-    ]
-    return Finding(
-        name,
-        "; ".join(groups),
-        PROBLEM,
-        "all ranks must run the same: install it once, on a file system that they share",
-    )
+    places = {value: sorted({hosts[r] for r in values if values[r] == value}) for value in values.values()}
+    groups = [f"{value} on {', '.join(names)}" for value, names in places.items()]
+    advice = "all ranks must run the same: install it once, on a file system that they share"
+    return Finding(name, "; ".join(groups), PROBLEM, advice)
 
 
 def nccl_variables(environ: Mapping[str, str], nodes: int) -> list[Finding]:
@@ -145,9 +122,9 @@ def nccl_variables(environ: Mapping[str, str], nodes: int) -> list[Finding]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose partner is gone would hang: leave it at its default"),
         "NCCL_DEBUG": ("TRACE", "writes a line for each call: use WARN or INFO"),
     }  # fmt: skip
-    found = []
+    findings = []
     for name in sorted(n for n in environ if n.startswith(("NCCL_", "TORCH_NCCL_"))):
         bad, why = advice.get(name, ("", ""))
         wrong = bool(bad) and environ[name].upper() == bad and (name != "NCCL_IB_DISABLE" or nodes > 1)
-        found.append(Finding(name, environ[name], WARNING if wrong else OK, why if wrong else ""))
-    return found
+        findings.append(_unless(wrong, name, environ[name], why))
+    return findings

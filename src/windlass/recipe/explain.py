@@ -24,15 +24,14 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     flat = {k: typed(value) for k, value in flatten(loaded.model_dump(mode="json")).items()}
     flat["optim.options"] = typed(loaded.optim.options)  # a table
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
-        settings_of = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
-        width = min(max(map(len, settings_of)), 48)
+        sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
+        width = min(max(map(len, sentences)), 48)
         about = type(_part(loaded, key)).__doc__
-        return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in settings_of.items())])
+        return "\n".join([f"{key}: {about}", *(f"  {line:<{width}}  {text}" for line, text in sentences.items())])
     if key not in fields:
         raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
-    given = (
-        [f"{typed(layer[key])} ({name})" for name, layer in layers(recipe, overrides) if key in layer] if recipe else []
-    )
+    sources = layers(recipe, overrides) if recipe else []
+    given = [f"{typed(layer[key])} ({name})" for name, layer in sources if key in layer]
     facts = {"values": values(fields[key]), "default": typed(fields[key].default), "set to": ", then ".join(given)}
     facts["resolved"] = _resolved(loaded, key)
     shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
@@ -69,8 +68,8 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     text = template.read_text(encoding="utf-8").replace("THIS_FILE", str(file))
     changes = {"name": model, "source": data, "format": "text" if data.endswith(".txt") else ""}
     for key, value in changes.items():
-        pattern = rf'^({key} = ".*?")( *)(?=#)' if value else r"(?!)"
-        text = re.sub(pattern, lambda m: f"{key} = {json.dumps(value)}".ljust(len(m[0]) - 1) + " ", text, flags=re.M)  # noqa: B023
+        if value and (line := re.search(rf'^{key} = ".*?" *(?=#)', text, flags=re.M)):
+            text = text.replace(line[0], f"{key} = {json.dumps(value)}".ljust(len(line[0]) - 1) + " ", 1)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

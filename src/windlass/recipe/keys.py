@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
+
+from windlass.recipe.layers import flatten
 
 ALIKE = 0.75
 """Least `SequenceMatcher.ratio` of a misspelled name and the right one: `lrr` and `lr` have 0.8."""
@@ -39,16 +41,13 @@ def nearest(key: str, fields: Mapping[str, Any]) -> str:
     name = key.rpartition(".")[2]
     answers: dict[str, str] = {}
     for keys in other_tools().values():
-        for theirs, (ours, remark) in keys.items():
-            if theirs in (key, name) or key == theirs.rpartition(".")[2]:
-                answers.setdefault(ours, remark)
+        for other, (own, remark) in keys.items():
+            if other in (key, name) or key == other.rpartition(".")[2]:
+                answers.setdefault(own, remark)
     if answers:
-        return " or ".join(
-            f"write {ours} ({remark})" if ours and remark else f"write {ours}" if ours else remark
-            for ours, remark in answers.items()
-        )
-    likely = _same_name(key, fields) or _misspelled(key, fields)
-    if likely:
+        remarks = {own: f" ({remark})" if own and remark else remark for own, remark in answers.items()}
+        return " or ".join(f"write {own}{remark}" if own else remark for own, remark in remarks.items())
+    if likely := _same_name(key, fields) or _misspelled(key, fields):
         return f"did you mean {' or '.join(likely)}?"
     section = key.rpartition(".")[0] + "."
     inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [k for k in fields if "." in k]
@@ -67,9 +66,9 @@ def _misspelled(key: str, fields: Mapping[str, Any]) -> list[str]:
     section, _, name = key.rpartition(".")
 
     def likeness(candidate: str) -> float:
-        theirs, _, their_name = candidate.rpartition(".")
-        sections = difflib.SequenceMatcher(None, section, theirs).ratio() if section else 1.0
-        return min(sections, difflib.SequenceMatcher(None, name, their_name).ratio())
+        own_section, _, own_name = candidate.rpartition(".")
+        sections = difflib.SequenceMatcher(None, section, own_section).ratio() if section else 1.0
+        return min(sections, difflib.SequenceMatcher(None, name, own_name).ratio())
 
     best = max(fields, key=likeness)
     return [best] if likeness(best) >= ALIKE else []
@@ -83,8 +82,9 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
     for error in errors:
         parts, value = [str(part) for part in error["loc"]], error["input"]
         if error["type"] == "extra_forbidden":
-            for key in _leaves(".".join(parts), value):
-                problems[key] = f"there is no such setting; {nearest(key, fields)}"
+            key = ".".join(parts)
+            for leaf in flatten({key: value}) or [key]:  # of a table that is no section, all of its keys
+                problems[leaf] = f"there is no such setting; {nearest(leaf, fields)}"
             continue
         # pydantic appends the member of a union or the index of a list to the key
         prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
@@ -98,15 +98,6 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         if words not in wanted.setdefault(key, []):
             wanted[key].append(words)
     return [*problems.items(), *((key, f"{' or '.join(words)}{given[key]}") for key, words in wanted.items())]
-
-
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    """The keys of a table that is no section, or the key itself."""
-    if not isinstance(value, Mapping) or not value:
-        yield key
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _wanted(error: Any, key: str, field: Any) -> str:
@@ -130,9 +121,7 @@ def choices(field: Any) -> list[str]:
     """The few values that a setting takes, where they are few."""
     if field.annotation is bool:
         return ["true", "false"]
-    return (
-        [str(value) for value in get_args(field.annotation)] if "Literal" in str(get_origin(field.annotation)) else []
-    )
+    return list(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else []
 
 
 def values(field: Any) -> str:
@@ -140,12 +129,8 @@ def values(field: Any) -> str:
     words = _values(field.annotation)
     if any("duration" in str(part).lower() for part in (field.annotation, *field.metadata)):
         words = 'steps (250), a share of the run (0.01), or "1 epoch"; 0 is never'
-    bounds = [
-        f"{text} {getattr(part, name)}"
-        for part in field.metadata
-        for name, text in BOUNDS.items()
-        if hasattr(part, name)
-    ]
+    limits = [(part, name) for part in field.metadata for name in BOUNDS if hasattr(part, name)]
+    bounds = [f"{BOUNDS[name]} {getattr(part, name)}" for part, name in limits]
     return f"{words}, {' and '.join(bounds)}" if bounds else words
 
 
@@ -154,7 +139,7 @@ def _values(annotation: Any) -> str:
     if annotation in plain:
         return plain[annotation]
     origin, members = get_origin(annotation), get_args(annotation)
-    if "Literal" in str(origin):
+    if origin is Literal:
         return ", ".join(f'"{member}"' for member in members)
     if "Annotated" in str(type(annotation)):
         return _values(members[0])

@@ -93,18 +93,15 @@ def _find(recipe: str | Path) -> Path:
             instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
         raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {' or '.join(inside) or instead}")
     if path.is_file():
-        what = "a recipe is a TOML file (`windlass init` writes one)" if path.suffix in CONFIGS else "it is no recipe"
-        train = (
-            ""
-            if path.suffix in CONFIGS
-            else f'; to train on it: Recipe.load("quickstart", {{"data.source": "{name}"}})'
-        )
-        raise UserError(f"{name}: {what}{train}")
+        if path.suffix in CONFIGS:
+            raise UserError(f"{name}: a recipe is a TOML file (`windlass init` writes one)")
+        train = f'Recipe.load("quickstart", {{"data.source": "{name}"}})'
+        raise UserError(f"{name}: it is no recipe; to train on it: {train}")
     if "=" in name:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
     if name.endswith(".toml") or "/" in name:
         raise UserError(f"there is no recipe or run {name}; the presets are {', '.join(shipped)}")
-    near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, shipped, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
 

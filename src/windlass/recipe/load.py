@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -35,8 +35,6 @@ MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
 """Those that say what is evaluated on: a resume may change them, and then compares no evaluation with those before."""
 UNRECORDED = ("preset", "run.dir", "data.dir", "checkpoint.resume")
 """Those that a resume records nowhere: where things are, and what one start does. All others it writes into the run."""
-
-
 REPR_SETTINGS = 8  # changed settings that the repr of a recipe has, at most
 
 
@@ -67,19 +65,14 @@ class Recipe(BaseModel):
     telemetry: sections.TelemetrySettings = sections.TelemetrySettings()
 
     @model_validator(mode="after")
-    def _resolve_lr(self) -> Recipe:
-        if "lr" not in self.optim.model_fields_set:  # nor is it afterwards: it follows from `model`
-            optim = self.optim.model_copy(update={"lr": default_lr(self.model)})
-            optim.model_fields_set.discard("lr")
-            self.__dict__["optim"] = optim
-        return self
-
-    @model_validator(mode="after")
-    def _resolve_tokenizer(self) -> Recipe:
-        if self.data.tokenizer == "auto" or "tokenizer" not in self.data.model_fields_set:  # as the learning rate
-            data = self.data.model_copy(update={"tokenizer": own_tokenizer(self.model)})
-            data.model_fields_set.discard("tokenizer")
-            self.__dict__["data"] = data
+    def _resolve_defaults(self) -> Recipe:
+        """Where they are not set, learning rate and tokenizer follow from `model`, and do not count as set afterwards."""
+        for section, name, default in (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer)):
+            part = getattr(self, section)
+            if name not in part.model_fields_set or getattr(part, name) == "auto":
+                part = part.model_copy(update={name: default(self.model)})
+                part.model_fields_set.discard(name)
+                self.__dict__[section] = part
         return self
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
@@ -87,8 +80,6 @@ class Recipe(BaseModel):
         tree = self.model_dump(mode="json", exclude_unset=True)
         merge(tree, {key: value for change in (*changes, values) for key, value in dotted(change).items()})
         return validate(tree, self.preset)
-
-    with_overrides: ClassVar[Any] = replace
 
     def __repr__(self) -> str:
         """Its preset, and what differs from that one, or from the defaults."""
@@ -145,8 +136,10 @@ class Recipe(BaseModel):
     def check_packages(self) -> None:
         """Raise UserError where training this recipe needs an optional package that is not installed."""
         if self.model.kind == "hf":
-            for package in ("transformers", "accelerate", *(("peft",) if self.model.lora.rank else ())):
-                require(package, f'model.kind = "hf"{" with model.lora" * (package == "peft")}')
+            for package in ("transformers", "accelerate"):
+                require(package, 'model.kind = "hf"')
+            if self.model.lora.rank:
+                require("peft", 'model.kind = "hf" with model.lora')
         init_from = self.model.init_from
         if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
             require("transformers", f"model.init_from: {init_from}")
@@ -190,9 +183,8 @@ def as_recipe(source: Any) -> Recipe:
     recipe = getattr(source, "recipe", source)
     if not isinstance(recipe, Recipe):
         advice = "; Recipe.from_dict makes one of a dictionary" if isinstance(source, Mapping) else ""
-        raise UserError(
-            f"{type(source).__name__} is no recipe: give a Recipe, a preset's name or a .toml's path{advice}"
-        )
+        given = type(source).__name__
+        raise UserError(f"{given} is no recipe: give a Recipe, a preset's name or a .toml's path{advice}")
     return recipe
 
 

@@ -24,6 +24,10 @@ def _one_or_many(value: str | list[str]) -> str | list[str]:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def _as_list(value: str | list[str]) -> list[str]:
+    return [value] * bool(value) if isinstance(value, str) else value
+
+
 Source = Annotated[str, Field(min_length=1)]
 Sources = Annotated[str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)]
 
@@ -103,16 +107,12 @@ class DataSettings(Section):
     @property
     def sources(self) -> list[str]:
         """`source` as a list."""
-        return [self.source] if isinstance(self.source, str) else self.source
+        return _as_list(self.source)
 
     @property
     def eval_sources(self) -> list[str]:
         """`eval_source` as a list, empty where there is none."""
-        return [
-            source
-            for source in ([self.eval_source] if isinstance(self.eval_source, str) else self.eval_source)
-            if source
-        ]
+        return _as_list(self.eval_source)
 
 
 class TrainSettings(Section):

@@ -54,11 +54,11 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
 
 def find_runs(top: Path) -> Iterator[Path]:
     """The directories of runs at or under a directory, and of studies under it, in the order of their names."""
-    found: set[Path] = set()
+    runs: set[Path] = set()
     for depth in range(DEPTH + 1):
         for path in sorted(file.parent for file in top.glob("*/" * depth + "recipe.toml")):
-            if found.isdisjoint(path.parents) and (depth or not Study.is_study(path)):
-                found.add(path)
+            if runs.isdisjoint(path.parents) and (depth or not Study.is_study(path)):
+                runs.add(path)
                 yield path
 
 
@@ -70,12 +70,8 @@ def _study_row(path: Path, name: str) -> RunRow:
     results = study.results()
     states, losses = {r.state for r in results}, [r.best_loss for r in results if r.best_loss is not None]
     comparable = common_measure([r.evaluated for r in results])[0] == LOSS
-    if states <= set(DONE_STATES):
-        state = "finished"
-    else:
-        state = next(
-            (s for s in ("running", "failed") if s in states), "new" if states == {"waiting"} else "interrupted"
-        )
+    state = "new" if states == {"waiting"} else "finished" if states <= set(DONE_STATES) else "interrupted"
+    state = next((one for one in ("running", "failed") if one in states), state)
     changed = [run.metrics_path.stat().st_mtime for run in study.runs() if run.metrics_path.is_file()]
     return RunRow(
         run=name, state=state, step=sum(r.step for r in results),

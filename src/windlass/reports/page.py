@@ -142,8 +142,9 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     # those that stand in a paper, with the columns and digits that people read
     papers = tables.evaluations(seen[0]) if len(seen) == 1 else {}
     papers = {f"evaluations-{slug(suite)}": table for suite, table in papers.items()}
+    several = len(seen) > 1
     papers["results"] = (
-        tables.results(seen[0], for_people=True) if len(seen) == 1 else tables.comparison(seen, tables.PRINCIPAL)
+        tables.comparison(seen, tables.PRINCIPAL) if several else tables.results(seen[0], for_people=True)
     )
     for name in ("cells", "seeds"):
         papers |= {name: files[f"{name}.csv"]} if f"{name}.csv" in files else {}

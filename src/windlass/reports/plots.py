@@ -65,9 +65,8 @@ def write_plots(
             figures["heat-map"] = heat_figure(heat)
         for name, figure in figures.items():
             FigureCanvasAgg(figure).print_png(folder / f"{name}.png", metadata={"Software": None})
-            FigureCanvasPdf(figure).print_pdf(
-                folder / f"{name}.pdf", metadata=dict.fromkeys(("Creator", "Producer", "CreationDate"))
-            )
+            unsigned = dict.fromkeys(("Creator", "Producer", "CreationDate"))  # equal runs give equal bytes
+            FigureCanvasPdf(figure).print_pdf(folder / f"{name}.pdf", metadata=unsigned)
     return {name: folder / f"{name}.png" for name in figures}
 
 

@@ -73,19 +73,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Se
     return "".join(f"| {line} |\n" for line in lines)
 
 
-LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}"}
-    | {
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "–": "--",
-        "−": "$-$",
-        "∞": r"$\infty$",
-        "·": r"$\cdot$",
-        "…": r"\dots{}",
-    }
-)
+LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", "–": "--", "−": "$-$", "∞": r"$\infty$", "·": r"$\cdot$", "…": r"\dots{}",
+})  # fmt: skip
 
 
 def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:

@@ -191,9 +191,8 @@ def view(run: Run, label: str | None = None) -> RunView:
             own = [x["settings"] for x in changed if x.get("attempt") == attempt.number]
             what = "extended" if before else "settings changed" if own else STARTS[begun["event"]]
             text = f"extended from {before:,} to {begun['steps']:,} steps" if before else STARTS[begun["event"]]
-            text += "".join(
-                f"; {key} = {typed(pair[1])} from here on, not {typed(pair[0])}" for x in own for key, pair in x.items()
-            )
+            pairs = [(key, *pair) for x in own for key, pair in x.items()]
+            text += "".join(f"; {key} = {typed(new)} from here on, not {typed(old)}" for key, old, new in pairs)
             restarts.append(Restart(what, step, tokens, attempt.before / 3600, begun["time"], text))
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
     ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]

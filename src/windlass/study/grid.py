@@ -39,7 +39,7 @@ class Cell:
     @staticmethod
     def of(base: Recipe, assignment: Assignment, directory: str = "") -> Cell:
         """The cell of an assignment; raises UserError where its recipe is invalid."""
-        recipe, usual = base.with_overrides(**{k: v for k, v in assignment.items() if k != WORLD}), base.flat()
+        recipe, usual = base.replace(**{k: v for k, v in assignment.items() if k != WORLD}), base.flat()
         outside = [k for k in sorted(assignment) if k.startswith((WORLD, *NON_SEMANTIC))]
         other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
         text = json.dumps([recipe.config_hash, other])

@@ -149,7 +149,7 @@ class Study:
         if isinstance(axes, Mapping):
             axes = [f"{key}={','.join(typed(value) for value in values)}" for key, values in axes.items()]
         # every setting by name, as recipe.toml has them: none follows from another one in a cell
-        base = recipe.with_overrides(**recipe.flat() | {"run.dir": "", "run.name": ""})
+        base = recipe.replace(**recipe.flat() | {"run.dir": "", "run.name": ""})
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
         grid = expand(base, map(parse_axis, axes)) if axes else []
         if not grid and not Study.is_study(path):
@@ -179,9 +179,8 @@ class Study:
         cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
-            raise UserError(
-                f"{path}: its cells have other recipes than at its start: {why}. Restore it, or use another path=DIR"
-            )
+            what = f"{path}: its cells have other recipes than at its start"
+            raise UserError(f"{what}: {why}. Restore it, or use another path=DIR")
         return Study(path, recipe, cells)
 
     def _grown(self, base: Recipe, grid: Sequence[Cell]) -> Study:
@@ -193,12 +192,11 @@ class Study:
         old, new = self.recipe.flat(), base.flat()
         for key in ("preset", "model.kind"):
             if new[key] != old[key]:
-                raise UserError(
-                    f"{self.path} is a study with {key} = {old[key]}, not {new[key]}: give another path=DIR"
-                )
+                what = f"{self.path} is a study with {key} = {old[key]}"
+                raise UserError(f"{what}, not {new[key]}: give another path=DIR")
         differ = {key: value for key, value in new.items() if value != old[key]}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
-        recipe = self.recipe.with_overrides(**{k: v for k, v in differ.items() if k not in own})
+        recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
         assignments = [*(cell.assignment for cell in self.cells), *(own | cell.assignment for cell in grid)]
         places = [*(cell.directory for cell in self.cells), *[""] * len(grid)]
         shared, keys = recipe.flat(), dict.fromkeys(key for one in assignments for key in one)
@@ -349,9 +347,8 @@ def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str]
     if run_state == "failed" and own:  # a run that was killed has no such event: it is interrupted
         return "failed", str(own[-1].get("reason", ""))
     if run_state == "running" or not decided[0]:
-        return {"new": "waiting", "stopped": "interrupted", "preempted": "interrupted", "failed": "interrupted"}.get(
-            run_state, run_state
-        ), ""
+        words = {"new": "waiting"} | dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
+        return words.get(run_state, run_state), ""
     return decided
 
 

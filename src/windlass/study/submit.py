@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.launch.batch import INDEX, Site
-from windlass.launch.submit import WINDLASS, Resources, find_scheduler, make_job, read_site, submit
+from windlass.launch.submit import Resources, find_scheduler, make_job, read_site, submit
+from windlass.processes import WINDLASS
 from windlass.study.study import Study
 
 OPEN_STATES = ("waiting", "interrupted")

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from windlass.checkpoint.retention import better
 from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError, require
-from windlass.processes import usable_cores
+from windlass.processes import WINDLASS, usable_cores, visible_gpus
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
@@ -67,7 +65,7 @@ def sweep(
 
 def train_command(study: Study, cell: Cell) -> list[str]:
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
-    return [sys.executable, "-m", "windlass", "train", str(recipe), *cell.overrides, f"run.dir='{directory}'"]
+    return [*WINDLASS, "train", str(recipe), *cell.overrides, f"run.dir='{directory}'"]
 
 
 @dataclass
@@ -91,16 +89,8 @@ class Sweep:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            with suppress(Exception):  # no driver, no library: a machine without NVIDIA devices
-                import pynvml
-
-                pynvml.nvmlInit()
-                visible = ",".join(map(str, range(pynvml.nvmlDeviceGetCount())))
         on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
-        # the CUDA devices that cells may use, as CUDA_VISIBLE_DEVICES names them
-        self.devices = [] if on_cpu else [name.strip() for name in (visible or "").split(",") if name.strip()]
+        self.devices = [] if on_cpu else visible_gpus()
         self.largest_world = max(cell.world or self.world for cell in self.cells)
         asked = self.workers = min(self.workers, len(self.cells))
         if self.devices:
@@ -176,7 +166,7 @@ class Sweep:
             threads = thread_share(ranks) if ranks > 1 else 0  # a cell alone chooses by measurement
             command, directory = [*self.command(self.study, cell), "--world", str(world)], self.study.run_of(cell).path
             if self.launch:
-                command = [sys.executable, "-m", "windlass", "launch", "--", *command[:-2]]
+                command = [*WINDLASS, "launch", "--", *command[:-2]]
             self.running.append(CellProcess(cell, command, directory, threads, free if len(free) == world else []))
 
     def _watch(self, process: CellProcess) -> None:

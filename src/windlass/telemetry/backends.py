@@ -130,9 +130,8 @@ class MLflow:
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
 
     def close(self, state: str, ended: float) -> None:
-        if status := {"finished": "FINISHED", "stopped": "KILLED", "preempted": "KILLED", "failed": "FAILED"}.get(
-            state
-        ):
+        statuses = {"finished": "FINISHED", "stopped": "KILLED", "preempted": "KILLED", "failed": "FAILED"}
+        if status := statuses.get(state):
             self._client.set_terminated(self._id, status, end_time=round(ended * 1e3))
 
 

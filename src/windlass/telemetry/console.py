@@ -121,10 +121,8 @@ class Console:
         seconds_per_step = (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
         if begins:
-            self._print(
-                f"{'legend':<8}{'; '.join(legend for key, (_, legend) in FIELDS.items() if key in shown)}",
-                indent=" " * 8,
-            )
+            legends = "; ".join(legend for key, (_, legend) in FIELDS.items() if key in shown)
+            self._print(f"{'legend':<8}{legends}", indent=" " * 8)
         self._numbers = [write(shown[key]) for key, (write, _) in FIELDS.items() if key in shown]
         self._draw()
         self._write_log(self._fitting(terminal.WIDE))

@@ -28,7 +28,7 @@ SUBSTITUTES = {
 
 def printable(text: Any) -> str:
     r"""Text with control characters as escapes (`\x1b`): no generated text steers a terminal or a report's reader."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n"))
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text).replace("\r\n", "\n"))
 
 
 def fallback() -> str:
@@ -38,8 +38,8 @@ def fallback() -> str:
         if not isinstance(error, UnicodeEncodeError):
             raise error
         dots = {c: "*" for c in error.object[error.start : error.end] if "\u2800" < c <= "\u28ff"}  # of a drawn curve
-        known = SUBSTITUTES | dots
-        escaped = (known.get(c) or ascii(c)[1:-1] for c in error.object[error.start : error.end])
+        substitutes = SUBSTITUTES | dots
+        escaped = (substitutes.get(c) or ascii(c)[1:-1] for c in error.object[error.start : error.end])
         return "".join(escaped), error.end
 
     codecs.register_error("windlass", substitute)

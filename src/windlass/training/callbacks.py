@@ -108,9 +108,8 @@ class Callbacks:
         best = recipe.checkpoint.best
         suite = best.partition(".")[0]
         if suite.startswith(OWN_SUITE) and (name := suite.removeprefix(OWN_SUITE)) not in self.own:
-            raise UserError(
-                f'checkpoint.best: {best} is measured by a suite of your own: train(..., suites={{"{name}": f}})'
-            )
+            give = f'train(..., suites={{"{name}": f}})'
+            raise UserError(f"checkpoint.best: {best} is measured by a suite of your own: {give}")
 
     def stepped(self, step: int, model: nn.Module, result: StepResult) -> None:
         if self.on_step is not None:

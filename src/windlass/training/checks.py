@@ -86,9 +86,8 @@ def check_loss_is_a_sum(
 
     A sum over all positions is that over the first half of them and that over the rest; a mean is not.
     """
-    tokens, labels = (
-        torch.from_numpy(np.array(a, dtype=np.int64)) for a in samples.read(np.arange(min(2, len(samples))))
-    )
+    two = samples.read(np.arange(min(2, len(samples))))
+    tokens, labels = (torch.from_numpy(np.array(part, dtype=np.int64)) for part in two)
     first = (torch.arange(labels.numel()) < labels.numel() // 2).view_as(labels)
     masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
     with evaluating(model), autocast():
@@ -110,11 +109,8 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
         return ""
     causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
     if fresh:
-        causes = (
-            "look at model.init_std and model.logit_cap, or the labels"
-            if loss > chance
-            else "labels may be in the input"
-        )
+        causes = "look at model.init_std and model.logit_cap, or the labels"
+        causes = causes if loss > chance else "labels may be in the input"
     return f"the first loss is {loss:.4g}, and guessing among {rows:,} tokens gives {chance:.4g}: {causes}"
 
 

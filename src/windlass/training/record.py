@@ -28,15 +28,9 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Horizon
 from windlass.recipe.load import MEASURED_ON
 from windlass.run import read_lines
+from windlass.telemetry import environment
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.environment import (
-    describe_hosts,
-    describe_job,
-    describe_places,
-    describe_rank,
-    write_environment,
-)
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
@@ -140,14 +134,14 @@ class Recorder:
         stack.callback(self.ledger.close)
         self.console = Console(horizon.steps, ranks.rank, run.log_path)
         stack.callback(self.console.close)
-        env, about = ranks.env, describe_rank(ranks.rank, ranks.device, ranks.env.local_rank, ranks.env.node)
+        env = ranks.env
+        about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
         self.placed = ranks.all_gather_object("environment", about)
         if ranks.main:
             launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes, "strategy": ranks.strategy}
             backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
-            write_environment(
-                run.path, self.placed, launch=launch | {"backend": backend} | describe_job(os.environ), **origin
-            )
+            launch |= {"backend": backend} | environment.describe_job(os.environ)
+            environment.write_environment(run.path, self.placed, launch=launch, **origin)
         self.sampler = DeviceSampler(
             run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=settings.sample_seconds,
             attempt=attempt, phases=goodput.seconds,
@@ -173,9 +167,9 @@ class Recorder:
             tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)), first_step=state.step,
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads,
-            hosts=describe_hosts(self.placed) if self.ranks.world > 1 else (), job=describe_job(os.environ), **shared,
+            hosts=environment.describe_hosts(self.placed) if self.ranks.world > 1 else (), job=environment.describe_job(os.environ), **shared,
         )  # fmt: skip
-        self.console.log(describe_places(self.placed))
+        self.console.log(environment.describe_places(self.placed))
         for note in notes:
             self.console.warning(note)
         how = "branched" if branched else "resumed" if plan.resuming and state.step else "started"

@@ -92,9 +92,8 @@ def train(
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             if detect_env().rank == 0:
-                print(
-                    f"{plan.run.path} is finished: {plan.why_finished}; it is returned as it is (to train on: extend_to=STEPS)"
-                )
+                text = f"{plan.run.path} is finished: {plan.why_finished}"
+                print(f"{text}; it is returned as it is (to train on: extend_to=STEPS)")
             return plan.run
         plan.recipe.check_packages()
         callbacks.check(plan.recipe)

@@ -95,9 +95,7 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
     if fresh or not exists:
         left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
         if not all(any(fnmatch(p.name, pattern) for pattern in LEFT_OVER) for p in left_over):
-            raise UserError(
-                f"{run.path} is not empty and holds no run; give another run.dir, or fresh=True to rename it"
-            )
+            raise UserError(f"{run.path} is not empty and no run; give another run.dir, or fresh=True to rename it")
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
         checkpoint = _branch_checkpoint(recipe, Run.open(origin), int(step)) if branch_from else None
@@ -105,16 +103,14 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
         if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
             inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
             if inside or resume.isdigit() or not Path(resume).is_dir():
-                raise UserError(
-                    f"checkpoint.resume: a new {run.path} will not have {resume}; leave it or fresh=True out"
-                )
+                raise UserError(f"checkpoint.resume: a new {run.path} will lack {resume}; leave it or fresh=True out")
         return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
     steps, extends_from = run.recipe.train.steps, 0
     if extend_to:
         if not isinstance(steps, int) or extend_to < steps:
             raise UserError(f"extend_to={extend_to} is not past the run's {steps} steps")
-        recipe = recipe.with_overrides(f"train.steps={extend_to}")
+        recipe = recipe.replace(f"train.steps={extend_to}")
         extends_from = steps if extend_to > steps else 0  # equal: the same command again
     advice = "undo them, give another run.dir, or fresh=True to rename the old run; for other steps extend_to=STEPS, stop_at=STEP"
     allowed = ("train.steps",) if extends_from else ()
@@ -250,14 +246,14 @@ def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files
     write_lineage(run.path, lineage, files)
     if not plan.resuming or plan.extends_from:
         longer = {"train.steps": plan.recipe.train.steps}
-        recipe = run.recipe.with_overrides(**longer) if plan.resuming else plan.recipe
+        recipe = run.recipe.replace(**longer) if plan.resuming else plan.recipe
         files.replace(run.recipe_path, recipe.toml().encode())
 
 
 def write_settings(plan: StartPlan) -> None:
     """The run's recipe has the settings that hold from here on; what one start alone does stays as it was."""
     once = {"checkpoint.resume": plan.run.recipe.checkpoint.resume}
-    Files().replace(plan.run.recipe_path, plan.recipe.with_overrides(**once).toml().encode())
+    Files().replace(plan.run.recipe_path, plan.recipe.replace(**once).toml().encode())
 
 
 def set_aside(path: Path, seconds: float = LOCK_WAIT_SECONDS) -> Path | None:

@@ -23,9 +23,7 @@ from windlass.recipe import Recipe
 
 PROBE_TOKENS = 1024  # of a forward and backward pass that is timed
 PROBE_PASSES = 2  # for each number of threads, the faster one counts
-LONG_SECONDS = (
-    0.3  # of CPU a thread: a pass of so many has work for all, and timing it with fewer would delay the start
-)
+LONG_SECONDS = 0.3  # of CPU a thread: a pass of so many has work for all; timing it with fewer would delay the start
 ENOUGH_SECONDS = 0.5  # for the passes with one number of threads
 EQUAL = 1.03  # fewer threads are taken where they are as fast within this factor
 WATCH_SECONDS = 5.0  # between two looks at other processes, at least
@@ -50,9 +48,8 @@ def set_threads(
     if recorded.get("threads") and recorded.get("cores") == cores:
         torch.set_num_threads(recorded["threads"])
         return f"{recorded['threads']} of {cores} cores, as in the run so far"
-    if (
-        threads == 1 or custom or recipe.train.compile
-    ):  # a pass may change a user's own model; compiled code has its number
+    # A pass may change a user's own model, and code is compiled for a number of threads.
+    if threads == 1 or custom or recipe.train.compile:
         return f"{threads} of {cores} cores"
     seconds = probe(training_pass(recipe, model, batch, vocab, ranks), threads)
     threads = fewest(seconds)

@@ -352,9 +352,8 @@ class Trainer:
     def stop_run(self) -> bool:
         """Save where the grace allows it; raise Stopped after a signal, else return False. All ranks come here at the same step."""
         step, saves, recorder, grace = self.state.step, self.saves, self.recorder, self.recipe.checkpoint.grace_seconds
-        signals = self.ranks.all_gather_object(
-            "signals", [self.stop.requested, self.stop.seconds_since(), self.callbacks.asked]
-        )
+        own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.asked]
+        signals = self.ranks.all_gather_object("signals", own)
         signalled, since = any(requested for requested, *_ in signals), max(seconds for _, seconds, _ in signals)
         asked = next((why for *_, why in signals if why), f"stop_at={step}")
         reason = self.stop.name if signalled else asked
