@@ -85,6 +85,14 @@ def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
 
 
+def test_progress_counts_complete_texts() -> None:
+    seen = list[tuple[int, int]]()
+    generate(
+        Toy(), prompts(5, 6), Sampling(max_tokens=3, temperature=0), batch=2, progress=lambda *now: seen.append(now)
+    )
+    assert seen == [(done, 5) for done in range(1, 6)]
+
+
 def test_a_padded_vocabulary_is_never_chosen_from_modules_are_as_before_and_a_poll_cuts_it_short() -> None:
     model, answers = Toy(), iter([False, False, False, True])
     assert generate(model, [[1]], Sampling(max_tokens=50), poll=lambda: next(answers)) is None

@@ -111,12 +111,14 @@ def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) 
 
 
 def generate(
-    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, *arguments: Any, **how: Any
-) -> list[list[int]] | None:
+    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, *arguments: Any,
+    progress: Callable[[int, int], object] | None = None, **how: Any,
+) -> list[list[int]] | None:  # fmt: skip
     """The tokens that follow each prompt, without the one that stopped it; None where `poll` cut it short.
 
-    Arguments as `generate_events`.
+    Arguments as `generate_events`; `progress` is called with the number of complete texts, and of all.
     """
+    done = 0
     texts: dict[int, list[int]] = {index: [] for index in how.get("indices") or range(len(prompts))}
     complete = False
 
@@ -126,15 +128,20 @@ def generate(
 
     for index, token in events():
         texts[index] += [] if token is None else [token]
+        if token is None and progress is not None:
+            done += 1
+            progress(done, len(prompts))
     return list(texts.values()) if complete else None
 
 
 def generate_divided(
     model: Any, tokenizer: Tokenizer, ranks: Ranks, sampling: Sampling, numbers: Sequence[int],
-    prompt_of: Callable[[int], list[int]], **how: Any,
+    prompt_of: Callable[[int], list[int]], progress: Callable[[int, int], object] | None = None, **how: Any,
 ) -> dict[int, str] | None:  # fmt: skip
     """A text for each of the numbers, each generated on one rank; the same result on every rank."""
-    own = numbers[ranks.rank :: ranks.world]
+    own, all_texts = numbers[ranks.rank :: ranks.world], len(numbers)
+    if progress is not None:  # the other ranks are about as far as this one
+        how["progress"] = lambda done, _: progress(min(done * ranks.world, all_texts), all_texts)
     prompts = [prompt_of(number) for number in own]
     texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
     if texts is None:

@@ -68,7 +68,7 @@ class Suites:
         how: dict[str, Any] = {"autocast": partial(autocast, recipe, ranks.device), "poll": poll}
         numbers: Numbers | None
         if suite == SQUAD_SUITE:
-            scored = evaluate_squad(model, tokenizer, self._questions, ranks, **how)
+            scored = evaluate_squad(model, tokenizer, self._questions, ranks, **how, progress=progress)
             return None if scored is None else (scored[0] | {"items_hash": items_hash(self._questions)}, scored[1])
         if suite == LOSS_SUITE:
             assert self.val is not None
