@@ -135,13 +135,13 @@ def push(folder: Path, repo: str) -> None:
         ) from None
 
 
-def tokenizer_directory(place: str) -> Path:
-    """The local directory of what follows `hf:` in `data.tokenizer`: a directory, a file in one, `NAME` or `NAME@REVISION`."""
+def tokenizer_directory(place: str, key: str = "data.tokenizer") -> Path:
+    """The local directory of what follows `hf:` in a tokenizer's setting: a directory, a file in one, `NAME` or `NAME@REVISION`."""
     path = Path(place).expanduser()
     if path.exists():
         return path.parent if path.is_file() else path
     name, _, revision = place.partition("@")
-    return directory(name, revision, key="data.tokenizer")
+    return directory(name, revision, key)
 
 
 def weight_files(folder: Path) -> list[str]:

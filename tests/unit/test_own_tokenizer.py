@@ -85,6 +85,23 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
     assert prepare(recipe.replace("data.tokenizer=byte")).tokenizer.vocab == 257
 
 
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("model.name", {"model.kind": "hf", "model.name": "./nowhere"}),
+        ("model.init_from", {"model.init_from": "hf:./nowhere"}),
+        ("data.tokenizer", {"data.tokenizer": "hf:./nowhere"}),
+    ],
+)
+def test_a_wrong_place_is_answered_with_the_setting_that_names_it(
+    tmp_path: Path, key: str, settings: dict[str, str]
+) -> None:
+    corpus = write_corpus(tmp_path / "text.txt", words=200)
+    data = {"data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    with refused(f"{key}: ", "no directory ./nowhere"):
+        prepare(Recipe.from_dict({**data, **settings}))
+
+
 def test_characters_learned_by_another_run_stay_characters(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text.txt", words=2000)
     first = tiny_recipe(corpus, tmp_path / "one", data__tokenizer="char", model__vocab=0, train__steps=1)

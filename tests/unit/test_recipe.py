@@ -116,6 +116,7 @@ def test_a_list_is_taken_as_a_shell_leaves_it():
     assert Recipe.load("quickstart", ["telemetry.trackers=[wandb, mlflow]"]).telemetry.trackers == ["wandb", "mlflow"]
     assert Recipe.load("quickstart", ["eval.suites=lm-eval:a,b"]).eval.suites == ["lm-eval:a,b"]
     assert Recipe.load("quickstart", ["telemetry.trackers=[]"]).telemetry.trackers == []
+    assert Recipe.load("quickstart", ["model.freeze=blocks.[01].*,*.[23]"]).model.freeze == ["blocks.[01].*", "*.[23]"]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,10 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (["parallel.offload=true"], "parallel.offload", "FSDP2"),
         (["model.kind=hf"], "model.name", "directory"),
         (["data.source=https://x.example/a.txt"], "data.sha256", "SHA-256"),
+        (["data.source="], "data.source", "empty"),
         (["data.source=squad"], "data.format", "squad"),
         (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "longer than the run"),
+        (["optim.schedule.warmup=900"], "optim.schedule.warmup", "a share of the run, as 0.02"),
         (["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"], "optim.schedule.decay", "longer than the run"),
         (["parallel.shard_size=2"], "parallel.shard_size", "hybrid_shard"),
         (["checkpoint.best=squad.f1"], "checkpoint.best", SUITES),
@@ -165,6 +168,22 @@ def test_impossible_combinations_are_found_before_anything_starts(overrides, key
     with pytest.raises(RecipeError) as caught:
         Recipe.load("quickstart", overrides)
     assert says in dict(caught.value.problems)[key]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_takes_a_few_steps(name):
+    assert Recipe.load(name, {"train.steps": 5}).train.steps == 5  # nothing in it, as the warm-up, is longer than that
+
+
+def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('preset = "quickstart"\n[train]\nsteps = 5\n')
+    for load in (lambda: Recipe.load(file), lambda: Recipe.from_dict({"preset": "quickstart", "train.steps": 5})):
+        with pytest.raises(UserError, match='extends = "quickstart"'):
+            load()
+    whole = Recipe.load("quickstart", {"train.steps": 5})
+    file.write_text(whole.toml())
+    assert Recipe.load(file) == whole == Recipe.from_dict(whole.tree())
 
 
 def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):

@@ -93,7 +93,7 @@ def prepare_text(recipe: Recipe, settings: dict[str, Any], directory: Path, prog
         single_text = all(corpus.single_text for _, corpus, _ in stream_parts)
         for stem, corpus, _ in stream_parts:
             source[stem] = {"name": corpus.name, "single_text": corpus.single_text, **corpus.description}
-        named = None if kind in ("char", "bpe") else vocabulary.named_tokenizer(recipe.tokenizer)
+        named = None if kind in ("char", "bpe") else vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
         work = {"settings": settings, "source": source, "tokenizer": named.fingerprint if named else ""}
         if state.get("work") != work:  # of another corpus or tokenizer: start over
             for file in [*directory.glob(f"{MAIN}-[0-9]*"), *directory.glob(f"{EVAL}-[0-9]*")]:

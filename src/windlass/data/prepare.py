@@ -198,7 +198,7 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
     else:
         layouts = [tuple(item.texts) for item in splits[0]]
         if recipe.tokenizer.startswith("hf:"):
-            template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:]))
+            template = chat.Template.of_directory(hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key))
     texts, kind = dict.fromkeys(text for layout in layouts for text in layout), vocabulary.kind_of(data.tokenizer)
     if kind == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from the training items")
@@ -206,7 +206,7 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
     elif kind == "char":  # also the characters of the layout
         tokenizer = vocabulary.char_tokenizer([*texts, squad.PROMPT, "User: System: Assistant: \n"], with_eot=True)
     else:
-        tokenizer = vocabulary.named_tokenizer(recipe.tokenizer)
+        tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
     files: dict[str, RowsFile] = {}
     for name, items in zip(("train", "val"), splits, strict=True):
         if not items:

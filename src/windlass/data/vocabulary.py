@@ -57,17 +57,17 @@ def load_tokenizer(recipe: Recipe, directory: str | Path | None = None) -> Token
     elif kind in ("char", "bpe"):
         raise UserError(f"data.tokenizer: {kind} needs the corpus: prepare the data first, or name another for shards:")
     else:
-        tokenizer = named_tokenizer(recipe.tokenizer)
+        tokenizer = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
     pretrained = recipe.model.init_from or (recipe.model.kind == "hf" and not recipe.model.from_scratch)
     if recipe.data.format == "text" and not pretrained and tokenizer.bos:
         tokenizer.inner.post_processor, tokenizer.bos = None, ()
     return tokenizer
 
 
-def named_tokenizer(setting: str) -> Tokenizer:
-    """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`."""
+def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer of a setting that needs no corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:NAME_OR_DIR`; `key` is where it stands."""
     kind, place = kind_of(setting), setting.partition(":")[2]
-    return byte_tokenizer() if kind == "byte" else gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place)
+    return byte_tokenizer() if kind == "byte" else gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place, key)
 
 
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
@@ -180,7 +180,7 @@ def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> To
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
 
 
-def hf_tokenizer(place: str) -> Tokenizer:
+def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, of a directory, or of a name on the Hub (`NAME` or `NAME@REVISION`).
 
     The text ends with the token that the configuration beside the file names, or with one of the usual names. Older files
@@ -189,7 +189,7 @@ def hf_tokenizer(place: str) -> Tokenizer:
     # The threads are ours; the library would warn that they were forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(place).expanduser()
-    file = path if path.is_file() else hub.tokenizer_directory(place) / JSON_FILE
+    file = path if path.is_file() else hub.tokenizer_directory(place, key) / JSON_FILE
     if not file.is_file():
         hub.prepare()
         try:

@@ -52,8 +52,9 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
     for pattern in patterns:
         names = [name for name in parameters if fnmatchcase(name, pattern)]
         if not names:
-            near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3) or list(parameters)[:4]
-            raise UserError(f"model.freeze: no parameter is named {pattern}; there are {', '.join(near)}")
+            near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3)
+            shown = ", ".join(list(dict.fromkeys([*near, *parameters]))[:4])
+            raise UserError(f"model.freeze: no parameter is named {pattern}; among the {len(parameters)} are {shown}")
         for name in names:
             parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):

@@ -13,6 +13,8 @@ from windlass.errors import UserError
 
 CONFIGS = (".yaml", ".yml", ".py")
 """Files in which other tools have their settings."""
+SECTIONS = 10
+"""Tables and keys at the top of a whole recipe, `preset` among them."""
 Changes = str | Mapping[str, Any] | Iterable[str]
 """Settings to change: `{"optim.lr": 3e-4}`, nested or dotted, or text as on the command line (`["optim.lr=3e-4"]`)."""
 
@@ -114,6 +116,14 @@ def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[
     return [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
 
 
+def check_preset(own: dict[str, Any], where: str) -> None:
+    """Raise UserError where dotted settings name a shipped preset by `preset`, which takes nothing from it, and are no whole
+    recipe: there `extends` is meant."""
+    name = own.get("preset")
+    if name in presets() and len({key.partition(".")[0] for key in own}) < SECTIONS:
+        raise UserError(f'{where}: preset is only a name; to start from that preset write extends = "{name}"')
+
+
 def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
     """A recipe's file after the files that it extends, each with its own settings under dotted keys."""
     if path.resolve() in seen:
@@ -129,6 +139,7 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
     base = tree.pop("extends", None)
     own = [(path, flatten(tree))]
     if base is None:
+        check_preset(own[0][1], str(path))
         return own
     beside = path.parent / str(base)
     return _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve())) + own

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, require
 from windlass.recipe.keys import problems_of
-from windlass.recipe.layers import Changes, dotted, flatten, layers, merge, presets, typed
+from windlass.recipe.layers import Changes, check_preset, dotted, flatten, layers, merge, presets, typed
 from windlass.recipe.network import ModelSettings, Section
 from windlass.recipe.units import BatchPlan, plan_batch
 
@@ -124,6 +124,13 @@ class Recipe(BaseModel):
         place, m = self.data.tokenizer, self.model
         return f"{place}@{m.revision}" if m.kind == "hf" and m.revision and place == f"hf:{m.name}" else place
 
+    @property
+    def tokenizer_key(self) -> str:
+        """The setting that names the tokenizer: where `data.tokenizer` is left out, that of the model or of its weights."""
+        if "tokenizer" in self.data.model_fields_set or not self.data.tokenizer.startswith("hf:"):
+            return "data.tokenizer"
+        return "model.init_from" if self.model.init_from else "model.name"
+
     def strategy(self, world: int) -> str:
         """The sharding strategy with `auto` resolved for a number of ranks."""
         auto = "ddp" if world > 1 else "single"
@@ -172,6 +179,7 @@ class Recipe(BaseModel):
         own = {key: value for key, value in dotted(settings).items() if key != "extends"}
         if "extends" in settings:
             return Recipe.load(settings["extends"], own)
+        check_preset(own, "from_dict")
         merge(tree := dict[str, Any](), own)
         return validate(tree, str(own.get("preset", "custom")))
 
@@ -262,6 +270,8 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Combinations that cannot work."""
     m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
     yield from _impossible_model(m, d.vocab_)
+    if not all(source.strip() for source in d.sources):
+        yield "data.source", 'it is empty: name a file, a directory, a pattern or hf:NAME ("." is this directory)'
     if any(source.startswith(("http://", "https://")) for source in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
     if d.format == "text" and any(source.split(":")[0] == "squad" for source in d.sources):
@@ -297,5 +307,9 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     steps = sum(part for part in (warmup, decay) if isinstance(part, int))
     share = sum(part for part in (warmup, decay) if isinstance(part, float))
     if share > 1 or (isinstance(t.steps, int) and steps > t.steps):
-        key = "decay" if decay else "warmup"
-        yield f"optim.schedule.{key}", f"warm-up {warmup} and decay {decay} are longer than the run ({t.steps} steps)"
+        alone = isinstance(warmup, int) and isinstance(t.steps, int) and warmup > t.steps
+        key = "decay" if decay and not alone else "warmup"
+        yield (
+            f"optim.schedule.{key}",
+            f"warm-up {warmup} and decay {decay} are longer than the run ({t.steps} steps): shorten it, or write a share of the run, as 0.02",
+        )

@@ -11,7 +11,8 @@ def _names(value: object) -> object:
     """The names in a list as it is easily typed into a shell: `wandb`, `wandb,mlflow`, `[wandb]`."""
     if not isinstance(value, str):
         return value
-    inner = value.strip().removeprefix("[").removesuffix("]")
+    inner = value.strip()
+    inner = inner[1:-1] if inner[:1] + inner[-1:] == "[]" else inner  # not the end of a pattern, as `blocks.[01]`
     parts = [inner] if ":" in inner else inner.split(",")  # lm-eval:TASK,TASK is one name
     return [name for part in parts if (name := part.strip().strip("'\""))]
 
@@ -109,7 +110,7 @@ class ModelSettings(Section):
     """Output projections of each sub-layer start at zero, so that each block starts as the identity."""
     init_from: str = ""
     """Initial weights: a run directory (its newest checkpoint) or a Hugging Face directory; empty: from the seed."""
-    freeze: list[str] = []
+    freeze: Annotated[list[str], Names] = []
     """Parameters that are not trained: patterns of their names, as `"embedding.*"` or, with `hf`, `"model.layers.0.*"`."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.base`."""

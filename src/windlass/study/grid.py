@@ -76,7 +76,9 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     keys = [key for axis in axes for key in axis.keys]
     for key in keys:
         if keys.count(key) > 1 or key in ("run.dir", "run.name"):
-            raise UserError(f"{key} is set by two axes of the grid, or by the study itself (run.dir, run.name)")
+            own = key in ("run.dir", "run.name")
+            why = "each cell has its own: name the study's directory instead" if own else "two axes of the grid set it"
+            raise UserError(f"{key}: {why}")
     cells, problems = [], []
     for combination in itertools.product(*(axis.values for axis in axes)):
         assignment = dict(zip(keys, itertools.chain(*combination), strict=True))

@@ -206,7 +206,9 @@ class Study:
             cells.setdefault(cell.key, cell)
         notes, added = [], len(cells) - len(self.cells)
         if added:
-            notes.append(f"the study grows: {added} new cells beside {len(self.cells)} that are there")
+            notes.append(
+                f"the study grows: {added} new cell{'s' * (added > 1)} beside {len(self.cells)} that are there"
+            )
         for key, value in differ.items():
             if key not in own:
                 notes.append(f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells")
