@@ -32,6 +32,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def thread_share(ranks: int) -> int:
+    """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
+    return max(1, usable_cores() // ranks)
+
+
 def visible_gpus() -> list[str]:
     """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none without a driver. No torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ ENDINGS = ("finished", "stopped", "preempted", "failed")
 def _number(value: Any) -> Any:
     """A field of the ledger, the words for non-finite numbers as those."""
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+def timestamp(line: Line) -> float:
+    """When a line was written, in seconds since 1970."""
+    return datetime.fromisoformat(line["time"]).timestamp()
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -73,7 +73,7 @@ class Bench:
     ):  # fmt: skip
         self.folder, self.recipe, self.worlds, self.kills = folder.resolve(), recipe or "quickstart", worlds, kills
         self.base: dict[str, Any] = {**COMMON, "data.dir": f"'{self.folder / 'data'}'"}
-        self.base["train.threads"] = max(1, processes.usable_cores() // max(worlds))  # equal for all, so that bits are
+        self.base["train.threads"] = processes.thread_share(max(worlds))  # equal for all, so that bits are
         if not recipe:
             text = self.folder / "text.txt"
             text.write_text(Path(__file__).read_text(encoding="utf-8")[:900], encoding="utf-8")
@@ -111,13 +111,9 @@ class Bench:
 
 
 def verify(
-    recipe: str | None = None,
-    overrides: Sequence[str] = (),
-    world: int = 0,
-    kills: int = 10,
-    directory: str | Path | None = None,
-    show: Callable[[Proof], None] = lambda proof: None,
-) -> list[Proof]:
+    recipe: str | None = None, overrides: Sequence[str] = (), world: int = 0, kills: int = 10,
+    directory: str | Path | None = None, show: Callable[[Proof], None] = lambda proof: None,
+) -> list[Proof]:  # fmt: skip
     """Prove, with real runs on this machine, that nothing is lost and nothing is wrong in silence.
 
     Args:

@@ -9,9 +9,10 @@ import textwrap
 import pytest
 
 from windlass.errors import DONE, STOPPED, Stopped
+from windlass.processes import thread_share
 from windlass.recipe import Recipe
 from windlass.study.study import Study
-from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep, thread_share
+from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep
 
 STEPS = 4
 TRAINING = textwrap.dedent(

@@ -144,14 +144,9 @@ class Saver:
         return max(0.0, (self.last_seconds or 0.0) - elapsed) if self.busy else 0.0
 
     def save(
-        self,
-        step: int,
-        state: State,
-        counters: Mapping[str, Any],
-        meta: Mapping[str, Any] | None = None,
-        scores: Mapping[int, float] | None = None,
-        while_waiting: Callable[[], None] | None = None,
-    ) -> None:
+        self, step: int, state: State, counters: Mapping[str, Any], meta: Mapping[str, Any] | None = None,
+        scores: Mapping[int, float] | None = None, while_waiting: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Take the state after so many steps; it may change as soon as this returns. The outcome comes by `poll` or
         `wait`, and nothing is durable before it says so.
 

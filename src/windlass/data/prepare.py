@@ -125,14 +125,11 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         return {**settings, **{key: getattr(data, key) for key in TEXT_SETTINGS}}
     files = [path for source in [*data.sources, *data.eval_sources] for path in _row_files(source, data.format)]
     return {
-        **settings,
-        **{key: getattr(data, key) for key in ROWS_SETTINGS},
-        "tokenizer": recipe.tokenizer,
-        "context": recipe.model.context,
-        "seed": recipe.run.seed,
+        **settings, **{key: getattr(data, key) for key in ROWS_SETTINGS}, "tokenizer": recipe.tokenizer,
+        "context": recipe.model.context, "seed": recipe.run.seed,
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
         **{f"file {f['file']}": f.get("sha256") or f["changed_ns"] for f in describe_files(files)},
-    }
+    }  # fmt: skip
 
 
 def _row_files(source: str, kind: str) -> list[Path]:

@@ -36,12 +36,9 @@ def optimal_steps(recipe: Recipe, parameters: int, tokens_per_sample: float | No
 
 
 def resolve_steps(
-    recipe: Recipe,
-    vocab: int | None = None,
-    tokens_per_sample: float | None = None,
-    samples_per_epoch: int | None = None,
-    parameters: int | None = None,
-) -> int:
+    recipe: Recipe, vocab: int | None = None, tokens_per_sample: float | None = None,
+    samples_per_epoch: int | None = None, parameters: int | None = None,
+) -> int:  # fmt: skip
     """The number of optimizer steps of a recipe, rounded up where `train.steps` is in epochs.
 
     `vocab` is used where the recipe leaves it to the tokenizer, `tokens_per_sample` (real ones, on average) instead of

@@ -146,15 +146,9 @@ class Plan:
 
 
 def plan(
-    source: Recipe | Run | str | Path,
-    overrides: Changes = (),
-    *,
-    world: int = 0,
-    device: str = "",
-    memory_bytes: int | None = None,
-    past: Sequence[Run] = (),
-    mfu: float = ASSUMED_MFU,
-) -> Plan:
+    source: Recipe | Run | str | Path, overrides: Changes = (), *, world: int = 0, device: str = "",
+    memory_bytes: int | None = None, past: Sequence[Run] = (), mfu: float = ASSUMED_MFU,
+) -> Plan:  # fmt: skip
     """The plan of a recipe, or of what is left of a run by its own ledger.
 
     Args:
@@ -169,7 +163,7 @@ def plan(
     if isinstance(source, str | Path):
         is_run = (Path(source) / "recipe.toml").is_file() and not overrides
         source = Run(Path(source)) if is_run else Recipe.load(source)
-    run = source if isinstance(source, Run) and start_event(source) else None
+    run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
     subject = subject_of(recipe, run, past, world, device, memory_bytes)
     speed = past_speed(subject, past or [run or Run(recipe.run_dir)])
@@ -182,18 +176,14 @@ def plan(
     return assemble(subject, speed or assumed_speed(subject, mfu), run)
 
 
-def start_event(run: Run) -> dict[str, Any]:
-    """The last start in a run's ledger; empty before the first."""
-    return last_start(run.ledger())
-
-
 def subject_of(
     recipe: Recipe, run: Run | None, past: Sequence[Run], world: int, device: str, memory_bytes: int | None
 ) -> Subject:
     """Who trains what on what, from the recipe and from the run's ledger or the prepared data."""
-    started = start_event(run) if run else {}
+    started: dict[str, Any] = last_start(run.ledger()) if run else {}
     ranks = world or int(started.get("world", 1))
-    name = device or str((start_event(past[0]) if past and not run else started).get("device") or "")
+    like = last_start(past[0].ledger()) if past and not run else started
+    name = device or str(like.get("device") or "")
     if name and name.lower() != "cpu":
         where = find_device(name, memory_bytes)
         if device and not where.memory_bytes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
+from windlass.recipe import typed
 from windlass.telemetry.console import duration, short
 from windlass.telemetry.terminal import pairs, table
 
@@ -106,7 +107,7 @@ def _print_memory(plan: Any, console: Console) -> None:
         notes.append(f"The state of {plan.optimizer} is taken to be as large as AdamW's.")
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB more of the host's memory")
-    settings = " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.recommended.items())
+    settings = " ".join(f"{key}={typed(value)}" for key, value in plan.recommended.items())
     if plan.advice:
         notes.append(f"Recommended ({plan.advice}): {settings}" if settings else plan.advice)
     micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"

@@ -151,17 +151,10 @@ def generate_divided(
 
 
 def generate_events(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    ranks: Ranks | None = None,
-    *,
-    indices: Sequence[int] | None = None,
-    batch: int = 16,
-    vocab: int = 0,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-) -> Generator[Event, None, bool]:
+    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, ranks: Ranks | None = None, *,
+    indices: Sequence[int] | None = None, batch: int = 16, vocab: int = 0,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
+) -> Generator[Event, None, bool]:  # fmt: skip
     """Continue prompts: yields (index, token) for each token as it is chosen, and (index, None) when a text is complete.
 
     A text longer than the model's window continues from its last half: when the window is full, the first half of it is
@@ -310,14 +303,9 @@ class TextSampler:
 
 
 def sample(
-    run: str | Path | Run | Source,
-    prompt: str = "",
-    n: int = 1,
-    device: str = "",
-    *,
-    model: nn.Module | None = None,
+    run: str | Path | Run | Source, prompt: str = "", n: int = 1, device: str = "", *, model: nn.Module | None = None,
     **settings: Any,
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[int, str]]:  # fmt: skip
     """`n` texts that continue a prompt, as (number of the text, next piece of it), text after text; a function of the seed.
 
     Args:

@@ -34,18 +34,10 @@ LOGITS_PER_PASS = {"cpu": 2**26, "cuda": 2**29}  # in fp32 256 MB on a CPU, 2 GB
 
 
 def evaluate_loss(
-    model: Any,
-    samples: Samples,
-    ranks: Ranks,
-    batch: int,
-    limit: int = 0,
-    *,
-    whole: bool = False,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-    progress: Progress | None = None,
-    token_bytes: np.ndarray | None = None,
-) -> dict[str, float] | None:
+    model: Any, samples: Samples, ranks: Ranks, batch: int, limit: int = 0, *, whole: bool = False,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
+    progress: Progress | None = None, token_bytes: np.ndarray | None = None,
+) -> dict[str, float] | None:  # fmt: skip
     """Mean cross-entropy over the unmasked labels of a validation set, or of its first `limit` samples (0: all).
 
     With `whole` the rest is measured in the same pass: the numbers of all samples are the same fields with `full_` in front.
@@ -106,14 +98,10 @@ class Likelihood(NamedTuple):
 
 
 def log_likelihoods(
-    model: Any,
-    rows: Sequence[Continuation],
-    ranks: Ranks,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
+    model: Any, rows: Sequence[Continuation], ranks: Ranks, *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
     progress: Progress | None = None,
-) -> list[Likelihood] | None:
+) -> list[Likelihood] | None:  # fmt: skip
     """Log-likelihood of each ending after its context, each scored on one rank; equal on every rank, which all have the rows.
 
     A row longer than the model's context loses its beginning. Rows in a pass are of similar length; padding is at their

@@ -81,14 +81,9 @@ def evaluate_squad(
     longest = min(model.context, window(model) - max_tokens)
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop_tokens(tokenizer))
     answers = generate_divided(
-        model,
-        tokenizer,
-        ranks,
-        sampling,
-        range(len(questions)),
-        lambda i: prompt(questions[i], tokenizer, longest),
+        model, tokenizer, ranks, sampling, range(len(questions)), lambda i: prompt(questions[i], tokenizer, longest),
         **how,
-    )
+    )  # fmt: skip
     if answers is None:
         return None
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}

@@ -120,16 +120,11 @@ class Evaluation:
 
 
 def evaluate(
-    run: str | Path | Run | Source,
-    suites: Sequence[str] = (),
-    overrides: Changes = (),
-    out: str | Path | None = None,
+    run: str | Path | Run | Source, suites: Sequence[str] = (), overrides: Changes = (), out: str | Path | None = None,
     on_result: Callable[[str, Numbers], None] = lambda suite, numbers: None,
-    on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
-    *,
-    model: nn.Module | None = None,
+    on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None, *, model: nn.Module | None = None,
     data: Data | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Measure a saved model, spread over the ranks of the launch that this process is part of, and record the scores.
 
     Args:
@@ -175,12 +170,9 @@ def evaluate(
 
 
 def measure(
-    source: Source,
-    ranks: Ranks,
-    on_result: Callable[[str, Numbers], None],
-    on_progress: Callable[[str, int, int], object],
-    given: Data | None = None,
-) -> Evaluation:
+    source: Source, ranks: Ranks, on_result: Callable[[str, Numbers], None],
+    on_progress: Callable[[str, int, int], object], given: Data | None = None,
+) -> Evaluation:  # fmt: skip
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)

@@ -100,13 +100,11 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
     for name in convert.unit_weights(model.settings):
         if (read(name) != 1).any():
             raise UserError(
-                f"model.init_from: in {directory} {name} is not 1: norms of queries and keys have no weights here"
+                f"model.init_from: in {directory} {name} is not 1: the model norms queries and keys without weights"
             )
     for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
-            raise UserError(
-                f"model.init_from: {directory} has a bias that is not zero for {name}, and the model has none there"
-            )
+            raise UserError(f"model.init_from: the bias for {name} in {directory} is not zero, and the model has none")
     for name, parameter in model.named_parameters():
         value = convert.from_hf(model.settings, name, read)
         if value.shape[0] < parameter.shape[0] and name in ("embedding.weight", "head.weight"):

@@ -46,12 +46,9 @@ def parse_worlds(text: str) -> list[int]:
 
 
 def launch(
-    command: Sequence[str],
-    worlds: int | Sequence[int],
-    max_restarts: int = 0,
-    log: Callable[[str], None] | None = None,
-    stopped_seconds: float = STOPPED_SECONDS,
-) -> int:
+    command: Sequence[str], worlds: int | Sequence[int], max_restarts: int = 0,
+    log: Callable[[str], None] | None = None, stopped_seconds: float = STOPPED_SECONDS,
+) -> int:  # fmt: skip
     """Run `command` as so many ranks on this machine, and return the exit code for all of them.
 
     Args:
@@ -172,7 +169,7 @@ class Group:
 
     def _start(self) -> None:
         # A rank of its own chooses by measurement (training/threads.py); several share the cores.
-        threads = {"OMP_NUM_THREADS": str(max(1, processes.usable_cores() // self.world))} if self.world > 1 else {}
+        threads = {"OMP_NUM_THREADS": str(processes.thread_share(self.world))} if self.world > 1 else {}
         # The kernel's signal follows the thread that forks: from another one only the rank itself watches its parent.
         is_main = threading.current_thread() is threading.main_thread()
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:

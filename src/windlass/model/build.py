@@ -18,12 +18,9 @@ from windlass.recipe import Recipe
 
 
 def build_model(
-    recipe: Recipe,
-    vocab: int,
-    device: str | torch.device = "meta",
-    dtype: torch.dtype = torch.float32,
+    recipe: Recipe, vocab: int, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
     run: Path | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """The network of a recipe's `[model]`, its weights not yet filled; `device` and `dtype` are of the parameters.
 
     On the meta device it takes no memory: `parallelize` gives it storage, then `initialise` or a checkpoint gives it

@@ -6,6 +6,7 @@ no torch, so that `plan` can say what a model could be exported as.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -142,16 +143,11 @@ def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
     return [name for name in our_names(kind, m, [key for key in BIASES if there.get(key)]) if name not in own]
 
 
-def toml(value: Any) -> str:
-    """A setting's value as it stands in a recipe."""
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
-
-
 def architecture(m: ModelSettings) -> str:
     """The `model_type` in `transformers`; a UserError says what differs from the nearest where it is none of them."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
     differs = {
-        kind: [f"model.{key} = {toml(getattr(m, key))}" for key, ok in keys.items() if getattr(m, key) not in ok]
+        kind: [f"model.{key} = {json.dumps(getattr(m, key))}" for key, ok in keys.items() if getattr(m, key) not in ok]
         for kind, keys in allowed.items()
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
@@ -194,9 +190,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     """
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
-        raise UserError(
-            f"model.init_from: weights of architecture {kind!r} do not fit; those of {', '.join(SETTINGS)} do"
-        )
+        raise UserError(f"model.init_from: architecture {kind!r} does not fit; {', '.join(SETTINGS)} do")
     settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
     settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
     ours = {there: own for own, there in ACTIVATIONS.items()}
@@ -233,10 +227,6 @@ def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
     fits |= {key: True for key in BIASES if there.get(key)}
-    lines = [
-        f"  model.{key} = {toml(value)}  (it is {toml(own[key])})"
-        for key, value in there.items()
-        if not fits.get(key, own[key] == value)
-    ]
-    if lines:
+    wrong = {key: value for key, value in there.items() if not fits.get(key, own[key] == value)}
+    if lines := [f"  model.{k} = {json.dumps(value)}  (it is {json.dumps(own[k])})" for k, value in wrong.items()]:
         raise UserError("\n".join([f"model.init_from: the weights of {where} are of another shape; write", *lines]))

@@ -223,7 +223,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     elif env.world > 1 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, processes.usable_cores() // env.local_world))
+        torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
     elif recipe.train.tf32:

@@ -97,13 +97,8 @@ def _row(path: Path, top: Path) -> RunRow:
     if state == "running":
         left = time_left(train, steps)
     return RunRow(
-        run=name,
-        state="ended early" if state == "finished" and lines[-1].get("early_stop") else state,
-        step=max((line["step"] for line in lines), default=0),
-        steps=steps,
-        left_s=left,
-        loss=summary["loss"],
-        best_loss=summary["best_loss"],
-        tokens_per_s=summary["tokens_per_s"],
+        run=name, state="ended early" if state == "finished" and lines[-1].get("early_stop") else state,
+        step=max((line["step"] for line in lines), default=0), steps=steps, left_s=left, loss=summary["loss"],
+        best_loss=summary["best_loss"], tokens_per_s=summary["tokens_per_s"],
         changed=lines[-1]["time"] if lines else None,
-    )
+    )  # fmt: skip

@@ -69,12 +69,9 @@ class Report:
 
 
 def report(
-    sources: str | Path | Run | Sequence[str | Path | Run],
-    out: str | Path | None = None,
-    *,
-    skip: int | None = None,
+    sources: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None, *, skip: int | None = None,
     plots: bool | None = None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Report on a run, several runs beside each other, or a study.
 
     Args:
@@ -197,14 +194,10 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
     rows = tables.all_settings(views)
     changed = [row for row in rows if row.differs or row.changed]
     parts: dict[str, Any] = {
-        "cells": cell_table(study) if study else None,
-        "curves": [chart for chart in charts if chart.id != "loss"],
-        "results": study is None,
-        "time": _times(views),
-        "samples": _samples(views),
-        "settings": [changed, [row for row in rows if row not in changed]],
-        "environment": _environment(views),
-    }
+        "cells": cell_table(study) if study else None, "curves": [chart for chart in charts if chart.id != "loss"],
+        "results": study is None, "time": _times(views), "samples": _samples(views),
+        "settings": [changed, [row for row in rows if row not in changed]], "environment": _environment(views),
+    }  # fmt: skip
     data = json.dumps(payload(views, [*charts, *sweeps], study.tones if study else ()), allow_nan=False)
     for character in "<>&":  # ASCII without a character that HTML gives a meaning: it can stand in a script element
         data = data.replace(character, f"\\u{ord(character):04x}")

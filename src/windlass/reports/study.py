@@ -58,16 +58,11 @@ def read_study(path: str | Path) -> StudyView:
     swept = {key: sorted(values) if numeric(values) else values for key, values in varied.items()}
     winners, remark = study.winners(results)
     return StudyView(
-        study=study,
-        title={LOSS: "evaluation loss", BITS: "bits per byte"}.get(study.measure, study.measure),
-        unit="nats per token" if study.measure == LOSS else "",
-        results=results,
-        views=[view(r.run, label_of(r.cell.assignment)) for r in results if r.begun],
-        groups=study.groups(results),
-        winners=winners,
-        remark=remark,
-        swept=swept,
-    )
+        study=study, title={LOSS: "evaluation loss", BITS: "bits per byte"}.get(study.measure, study.measure),
+        unit="nats per token" if study.measure == LOSS else "", results=results,
+        views=[view(r.run, label_of(r.cell.assignment)) for r in results if r.begun], groups=study.groups(results),
+        winners=winners, remark=remark, swept=swept,
+    )  # fmt: skip
 
 
 def numeric(values: Sequence[Any]) -> bool:

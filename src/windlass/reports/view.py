@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from windlass.checkpoint.retention import comparable
 from windlass.estimate.time import PredictedAndActual, predicted_and_actual
 from windlass.recipe import typed
-from windlass.run import Line, Run, effective, last_start, read_lines
+from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import Evaluated, evaluated
 from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
 
@@ -46,11 +45,6 @@ def number(value: Any) -> float:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def timestamp(text: str) -> float:
-    """An ISO 8601 time as seconds since 1970."""
-    return datetime.fromisoformat(text).timestamp()
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,7 @@ class Clock:
         self.attempts: list[Attempt] = []
         before = 0.0
         for attempt, own in sorted(lines.items()):
-            times = [timestamp(line["time"]) for line in own]
+            times = [timestamp(line) for line in own]
             start = next((at for line, at in zip(own, times, strict=True) if line.get("event") in STARTS), min(times))
             self.attempts.append(Attempt(attempt, start, max(times), before))
             before += max(times) - start
@@ -197,26 +191,14 @@ def view(run: Run, label: str | None = None) -> RunView:
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
     ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]
     return RunView(
-        run=run,
-        label=label or run.name,
-        state=run.state_by(raw),
-        settings=run.recipe.flat(),
-        train=train,
-        evals=evals,
+        run=run, label=label or run.name, state=run.state_by(raw), settings=run.recipe.flat(), train=train, evals=evals,
         logged=Track({**logged, "tokens": interpolate(train, "step", logged["step"], "tokens")}),
-        ranks=[rank for rank in ranks if len(rank)],
-        restarts=restarts,
-        samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None],
-        events=events,
-        changed=changed,
-        start=last_start(ledger),
-        evaluated=evaluated(run, run.recipe, ledger),
-        summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}),
-        speed=throughput(ledger),
-        wall=wall_time(raw),
-        device_hours=device_hours(raw) or None,
-        outcome=predicted_and_actual(run),
-    )
+        ranks=[rank for rank in ranks if len(rank)], restarts=restarts,
+        samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None], events=events,
+        changed=changed, start=last_start(ledger), evaluated=evaluated(run, run.recipe, ledger),
+        summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}), speed=throughput(ledger),
+        wall=wall_time(raw), device_hours=device_hours(raw) or None, outcome=predicted_and_actual(run),
+    )  # fmt: skip
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
@@ -231,7 +213,7 @@ def _track(lines: Sequence[Line], clock: Clock) -> Track:
         key for line in lines for key, value in line.items() if key == "loss" or not math.isnan(number(value))
     )
     columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
-    hours = [clock.hours(timestamp(line["time"]), int(line.get("attempt", 0))) for line in lines]
+    hours = [clock.hours(timestamp(line), int(line.get("attempt", 0))) for line in lines]
     columns |= {"step": np.array([line["step"] for line in lines], dtype=np.float64), "hours": np.array(hours)}
     columns.setdefault("tokens", np.full(len(lines), math.nan))
     return Track(columns)
@@ -244,7 +226,7 @@ def _rank(path: Path, limit: int, clock: Clock) -> Track:
         with suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                rows.append((clock.hours(timestamp(line["time"])), line))
+                rows.append((clock.hours(timestamp(line)), line))
     rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
     names = [name for name in DEVICE_FIELDS if any(name in line for _, line in rows)]
     columns = {name: np.array([number(line.get(name)) for _, line in rows], dtype=np.float64) for name in names}

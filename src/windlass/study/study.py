@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
-from windlass.run import Line, Run, effective, last_start, read_lines
+from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated
 from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
@@ -359,8 +358,7 @@ def time_left(train: Sequence[Line], steps: int | None) -> float | None:
     own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
     if not steps or len(own) < 2:
         return None
-    first, last = (datetime.fromisoformat(line["time"]) for line in (own[0], own[-1]))
-    pace = (last - first).total_seconds() / (own[-1]["step"] - own[0]["step"])
+    pace = (timestamp(own[-1]) - timestamp(own[0])) / (own[-1]["step"] - own[0]["step"])
     return max(steps - own[-1]["step"], 0) * pace
 
 
@@ -375,16 +373,13 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     scores, speed = scores_by_step(lines, measure), throughput(lines)
     best_step, last = best(scores, measure), train[-1] if train else {}
     return {
-        "step": last.get("step", 0),
-        "last_step": max((x["step"] for x in (*train, *evals)), default=0),
-        "steps": last_start(lines).get("steps"),
-        "loss": float(last["loss"]) if "loss" in last else None,
+        "step": last.get("step", 0), "last_step": max((x["step"] for x in (*train, *evals)), default=0),
+        "steps": last_start(lines).get("steps"), "loss": float(last["loss"]) if "loss" in last else None,
         "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
         "score": None if best_step is None else scores[best_step],
         "evaluations": tuple((str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own),
-        "tokens": int(last.get("tokens", 0)),
-        "tokens_per_s": speed.tokens_per_s if speed else None,
+        "tokens": int(last.get("tokens", 0)), "tokens_per_s": speed.tokens_per_s if speed else None,
         "device_hours": next((x.get("device_hours") for x in reversed(lines) if x["kind"] == "summary"), None),
-    }
+    }  # fmt: skip

@@ -17,7 +17,7 @@ from types import FrameType
 
 from windlass.checkpoint.retention import better
 from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError, require
-from windlass.processes import WINDLASS, usable_cores, visible_gpus
+from windlass.processes import WINDLASS, thread_share, visible_gpus
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
@@ -262,8 +262,3 @@ class Halving:
         if self._trials[key].should_prune() and key not in self._reasons:
             why = f"not in the better half after evaluation {rung}"
             self._reasons[key] = f"{why} ({result.measure} {value:.4f} at step {step})"
-
-
-def thread_share(ranks: int) -> int:
-    """The threads of each of so many ranks side by side on this machine: an equal share of its cores, at least one."""
-    return max(1, usable_cores() // ranks)

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from filelock import FileLock
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
-from windlass.run import Line, Run, effective
+from windlass.run import Line, Run, effective, timestamp
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.environment import scrub
 
@@ -168,7 +167,7 @@ def point(line: Line) -> Point:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten(line)
         scores = {key: value for key, value in numbers(fields).items() if key not in NO_SCORE and key[:8] != "seconds."}
         scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in scores.items()}
-    return Point(line["step"], datetime.fromisoformat(line["time"]).timestamp(), sequence, scalars, texts)
+    return Point(line["step"], timestamp(line), sequence, scalars, texts)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -199,7 +198,7 @@ class Follower:
         if not self._raw:
             return
         first, newest = self._raw[0], self._raw[-1]
-        began, latest = (datetime.fromisoformat(line["time"]).timestamp() for line in (first, newest))
+        began, latest = map(timestamp, (first, newest))
         if self.backend and newest["attempt"] > self._attempt:
             # the run went back to a checkpoint: the backend starts over from what is still valid
             self.backend.close("running", latest)
