@@ -62,8 +62,9 @@ class Prepared:
 def prepare(recipe: Recipe | str | Path) -> Prepared:
     """Prepare the data of a recipe where they are not there yet, and check them.
 
-    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed. Raises UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were
-    prepared with other settings; RunFailed where the disk is full or fails.
+    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed. Raises
+    UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were prepared
+    with other settings; RunFailed where the disk is full or fails.
     """
     recipe = as_recipe(recipe)
     started, settings, is_new, progress = time.perf_counter(), preparing_settings(recipe), False, Progress()

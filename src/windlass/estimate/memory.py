@@ -124,7 +124,7 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     """
     ours = not isinstance(
         model, CountedSizes
-    )  # else activations are not known: states may be too large, never surely fit
+    )  # else activations are unknown: states may be too large, never surely fit
     base = base if ours else replace(base, checkpointing="none")
     several = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
     strategies = several if base.world > 1 else ["single"]

@@ -298,7 +298,8 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     plan = Plan(
         recipe=recipe.preset, config_hash=recipe.config_hash, run_dir=str(run.path if run else recipe.run_dir),
         state=run.state if run else "", world=subject.world, device=subject.device, precision=subject.precision,
-        size=size, optimizer=recipe.optim.kind, export=export_note(recipe.model), steps=steps, done=done, tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
+        size=size, optimizer=recipe.optim.kind, export=export_note(recipe.model), steps=steps, done=done,
+        tokens_per_step=tokens_per_step, padded_tokens_per_step=batch * context,
         taken_as_full=subject.tokens_per_sample is None
         and (recipe.data.packing == "documents" or recipe.data.format != "text"),
         tokens=None if steps is None else round(steps * tokens_per_step),

@@ -1,8 +1,7 @@
-"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says where it is
-from.
+"""A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says its origin.
 
-Our GPT becomes GPT-2, Llama or one of its relatives (model/convert.py). A model of `transformers` stays what it is: it is opened, its adapters
-are merged, and it saves itself. The directory appears whole or not at all.
+Our GPT becomes GPT-2, Llama or one of its relatives (model/convert.py). A model of `transformers` stays what it is: it is
+opened, its adapters are merged, and it saves itself. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
     """Write the model of a run as `transformers` reads it, with its tokenizer and a card; returns the directory.
 
     Args:
-        run: (of a model of your own code the weights alone are written, as its README.md says) `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
+        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path. Of a model of your own code the
+            weights alone are written, with a README.md that says how to load them.
         directory: a new or empty directory.
         adapter: of a model with `model.lora`: only the adapter, as `peft` reads it, instead of the merged model.
-        push: a repository of the Hub, as `NAME/MODEL`, to upload the directory to; it is made where it is not there,
-            private.
+        push: a repository of the Hub, as `NAME/MODEL`, to upload the directory to; a new one is private.
 
     Raises:
         UserError: no architecture of `transformers` computes what the model does (with what differs), the directory

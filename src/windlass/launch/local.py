@@ -59,7 +59,8 @@ def launch(
         stopped_seconds: how long a rank may be suspended.
 
     Returns:
-        0: all done. 75: stopped by a signal, everything saved. 130: by a second Ctrl-C, without that. 2, 44, 46: the code of the first rank to end. 1: a failure.
+        0: all done. 75: stopped by a signal, everything saved. 130: by a second Ctrl-C, without that. 2, 44, 46: the code of
+        the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
     log, world, attempt = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0], 0

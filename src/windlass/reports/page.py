@@ -43,8 +43,8 @@ SAMPLES = 40  # steps of each run whose samples are in the page: evenly spaced, 
 
 HEADLINES = {
     "eval_loss": "Validation loss", "full_eval_loss": "Validation loss, all data",
-    "best_eval_loss": "Best validation loss", "best_score": "Best score", "train_loss": "Training loss", "tokens": "Tokens", "train_tokens_per_s": "Tokens per second", "mfu": "MFU",
-    "goodput": "Goodput", "runtime_s": "Runtime", "device_hours": "Device-hours",
+    "best_eval_loss": "Best validation loss", "best_score": "Best score", "train_loss": "Training loss",
+    "tokens": "Tokens", "train_tokens_per_s": "Tokens per second", "mfu": "MFU", "goodput": "Goodput", "runtime_s": "Runtime", "device_hours": "Device-hours",
 }  # fmt: skip
 """The measures at the top of the page, each by its short name."""
 

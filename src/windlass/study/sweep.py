@@ -45,7 +45,8 @@ def sweep(
     `parallel.world`; `workers` cells run side by side, each with an equal share of the cores and devices of its own.
     `stop_diverged` stops a cell whose loss diverged (`study.diverged`), `halving` is asynchronous successive halving by
     `checkpoint.best`, `retry_failed` trains failed and diverged cells again, `only` is the number of the one cell to work
-    on. With `launch` a cell has all ranks of the allocation instead (`windlass launch`). `show` is called with the study twice a second, `notify` with messages for the user.
+    on. With `launch` a cell has all ranks of the allocation instead (`windlass launch`). `show` is called with the study
+    twice a second, `notify` with messages for the user.
 
     Raises UserError where the directory holds another preset's study or a cell's recipe is invalid, Stopped after a signal.
     """

@@ -153,7 +153,8 @@ class WandB:
         arguments: dict[str, Any] = {
             "project": settings["telemetry.project"], "id": id, "name": run.path.resolve().name, "config": settings,
             "entity": settings["telemetry.entity"] or None, "group": settings["telemetry.group"] or None,
-            "tags": settings["telemetry.tags"] or None, "notes": settings["run.notes"] or None, "dir": str(run.path), "settings": wandb.Settings(**WANDB_SETTINGS),
+            "tags": settings["telemetry.tags"] or None, "notes": settings["run.notes"] or None, "dir": str(run.path),
+            "settings": wandb.Settings(**WANDB_SETTINGS),
         }  # fmt: skip
         if why == "online":
             try:

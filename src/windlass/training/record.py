@@ -163,11 +163,12 @@ class Recorder:
         notes = [*notes, *([measured.warning] if measured and measured.warning else [])]
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            model=describe_sizes(facts.sizes),
-            tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)), first_step=state.step,
+            model=describe_sizes(facts.sizes), first_step=state.step,
+            tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)),
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads,
-            hosts=environment.describe_hosts(self.placed) if self.ranks.world > 1 else (), job=environment.describe_job(os.environ), **shared,
+            hosts=environment.describe_hosts(self.placed) if self.ranks.world > 1 else (),
+            job=environment.describe_job(os.environ), **shared,
         )  # fmt: skip
         self.console.log(environment.describe_places(self.placed))
         for note in notes:
