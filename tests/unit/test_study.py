@@ -42,7 +42,7 @@ def test_a_study_grows_by_more_values_and_by_another_axis(study):
     finish(study, 3.0, 2.0, 2.5, 2.6)
     recipe, before = Recipe.load("quickstart"), {cell.key: cell.directory for cell in study.cells}
     more = Study.create(recipe, ["optim.lr=1e-3,3e-3", "run.seed=1"], study.path)
-    assert [c.label for c in more.cells[4:]] == ["lr=0.003 seed=1"] and "1 new cells" in more.notes[0]
+    assert [c.label for c in more.cells[4:]] == ["lr=0.003 seed=1"] and "1 new cell " in more.notes[0]
     width = recipe.model.width
     wide = Study.create(recipe, [f"model.width={width},64", "optim.lr=1e-2", "run.seed=2"], study.path)
     assert [c.assignment["model.width"] for c in wide.cells] == [width] * 5 + [64]
