@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import DDP, assert_same
+from launching import DDP, TRAIN, assert_same, launched
 from slurm_cluster import Cluster
 
 from helpers import wait_for
@@ -30,16 +30,35 @@ def log_of(run: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in run.glob("*.out"))
 
 
-def test_a_run_over_two_nodes(cluster: Cluster, settings, tmp_path, two_local_ranks):
+def test_a_run_over_two_nodes_followed_to_its_end(cluster: Cluster, settings, tmp_path, two_local_ranks):
     run = tmp_path / "run"
-    job = submitted(cluster, run, settings(run, **DDP))
-    assert cluster.wait(job)["JobState"] == "COMPLETED", log_of(run) + cluster.logs()
+    words = [*settings(run, **DDP), "parallel.device=cpu", "--nodes", "2", "--watch"]
+    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path, seconds=200)
+    assert done.returncode == 0, done.stdout + cluster.logs()
     assert_same(run, two_local_ranks)
+    job = read_json(run / "job.json")["job"]
     assert [path.name for path in run.glob("*.out")] == [f"run_{job}.out"]
-    assert "srun --nodes=2 --ntasks=2" in log_of(run)
+    for text in ("srun --nodes=2 --ntasks=2", "step 12/12", "the run is finished"):
+        assert text in done.stdout
 
 
-def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settings, tmp_path):
+def test_what_the_scheduler_refuses_is_one_message(cluster: Cluster, settings, tmp_path):
+    site = tmp_path / "site.toml"
+    site.write_text('partition = "nowhere"\n')
+    words = [*settings(tmp_path / "run", **DDP), "parallel.device=cpu", "--site", str(site)]
+    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
+    assert done.returncode == 2 and "nvalid partition" in done.stdout and "--site" in done.stdout, done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings, tmp_path_factory) -> list[float]:
+    """The losses of the long run that nobody stops."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    launched([*TRAIN, "--world", "2", *settings(run, **LONG)])
+    return [line["loss"] for line in Run(run).lines("train")]
+
+
+def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settings, tmp_path, undisturbed):
     """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **LONG))
@@ -49,8 +68,8 @@ def test_at_its_limit_it_saves_and_requeues_itself_once(cluster: Cluster, settin
     ended = cluster.wait(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [True]
-    steps = [line["step"] for line in run.lines("train")]
-    assert steps[-1] == 400 and len(set(steps)) == len(steps) and run.state == "finished"
+    assert 0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400 and run.state == "finished"
+    assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
 @pytest.mark.full

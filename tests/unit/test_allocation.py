@@ -76,7 +76,9 @@ def test_mpiexec(flavor, words):
 
 def test_srun():
     words = launch_command(read_allocation(SLURM, 0), ["x", "-y"])
-    assert words[:4] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"] and words[-2:] == ["x", "-y"]
+    assert words[:5] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=0"] and words[
+        -2:
+    ] == ["x", "-y"]
 
 
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):

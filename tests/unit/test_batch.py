@@ -101,6 +101,22 @@ def test_any_other_end_is_an_end(run_script, tmp_path, code):
     assert not (tmp_path / "queued").exists()
 
 
+@pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (75, False)])
+def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
+    """As the synchronisation of offline trackers; not before the run has ended."""
+    assert run_script(f"exit {code}", after=[["bash", "-c", "touch after; exit 3"]]).wait(20) == code
+    assert (tmp_path / "after").exists() == done
+
+
+def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb"]'])
+    for mode in ("offline", "online"):
+        site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode})
+        script, _ = submit_run(recipe, "quickstart", [], scheduler="slurm", site=site, dry_run=True)
+        assert ("WANDB_MODE=online" in script and "track" in script and "--to wandb" in script) == (mode == "offline")
+
+
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     assert run_script("touch trained", before=["bash", "-c", "exit 46"]).wait(20) == 46
     assert not (tmp_path / "trained").exists()

@@ -107,7 +107,7 @@ def submit(
 ) -> int:
     """Submit a training, or the open cells of a study, to SLURM or PBS. It requeues itself at its time limit and resumes.
 
-    Exit codes: 0 submitted (with --watch: the run finished), 1 refused by the scheduler, 2 bad input.
+    Exit codes: 0 submitted, 2 bad input, also for the scheduler; with --watch those of the run.
     """
     from windlass.launch import submit as jobs
     from windlass.recipe import Recipe

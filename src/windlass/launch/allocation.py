@@ -127,7 +127,7 @@ def launch_command(allocation: Allocation, command: Sequence[str], flavor: str =
         # is lost is seen by the others, and what is left of them ends 60 s after the first.
         equal = [f"--ntasks-per-node={per_host[0]}"] if len(set(per_host)) == 1 else ["--distribution=block"]
         size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", *equal]
-        return ["srun", *size, "--kill-on-bad-exit=1", "--wait=60", *command]
+        return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
     file = ["--hostfile", allocation.hostfile]
     if len(set(per_host)) > 1:
         return ["mpiexec", "-n", str(ranks), *file, *command]

@@ -112,7 +112,7 @@ def submit_run(
     `name` and `overrides` are the recipe as it was typed, which is what the job trains. The run directory is created, for the
     script and the log `<run>_<id>.out`.
 
-    Raises UserError for what the site has not or the recipe cannot do, RunFailed where the scheduler refuses the job.
+    Raises UserError for what the site has not, the recipe cannot do, or the scheduler refuses.
     """
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
@@ -148,7 +148,11 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
     program = ["sbatch", "--parsable"] if scheduler == "slurm" else ["qsub"]
     done = subprocess.run([*program, str(job.script)], capture_output=True, text=True, check=False, cwd=job.directory)
     if done.returncode:
-        raise RunFailed(f"{program[0]} refused {job.script}: {(done.stderr or done.stdout).strip()}")
+        why = (done.stderr or done.stdout).strip()
+        raise UserError(
+            f"{program[0]} refused {job.script}: {why}. Change what is asked for: --nodes, --gpus-per-node, --time, or "
+            f"partition, account and constraint in {site_file()} or --site FILE"
+        )
     job_id = done.stdout.split()[-1].partition(";")[0]  # SLURM adds `;cluster` where there are several
     submitted = {"scheduler": scheduler, "job": job_id, "user": getpass.getuser()}
     write_atomic(job.logs / SUBMITTED, json.dumps(submitted) + "\n")

@@ -23,7 +23,7 @@ def submit_study(
     Each cell has `asked.nodes` hosts of its own and a rank for each of their GPUs. Where the grid sets `parallel.world`, a cell
     has one host, and as many ranks there as it says.
 
-    Raises UserError for what the site has not or a cell cannot do, RunFailed where the scheduler refuses the job.
+    Raises UserError for what the site has not, a cell cannot do, or the scheduler refuses.
     """
     study, site, asked = Study.open(path), site or read_site(), asked or Resources()
     scheduler = find_scheduler(scheduler, site, dry_run)
