@@ -11,11 +11,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli import Json
+from windlass.cli import Json, Overrides
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW, RunFailed, UserError
 from windlass.processes import WINDLASS
 
@@ -83,12 +83,8 @@ def env(
 
 
 def submit(
-    recipe: str = typer.Argument(
-        metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells.", show_default=False
-    ),
-    overrides: list[str] = typer.Argument(
-        None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False
-    ),
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells.")],
+    overrides: Overrides,
     scheduler: str = typer.Option("", metavar="slurm|pbs", help="Default: the one that is installed."),
     nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
     gpus_per_node: int = typer.Option(
@@ -126,8 +122,8 @@ def submit(
         where = directory
         script, job = submit_study(directory, **how, notify=partial(typer.echo, err=True))
     else:
-        loaded = Recipe.load(recipe, overrides or [])
-        script, job = jobs.submit_run(loaded, recipe, overrides or [], **how)
+        loaded = Recipe.load(recipe, overrides)
+        script, job = jobs.submit_run(loaded, recipe, overrides, **how)
         where = Path(chosen.scratch or Path.cwd()) / loaded.run_dir
     if dry_run:
         sys.stdout.write(script)
@@ -140,12 +136,11 @@ def submit(
 
 
 def check(
-    recipe: str = typer.Argument(
-        "quickstart", metavar="[RECIPE]", help="Whose device, directories and trackers are looked at."
-    ),
-    overrides: list[str] = typer.Argument(
-        None, metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False
-    ),
+    recipe: Annotated[
+        str, typer.Argument(metavar="[RECIPE]", help="Whose device, directories and trackers are looked at.")
+    ] = "quickstart",
+    *,
+    overrides: Overrides,
     world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."),
     max_size: str = typer.Option(
@@ -162,7 +157,7 @@ def check(
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
 
-    loaded, env = Recipe.load(recipe, overrides or []), detect_env()
+    loaded, env = Recipe.load(recipe, overrides), detect_env()
     if env.launcher == "none" and world > 1:
         from windlass.launch.local import launch as launch_local
 

@@ -131,9 +131,8 @@ class Tokenizer:
         if (table := self._bytes) is not None:
             raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return raw.decode("utf-8", "replace")
-        runs = groupby(
-            map(int, ids), lambda i: i < self.vocab
-        )  # the library would leave out an id that it does not have
+        # The library would leave out an id that it does not have.
+        runs = groupby(map(int, ids), lambda i: i < self.vocab)
         return "".join(
             self.inner.decode(list(run), skip_special_tokens=False) if valid else UNKNOWN * len(list(run))
             for valid, run in runs

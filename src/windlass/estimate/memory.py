@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from windlass.estimate.devices import USABLE
 from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
 from windlass.recipe.network import ModelSettings
+from windlass.recipe.settings import SHARDED
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Network = ModelSettings | CountedSizes
 """What is trained: our own GPT's settings, or the counted parameters of a model of `transformers`."""
 
-SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 CHECKPOINTING = ("none", "selective", "full")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -122,9 +122,8 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     Recomputation costs up to a third more arithmetic. Sharding moves parameters over the network: `shard_grad_op` less than
     `full_shard`; `hybrid_shard` gathers among half of the ranks. Offload moves everything over the host's bus.
     """
-    ours = not isinstance(
-        model, CountedSizes
-    )  # else activations are unknown: states may be too large, never surely fit
+    # Else activations are unknown: states may be too large, and never surely fit.
+    ours = not isinstance(model, CountedSizes)
     base = base if ours else replace(base, checkpointing="none")
     several = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
     strategies = several if base.world > 1 else ["single"]
@@ -191,9 +190,8 @@ class Step:
         self.head = self.master * vocab * model.width  # also of a tied one
         # The largest matrix of a block: a gradient that is computed before it is added or copied.
         self.largest = max(model.ff_width_, model.width + 2 * self.kv) * model.width * self.master
-        self.update = (
-            6 * self.largest if optimizer == "muon" else 0
-        )  # beside weights, gradients and state in the update
+        # Beside weights, gradients and state in the update.
+        self.update = 6 * self.largest if optimizer == "muon" else 0
         # Autocast's copies of a block's matrices, which the backward pass needs.
         self.copies = block_matrices(model) * self.compute if self.compute < self.master else 0
 

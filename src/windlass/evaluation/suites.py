@@ -34,7 +34,7 @@ from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
 from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SHARDED, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 from windlass.run import Run
 
@@ -150,7 +150,7 @@ def evaluate(
         raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
     env = detect_env(os.environ)
     # Sharded where the training was, else whole on each rank. What the run's best was chosen by need not be measured here.
-    sharded = source.recipe.parallel.strategy in ("full_shard", "shard_grad_op", "hybrid_shard")
+    sharded = source.recipe.parallel.strategy in SHARDED
     settings = {
         "parallel.strategy": "single" if env.world == 1 else "full_shard" if sharded else "ddp", "parallel.shard_size": 0,
         "parallel.offload": False, "parallel.activation_checkpointing": "none", "eval.suites": suites, "checkpoint.best": "loss",

@@ -78,9 +78,8 @@ def flops_per_token(settings: ModelSettings, vocab: int, length: int = 0) -> int
 
 def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:
     """Bytes of a checkpoint, without the few kB of documents: fp32 weights and optimizer state."""
-    tensors = (
-        3 * count(settings, vocab).total
-    )  # AdamW has two moments of each parameter; Muon one of the blocks' matrices
+    # AdamW has two moments of each parameter; Muon one of the blocks' matrices.
+    tensors = 3 * count(settings, vocab).total
     return BYTES_FP32 * (tensors - (settings.layers * block_matrices(settings) if optimizer == "muon" else 0))
 
 

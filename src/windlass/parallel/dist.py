@@ -32,8 +32,8 @@ from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, fi
 from windlass.parallel.env import DistEnv, interface_to
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
+from windlass.recipe.settings import SHARDED
 
-SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")
 EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where its communicators still wait
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # how often a rank that waits on the store looks: between two looks Python handles its signals

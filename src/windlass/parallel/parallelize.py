@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.errors import UserError
-from windlass.parallel.dist import SHARDED, Ranks
+from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
+from windlass.recipe.settings import SHARDED
 
 aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -295,7 +295,7 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
         recipe.batch(1)
     except UserError as error:
         yield "train.micro_batch", str(error)
-    if p.offload and p.strategy not in ("full_shard", "shard_grad_op", "hybrid_shard"):
+    if p.offload and p.strategy not in sections.SHARDED:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and p.strategy != "hybrid_shard":
         yield "parallel.shard_size", 'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"'

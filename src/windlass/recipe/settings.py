@@ -11,6 +11,7 @@ from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
 
+SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")  # values of `parallel.strategy`: those of FSDP2
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
