@@ -26,7 +26,6 @@ def runs(incomplete: str) -> list[str]:
 
 
 def keys(incomplete: str) -> list[tuple[str, str]]:
-    """The keys of all settings."""
     from windlass.recipe import settings
 
     return [(key, _hint(field)) for key, field in settings().items()]

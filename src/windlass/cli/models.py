@@ -55,10 +55,8 @@ def evaluate(
     def show(name: str, numbers: dict[str, Any]) -> None:
         bar.close()
         if not json_:
-            formats = {
-                k: "" if isinstance(v, str) else ",.4f" if isinstance(v, float) else "," for k, v in numbers.items()
-            }
-            rows = [(k, format(v, formats[k]), UNITS.get(k, "")) for k, v in numbers.items()]
+            forms = ("" if isinstance(v, str) else ",.4f" if isinstance(v, float) else "," for v in numbers.values())
+            rows = [(k, format(v, form), UNITS.get(k, "")) for (k, v), form in zip(numbers.items(), forms, strict=True)]
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides)

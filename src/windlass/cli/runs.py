@@ -14,7 +14,7 @@ from windlass.errors import FAILED, UserError, installed, needs
 STYLES = {
     "running": "green", "failed": "red", "damaged": "red", "preempted": "yellow", "stopped": "yellow", "interrupted": "yellow",
 }  # fmt: skip
-KEPT = {
+REASONS = {
     "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def checkpoints(
                 (row.time or "")[:19].replace("T", " "),
                 "" if row.bytes is None else format_bytes(row.bytes),
                 *("" if (score := row.scores[m]) is None else f"{score:.4f}" for m in measures),
-                ", ".join(KEPT[why] for why in row.kept),
+                ", ".join(REASONS[why] for why in row.kept),
                 "BAD" if row.problem else good,
             )
             for row in rows

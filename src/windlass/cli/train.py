@@ -66,7 +66,7 @@ def train(
                 prepare(loaded)
             code = launch([*WINDLASS, *sys.argv[1:]], worlds, max_restarts)
             if code == DONE:
-                return show_end(Run(plan.run.path))  # its recipe is read anew: an extension has changed it
+                return show_end(Run(plan.run.path))  # its recipe is read again: an extension has changed it
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while this process ends changes no exit code
             return code
     elif env.launcher != "windlass" and world not in ("", str(env.world)):

@@ -41,7 +41,6 @@ class Conversation:
 
     @property
     def texts(self) -> list[str]:
-        """All its contents."""
         return list(self.text) if self.text else [message["content"] for message in self.messages if message["content"]]
 
 
@@ -121,7 +120,6 @@ SHAPES = (
 
 
 def read_splits(recipe: Recipe, notify: Callable[[str], None] = print) -> list[list[Conversation]]:
-    """The training and evaluation conversations of a recipe."""
     data = recipe.data
     train = read(data.sources, data.split, notify=notify)
     if data.eval_sources or (data.eval_split and data.sources[0].startswith("hf:")):

@@ -225,7 +225,6 @@ def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, An
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> Any:
-    """The content of a file."""
     if not (codec := _suffix(path)[1]):
         return raw
     import pyarrow as pa  # unlike Python's and zstandard's own streams, it refuses a cut last frame in both formats
@@ -259,7 +258,6 @@ def read_json_items(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
-    """The text of a record of a file."""
     if isinstance(record, bytes):
         try:
             record = record.decode("utf-8")

@@ -69,7 +69,6 @@ def read_questions(source: str, split: str = "train", key: str = "data.source") 
 
 
 def read_all(sources: list[str], split: str = "train", key: str = "data.source") -> list[Question]:
-    """The questions of several sources."""
     questions = [question for source in sources for question in read_questions(source, split, key)]
     if len({question.id for question in questions}) < len(questions):
         raise UserError(f"{key}: {', '.join(sources)} have two questions with one id")

@@ -279,9 +279,8 @@ class TextSampler:
         self.model = open_model(self.source, self.ranks)
         if not hasattr(unwrap(self.model), "new_cache") or self.source.tokenizer is None:
             lack = "data without a tokenizer" if self.source.tokenizer is None else "a model without new_cache"
-            raise UserError(
-                f"{self.source.name} is the run of {lack}: text needs a tokenizer and new_cache(batch, length)"
-            )
+            needs = "text needs a tokenizer and new_cache(batch, length)"
+            raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
         self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 

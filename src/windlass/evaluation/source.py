@@ -50,7 +50,6 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What it is, in words."""
         return f"{self.name} at step {self.step}" if self.step is not None else self.name
 
 

@@ -24,7 +24,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.embedding + self.positions + self.non_embedding + self.head
 
     @property

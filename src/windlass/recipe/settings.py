@@ -107,7 +107,6 @@ class DataSettings(Section):
 
     @property
     def sources(self) -> list[str]:
-        """`source` as a list."""
         return _as_list(self.source)
 
     @property

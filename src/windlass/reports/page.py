@@ -139,10 +139,8 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     # those that stand in a paper, with the columns and digits that people read
     papers = tables.evaluations(seen[0]) if len(seen) == 1 else {}
     papers = {f"evaluations-{slug(suite)}": table for suite, table in papers.items()}
-    several = len(seen) > 1
-    papers["results"] = (
-        tables.comparison(seen, tables.PRINCIPAL) if several else tables.results(seen[0], for_people=True)
-    )
+    of_one = tables.results(seen[0], for_people=True)
+    papers["results"] = of_one if len(seen) == 1 else tables.comparison(seen, tables.PRINCIPAL)
     for name in ("cells", "seeds"):
         papers |= {name: files[f"{name}.csv"]} if f"{name}.csv" in files else {}
     for name, table in papers.items():

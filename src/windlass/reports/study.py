@@ -66,7 +66,6 @@ def read_study(path: str | Path) -> StudyView:
 
 
 def numeric(values: Sequence[Any]) -> bool:
-    """Whether all are numbers."""
     return all(type(value) in (int, float) for value in values)
 
 

@@ -209,9 +209,8 @@ def views(runs: Sequence[Run]) -> list[RunView]:
 
 def _track(lines: Sequence[Line], clock: Clock) -> Track:
     """Every field that is a number somewhere, and `loss` also where it never is: a run of NaN has a loss to show."""
-    keys = dict.fromkeys(
-        key for line in lines for key, value in line.items() if key == "loss" or not math.isnan(number(value))
-    )
+    fields = (field for line in lines for field in line.items())
+    keys = dict.fromkeys(key for key, value in fields if key == "loss" or not math.isnan(number(value)))
     columns = {key: np.array([number(line.get(key)) for line in lines], dtype=np.float64) for key in keys}
     hours = [clock.hours(timestamp(line), int(line.get("attempt", 0))) for line in lines]
     columns |= {"step": np.array([line["step"] for line in lines], dtype=np.float64), "hours": np.array(hours)}

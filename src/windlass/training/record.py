@@ -226,10 +226,8 @@ class Recorder:
         if early:
             count, step = without_improvement(self.evaluations, measure), best(scores, measure)
             since = "there was none" if step is None else f"the best was {scores[step]:.4f} at step {step:,}"
-            why = {
-                "early_stop": count,
-                "reason": f"{count} evaluation{'s' * (count > 1)} without a better {measure}; {since}",
-            }
+            without = f"{count} evaluation{'s' * (count > 1)} without a better {measure}"
+            why = {"early_stop": count, "reason": f"{without}; {since}"}
         self.event("finished", **why)
         text = f"finished early, after {why['reason']}" if early else "finished"
         self.console.event(f"{text}: {self.run.path}", self.state.step)

@@ -99,7 +99,7 @@ def train(
         callbacks.check(plan.recipe)
         set_up(plan, model, data, callbacks, stop, stack, stop_at).run()
     gc.collect()  # the parts refer to each other: memory of the device, files and sockets are free when this returns
-    return Run(plan.run.path)  # reads the recipe anew, which an extension has changed
+    return Run(plan.run.path)  # reads the recipe again, which an extension has changed
 
 
 def set_up(
