@@ -239,11 +239,14 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
     tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
     total = AutoModelForCausalLM.from_config(hf_fixtures.config(kind)).num_parameters()
     whole = read_sizes(Recipe.model_validate({"model": tree}))
-    assert whole == CountedSizes(total, total, hf_fixtures.VOCAB)
+    config = hf_fixtures.config(kind)
+    shape = {"layers": config.num_hidden_layers, "heads": config.num_attention_heads, "width": config.hidden_size}
+    network = {"architecture": kind, **shape, "vocab": hf_fixtures.VOCAB}
+    assert whole == CountedSizes(total, total, hf_fixtures.VOCAB, network)
     assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
     if kind == "llama":
         targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
         lora, adapters = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}})), 3 * 4 * (64 + 48)
-        assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB)
+        assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB, network)
         assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters  # a frozen matrix has no gradient
         assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters
