@@ -143,6 +143,15 @@ def test_an_unknown_device_is_answered_with_the_table(tmp_path: Path) -> None:
     assert all(word in error for word in ("foo", "--memory", "cpu", "H100-PCIe", "RTX-4090"))
 
 
+def test_a_setting_written_as_an_option_is_answered_with_its_key() -> None:
+    for option, key in (("--lr", "write optim.lr"), ("--batch-size", "train.global_batch"), ("--steps", "train.steps")):
+        error = windlass("train", "quickstart", option, "5", code=2).stderr
+        assert option in error and "KEY=VALUE" in error and key in error
+    error = windlass("train", "quickstart", "--zorb", code=2).stderr
+    assert error.endswith("A setting is written KEY=VALUE, without dashes\n")
+    assert "KEY=VALUE" not in windlass("runs", "--zorb", code=2).stderr  # it takes no settings
+
+
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     for call in ("train quikstart", "train quickstart optim.lrr=1", "report none", "trian", "recipe --nope", "recipe"):
         done = windlass(*call.split(), code=2, cwd=tmp_path)

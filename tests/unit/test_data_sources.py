@@ -80,6 +80,7 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
     cases = [
         ("a.txt", b"abc\xff\xfe", ["0xff", "position 3", "UTF-8"]),
         ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
+        ("talk.jsonl", b'{"messages": []}\n', ["'messages'", 'data.format="chat"']),
         ("c.jsonl", b'{"text": "a"}\n{"content": "b"}\n', ["line 2", "'text'", "'content'", "data.text_key"]),
         ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' holds int"]),
         ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
@@ -94,7 +95,7 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
             read(str(tmp_path / name))
     parquet(tmp_path / "x.parquet", ["a", None, "b"], key="content")
     assert read(str(tmp_path / "x.parquet"), text_key="content") == ["a", "", "b"]
-    for key, words in (("text", ["'text'", "id, content", "data.text_key"]), ("id", ["'id' holds int"])):
+    for key, words in (("text", ["'text'", "'id', 'content'", "data.text_key"]), ("id", ["'id' holds int"])):
         with refused(*words):
             read(str(tmp_path / "x.parquet"), text_key=key)
 

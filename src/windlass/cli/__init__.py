@@ -102,6 +102,15 @@ def _outputs() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
+def _as_setting(option: str) -> str:
+    """What to write where a setting was given as an option."""
+    from windlass.recipe import settings
+    from windlass.recipe.keys import nearest
+
+    known = nearest(option.lstrip("-").replace("-", "_"), settings())
+    return f"A setting is written KEY=VALUE, without dashes{'' if known.startswith('there are') else f'; {known}'}"
+
+
 def _run(arguments: list[str] | None) -> None:
     try:
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
@@ -115,6 +124,9 @@ def _run(arguments: list[str] | None) -> None:
         if not hasattr(error, "show"):
             raise
         error.show()  # click's own error: the command line could not be parsed
+        context = getattr(error, "ctx", None)
+        if (wrong := getattr(error, "option_name", "")) and context and "KEY=" in context.get_usage():
+            print(_as_setting(wrong), file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
     gc.freeze()  # nothing is left to the collections of the interpreter's end, which take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)

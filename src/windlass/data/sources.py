@@ -20,7 +20,7 @@ import sysconfig
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -40,6 +40,7 @@ NOT_PROSE = {
 }  # fmt: skip
 ABOUT = re.compile(r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b")
 HASHED_BYTES = 64_000_000  # corpora up to this size are told apart by content, larger ones by size and time
+CONVERSED = {"messages", "conversations", "prompt", "instruction"}  # the keys of conversations
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 DOWNLOADS = Path("data") / "downloads"
 TIMEOUT_SECONDS = 60.0
@@ -207,7 +208,7 @@ def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, An
         table = pq.ParquetFile(raw)
         names = table.schema_arrow.names
         if text_key not in names:
-            raise UserError(f"{path} has no column {text_key!r}; it has {', '.join(names)}: set data.text_key")
+            raise UserError(f"{path} has no column {text_key!r}; {_instead(names)}")
         for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
             for value in batch.column(0).to_pylist():
                 yield f"{path}", value
@@ -270,9 +271,16 @@ def _document(record: Any, is_json: bool, place: str, text_key: str) -> str:
             record = json.loads(record) if isinstance(record, str) else record
             record = record[text_key]
         except (ValueError, RecursionError, KeyError, TypeError) as error:
-            there = f"it has {', '.join(map(repr, list(record)[:12]))}" if isinstance(record, dict) else str(error)
-            raise UserError(f"{place} is no JSON object with {text_key!r}; {there}: set data.text_key") from None
+            there = _instead(record) if isinstance(record, dict) else f"{error}: set data.text_key"
+            raise UserError(f"{place} is no JSON object with {text_key!r}; {there}") from None
     return _as_text(record, text_key, place)
+
+
+def _instead(names: Iterable[str]) -> str:
+    """What records without the text have, and what to do: conversations have a format of their own."""
+    shown = list(names)[:12]
+    chat = 'write data.format="chat", for conversations' if CONVERSED.intersection(shown) else "set data.text_key"
+    return f"it has {', '.join(map(repr, shown))}: {chat}"
 
 
 def _as_text(value: Any, text_key: str, where: str) -> str:
@@ -375,7 +383,7 @@ def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
         with _explained(f"reading {where} broke off; start again to resume", RunFailed):
             for batch in chosen.iter(batch_size=1000):
                 if text_key not in batch:
-                    raise UserError(f"{where} has no column {text_key!r}; it has {', '.join(batch)}: set data.text_key")
+                    raise UserError(f"{where} has no column {text_key!r}; {_instead(batch)}")
                 for value in batch[text_key]:
                     number += 1
                     yield _as_text(value, text_key, where), number / rows if rows else 0.0
