@@ -167,7 +167,8 @@ def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torc
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(name, settings.revision), settings, dtype)
     if settings.context > model.limit:
-        raise UserError(f"model.context = {settings.context} is longer than {name}'s limit of {model.limit} tokens")
+        limit = f"{name}'s limit of {model.limit} tokens: write model.context={model.limit}, or less"
+        raise UserError(f"model.context = {settings.context} is longer than {limit}")
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
