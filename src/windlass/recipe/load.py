@@ -270,7 +270,7 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Combinations that cannot work."""
     m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
     yield from _impossible_model(m, d.vocab_)
-    if not all(source.strip() for source in d.sources):
+    if not d.sources or not all(map(str.strip, d.sources)):
         yield "data.source", 'it is empty: name a file, a directory, a pattern or hf:NAME ("." is this directory)'
     if any(source.startswith(("http://", "https://")) for source in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"

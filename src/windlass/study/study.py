@@ -205,8 +205,8 @@ class Study:
             cells.setdefault(cell.key, cell)
         notes, added = [], len(cells) - len(self.cells)
         if added:
-            new = f"{added} new cell{'s' * (added > 1)}"
-            notes.append(f"the study grows: {new} beside {len(self.cells)} that are there")
+            more = f"{added} new cell{'s' * (added > 1)}"
+            notes.append(f"the study grows: {more} beside {len(self.cells)} that are there")
         for key, value in differ.items():
             if key not in own:
                 notes.append(f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells")
