@@ -19,9 +19,9 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 COLUMNS, ROWS, SECONDS_A_LOOK = 90, 24, 0.25
-LONGEST = 1.2  # seconds that one screen is shown at most: a viewer does not wait for the machine
+SPEED, LONGEST = 2.0, 0.6  # the picture plays twice as fast, and shows one screen for at most so many seconds
 COMMANDS = (
-    "timeout --signal=KILL 24 windlass train quickstart run.dir=runs/demo",
+    "timeout --signal=KILL 16 windlass train quickstart run.dir=runs/demo",
     "windlass train quickstart run.dir=runs/demo   # the same command resumes",
     "windlass runs",
 )
@@ -80,7 +80,7 @@ def draw(screens: list[tuple[float, str]]) -> str:
     """The SVG: every different line stands once in `defs`, a screen is a group of references, shown for its time."""
     width, height = COLUMNS * CHARACTER + 2 * MARGIN, ROWS * LINE + 2 * MARGIN
     ends = [at for at, _ in screens[1:]] + [screens[-1][0] + 4]
-    times = [min(end - at, LONGEST) for (at, _), end in zip(screens, ends, strict=True)]
+    times = [min((end - at) / SPEED, LONGEST) for (at, _), end in zip(screens, ends, strict=True)]
     times[-1] = 4.0
     total, lines, groups, began = sum(times), dict[str, str](), list[str](), 0.0
     for index, ((_, screen), seconds) in enumerate(zip(screens, times, strict=True)):
