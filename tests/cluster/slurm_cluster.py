@@ -48,6 +48,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
+SlurmdTimeout=30
 NodeName={nodes[0]} NodeHostname={host} NodeAddr={nodes[0]} Port={ports[1]} CPUs=2
 NodeName={nodes[1]} NodeHostname={host} NodeAddr={nodes[1]} Port={ports[2]} CPUs=2
 PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES MaxTime=10 State=UP
@@ -123,6 +124,18 @@ class Cluster:
                 [program, *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 preexec_fn=kill_with_parent,
             ))  # fmt: skip
+
+    def kill_node(self, node: str) -> None:
+        """As a host that loses its power: its slurmd, its steps and their processes are gone at once."""
+        number = 2 + NODES.index(node)  # munged, slurmctld, one slurmd for each node
+        self.daemons[number].kill()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURMD_NODENAME") == node and process.environ().get("SLURM_CONF") == str(
+                    self.root / "slurm.conf"
+                ):
+                    for one in (process, *(keeper for keeper in process.parents() if keeper.name() == "slurmstepd")):
+                        one.kill()
 
     def stop(self) -> None:
         """Cancel what runs, end the daemons, and kill what was started with this cluster's configuration."""

@@ -1,5 +1,6 @@
 """The allocation of a shell, by its variables, and the command that starts all ranks."""
 
+import socket
 import subprocess
 
 import pytest
@@ -9,6 +10,7 @@ from windlass.launch.allocation import (
     Allocation,
     expand_counts,
     expand_hosts,
+    free_port,
     job_variables,
     launch_command,
     load_job,
@@ -65,13 +67,22 @@ def test_allocations(pbs, tmp_path):
     ("flavor", "words"),
     [
         ("pals", "mpiexec -n 8 -ppn 4 --hostfile F x"), ("mpich", "mpiexec -n 8 -ppn 4 --hostfile F x"),
-        ("openmpi", "mpiexec -n 8 --map-by ppr:4:node --hostfile F x"),
+        ("openmpi", "mpiexec -n 8 --map-by ppr:4:node -x NCCL_DEBUG -x PATH --hostfile F x"),
     ],
 )  # fmt: skip
 def test_mpiexec(flavor, words):
-    assert launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], flavor) == words.split()
+    """Open MPI alone passes no variables on to other hosts."""
+    environ = {"PATH": "/bin", "NCCL_DEBUG": "WARN", "HOME": "/root", "PBS_JOBID": "7"}
+    assert launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], flavor, environ) == words.split()
     uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], flavor)
     assert uneven == ["mpiexec", "-n", "5", "--hostfile", "F", "x"]
+
+
+def test_a_free_port_where_rank_0_is():
+    port = free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", port)):
+        assert port > 0 and free_port("127.0.0.1") != port
+    assert free_port("192.0.2.1") == free_port("no.such.host.invalid") == 0
 
 
 def test_srun():
@@ -101,7 +112,6 @@ def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
 
 def test_the_printed_variables_are_shell(tmp_path, monkeypatch, pbs):
     """`eval "$(windlass env)"` in a real shell."""
-    import socket
     import sys
 
     (tmp_path / "nodes").write_text(socket.gethostname() + "\n")

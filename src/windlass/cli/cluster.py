@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides
-from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW, RunFailed, UserError
+from windlass.errors import DONE, FAILED, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
 from windlass.processes import WINDLASS
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ def launch(
         processes.exit_with_parent(int(parent))
     allocation = here.read_allocation(os.environ, len(processes.visible_gpus())).with_ranks(ranks, per_host)
     flavor = here.mpi_flavor() if allocation.scheduler == "pbs" else ""
-    words = here.launch_command(allocation, command, flavor)
+    if port := here.free_port(allocation.hosts[0]):  # this is the host of rank 0: all ranks meet there
+        os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
+        os.environ.setdefault("MASTER_PORT", str(port))
+    words = here.launch_command(allocation, command, flavor, os.environ)
     if allocation.scheduler == "none":
         from windlass.launch.local import launch as launch_local
 
@@ -107,6 +110,7 @@ def submit(
     """
     from windlass.launch import submit as jobs
     from windlass.recipe import Recipe
+    from windlass.study.study import Study
 
     directory = Path(recipe)
     if cancel:
@@ -114,7 +118,7 @@ def submit(
         return DONE
     asked, chosen = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw), jobs.read_site(site)
     how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
-    if (directory / "study.json").is_file():
+    if Study.is_study(directory):
         from windlass.study.submit import submit_study
 
         if overrides:
@@ -132,7 +136,23 @@ def submit(
         typer.echo("nothing to submit: no cell is open")
         return DONE
     typer.echo(f"submitted job {job}: {where}")
-    return jobs.watch(where, typer.echo) if watch else DONE
+    return _watch(where) if watch else DONE
+
+
+def _watch(directory: Path) -> int:
+    """Follow the job of a run or study to its end; the exit code of what it trained."""
+    from windlass.launch.submit import watch
+    from windlass.run import Run
+    from windlass.study.study import Study
+
+    watch(directory, typer.echo)
+    if Study.is_study(directory):
+        states = [result.state for result in Study.open(directory).results()]
+        typer.echo(f"cells finished: {states.count('finished')} of {len(states)}")
+        return DONE if states.count("finished") == len(states) else FAILED
+    state = Run(directory).state
+    typer.echo(f"the run is {state}")
+    return {"finished": DONE, "preempted": STOPPED}.get(state, FAILED)
 
 
 def check(

@@ -26,6 +26,9 @@ JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|PBS|NCPUS|OMP_NUM_THREADS|CUDA_VISIBLE
 OF_ONE_TASK = re.compile(
     r"SLURM_(PROCID|LOCALID|NODEID|STEP\w*|TASK_PID|GTIDS|SRUN_COMM\w*|UMASK|CPU_BIND\w*)|PBS_(TASKNUM|NODENUM|VNODENUM)"
 )
+PASSED_ON = re.compile(
+    r"(NCCL|TORCH|OMP|GOMP|CUDA|HF|WANDB|MLFLOW|WINDLASS|MASTER|GLOO|PYTHON)|(PATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
+)
 FLAVORS = {"openmpi": r"open ?mpi|openrte|prrte", "pals": r"\bpals\b|cray", "mpich": r"hydra|mpich|intel\(r\) mpi"}
 """What `mpiexec --version` prints, by implementation; they have different names for ranks per host."""
 
@@ -113,10 +116,12 @@ def expand_counts(text: str) -> list[int]:
     return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
-def launch_command(allocation: Allocation, command: Sequence[str], flavor: str = "mpich") -> list[str]:
+def launch_command(
+    allocation: Allocation, command: Sequence[str], flavor: str = "mpich", environ: Mapping[str, str] | None = None
+) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; the bare command where there is no scheduler.
 
-    `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or `pals`. Open MPI on unequal hosts needs a host file
+    `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or `pals`; `environ` is what its ranks are to have. Open MPI on unequal hosts needs a host file
     with the numbers, which PBS writes.
     """
     hosts, ranks, per_host = allocation.hosts, allocation.ranks, allocation.per_host
@@ -125,15 +130,30 @@ def launch_command(allocation: Allocation, command: Sequence[str], flavor: str =
     if allocation.scheduler == "slurm":
         # Ranks that stop exit with 75, one after another: the first must not end the others (--kill-on-bad-exit). One that
         # is lost is seen by the others, and what is left of them ends 60 s after the first.
-        equal = [f"--ntasks-per-node={per_host[0]}"] if len(set(per_host)) == 1 else ["--distribution=block"]
-        size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", *equal]
+        spread = f"--ntasks-per-node={per_host[0]}" if len(set(per_host)) == 1 else "--distribution=block"
+        size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", spread]
         return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
-    file = ["--hostfile", allocation.hostfile]
-    if len(set(per_host)) > 1:
-        return ["mpiexec", "-n", str(ranks), *file, *command]
+    equal = len(set(per_host)) == 1
     if flavor == "openmpi":
-        return ["mpiexec", "-n", str(ranks), "--map-by", f"ppr:{per_host[0]}:node", *file, *command]
-    return ["mpiexec", "-n", str(ranks), "-ppn", str(per_host[0]), *file, *command]
+        options = ["--map-by", f"ppr:{per_host[0]}:node"] if equal else []
+        options += environment_options(environ or {})
+    else:
+        options = ["-ppn", str(per_host[0])] if equal else []
+    return ["mpiexec", "-n", str(ranks), *options, "--hostfile", allocation.hostfile, *command]
+
+
+def environment_options(environ: Mapping[str, str]) -> list[str]:
+    """Open MPI's options that give other hosts the variables a training reads: srun and the other mpiexec pass on all of them."""
+    return [word for name in sorted(environ) if PASSED_ON.match(name) for word in ("-x", name)]
+
+
+def free_port(host: str) -> int:
+    """A free port of this machine where `host` is one of its addresses; 0 elsewhere: the ranks then compute one from the job's id."""
+    try:
+        with socket.create_server((socket.gethostbyname(host), 0)) as listening:
+            return int(listening.getsockname()[1])
+    except OSError:
+        return 0
 
 
 def mpi_flavor() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from windlass.errors import DONE, FAILED, STOPPED, RunFailed, UserError
+from windlass.errors import RunFailed, UserError
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import GRACE_SECONDS, SCHEDULERS, TIME, Job, Site, render
 from windlass.processes import WINDLASS
@@ -191,8 +191,8 @@ def cancel(directory: Path) -> str:
     return job
 
 
-def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> int:
-    """Show state and log of a directory's job until it is over; returns the exit code of the run."""
+def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:
+    """Show state and logs of a directory's job until it is over."""
     shown, last = dict[Path, int](), ""
     while True:
         job, state = _queued(directory)
@@ -208,6 +208,3 @@ def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_S
             break
         last = state
         time.sleep(seconds)
-    ended = Run(directory).state
-    show(f"[{job}: the run is {ended}]")
-    return {"finished": DONE, "preempted": STOPPED}.get(ended, FAILED)
