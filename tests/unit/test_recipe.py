@@ -107,7 +107,15 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
 def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])
-    Recipe.load(tmp_path / "mine.toml")
+    written, loaded = tomllib.loads((tmp_path / "mine.toml").read_text()), Recipe.load(tmp_path / "mine.toml").flat()
+    simple = {
+        (s, k): v
+        for s, keys in written.items()
+        if isinstance(keys, dict)
+        for k, v in keys.items()
+        if not isinstance(v, dict)
+    }
+    assert simple and {(s, k): loaded[f"{s}.{k}"] for s, k in simple} == simple
 
 
 def test_a_list_is_taken_as_a_shell_leaves_it():

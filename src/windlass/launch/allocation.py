@@ -121,8 +121,8 @@ def launch_command(
 ) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; the bare command where there is no scheduler.
 
-    `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or `pals`; `environ` is what its ranks are to have. Open MPI on unequal hosts needs a host file
-    with the numbers, which PBS writes.
+    `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or `pals`; `environ` is what its ranks are to have. Unequal
+    hosts get their numbers of ranks from the host file, as PBS writes it.
     """
     hosts, ranks, per_host = allocation.hosts, allocation.ranks, allocation.per_host
     if allocation.scheduler == "none":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
 
-SUBMITTED = "job.json"  # in the directory of a run or study: scheduler, id and script of its last job
+SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 WATCH_SECONDS = 5.0
 SECRET_NAME = re.compile(r"(?i)(key|token|secret|passw|credential)")
 
@@ -154,8 +153,7 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
             f"partition, account and constraint in {site_file()} or --site FILE"
         )
     job_id = done.stdout.split()[-1].partition(";")[0]  # SLURM adds `;cluster` where there are several
-    submitted = {"scheduler": scheduler, "job": job_id, "user": getpass.getuser()}
-    write_atomic(job.logs / SUBMITTED, json.dumps(submitted) + "\n")
+    write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
     return script, job_id
 
 
