@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, typed
 
 SEED = "run.seed"
 WORLD = "parallel.world"  # an axis that is no setting of a recipe: the number of ranks that train a cell
+MODES = ("strong", "fixed-data", "weak", "strategies")  # of a scaling study
 Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 
@@ -25,6 +26,27 @@ class Axis(NamedTuple):
 
     keys: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What makes a study a scaling study, as `study.json` has it."""
+
+    mode: str  # one of MODES
+    grow: str = ""  # with `weak`: what grows with the ranks, `batch` or `model`
+    warmup: int = 5  # steps of each start that are left out
+    repeats: int = 1
+    project: tuple[int, ...] = ()  # numbers of ranks past those measured
+    preset: str = ""  # of the study, where it was made from one
+
+    @staticmethod
+    def of(stored: Mapping[str, Any]) -> Scaling:
+        """From the object in `study.json`."""
+        return Scaling(**{**stored, "project": tuple(stored.get("project", ()))})
+
+    def stored(self) -> dict[str, Any]:
+        """The object of `study.json`."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

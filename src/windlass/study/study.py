@@ -27,7 +27,7 @@ from windlass.fileio import read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated
-from windlass.study.grid import SEED, WORLD, Assignment, Cell, expand, label, parse_axis
+from windlass.study.grid import SEED, WORLD, Assignment, Cell, Scaling, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
 
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
@@ -129,6 +129,7 @@ class Study:
     path: Path
     recipe: Recipe
     cells: list[Cell] = field(repr=False)
+    scaling: Scaling | None = None  # None: a sweep
     notes: list[str] = field(default_factory=list, repr=False, compare=False)  # how it grew when it was given again
     _ledgers: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -138,7 +139,9 @@ class Study:
         return f"Study({self.path}: {len(self.cells)} cells over {', '.join(self.keys)}; {states})"
 
     @staticmethod
-    def create(recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True) -> Study:
+    def create(
+        recipe: Recipe, axes: Axes, path: Path | None = None, *, write: bool = True, scaling: Scaling | None = None
+    ) -> Study:
         """The study of a recipe (without its `run.dir` and `run.name`) and a grid: created, or what is there grown by it.
 
         `path` None: `studies/<preset>-<hash of the recipe>`. Without axes the study that is there is opened. `write` False:
@@ -154,16 +157,18 @@ class Study:
         if not grid and not Study.is_study(path):
             raise UserError(f"{path} is no study yet: name what its cells vary, for example optim.lr=1e-2,1e-3")
         if not write:
-            return Study.open(path)._grown(base, grid) if Study.is_study(path) else Study(path, base, grid)
+            return Study.open(path)._grown(base, grid) if Study.is_study(path) else Study(path, base, grid, scaling)
         try:
             path.mkdir(parents=True, exist_ok=True)
             with FileLock(path / ".study.lock"):
                 before = Study.open(path) if Study.is_study(path) else None
-                study = before._grown(base, grid) if before else Study(path, base, grid)
+                study = before._grown(base, grid) if before else Study(path, base, grid, scaling)
                 if study != before:  # the recipe first: its keys in study.json are what tells that it was edited
                     write_atomic(path / "recipe.toml", study.recipe.toml())
                     listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
-                    write_atomic(path / "study.json", json.dumps({"axes": study.values, "cells": listed}, indent=1))
+                    stored = {"axes": study.values, "cells": listed}
+                    stored |= {"scaling": study.scaling.stored()} if study.scaling else {}
+                    write_atomic(path / "study.json", json.dumps(stored, indent=1))
         except OSError as error:
             raise UserError(f"the study {path} cannot be written: {error.strerror}; give another path=DIR") from None
         return study
@@ -174,13 +179,14 @@ class Study:
         path = Path(path)
         if not Study.is_study(path):
             raise UserError(f"{path} is no study: it has no study.json")
-        stored, recipe = read_json(path / "study.json").get("cells", []), Recipe.load(path / "recipe.toml")
+        document, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
+        stored, scaling = document.get("cells", []), document.get("scaling")
         cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
             what = f"{path}: its cells have other recipes than at its start"
             raise UserError(f"{what}: {why}. Restore it, or use another path=DIR")
-        return Study(path, recipe, cells)
+        return Study(path, recipe, cells, Scaling.of(scaling) if scaling else None)
 
     def _grown(self, base: Recipe, grid: Sequence[Cell]) -> Study:
         """This study with the cells of a grid that it does not have; those it has keep their order and directories.
@@ -212,7 +218,7 @@ class Study:
                 notes.append(f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells")
             elif added:
                 notes.append(f"{key} = {typed(value)} makes other cells than those with {key} = {typed(old[key])}")
-        return Study(self.path, recipe, list(cells.values()), notes)
+        return Study(self.path, recipe, list(cells.values()), self.scaling, notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
