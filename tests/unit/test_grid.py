@@ -2,7 +2,7 @@ import pytest
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe, parse_override, typed
-from windlass.study.grid import Axis, expand, parse_axis
+from windlass.study.grid import NODES, REPEAT, WORLD, Axis, Cell, cells_of, expand, parse_axis
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,7 @@ def test_axes_are_crossed_and_the_last_changes_fastest():
         (["model.heads=3,4,5"], ["model.heads=3", "model.heads=5"]), (["optim.lr=0.1,1e-1"], ["lr=0.1"]),
         (["optim.lr=1,2", "optim.lr=3,4"], ["optim.lr", "two axes"]), (["optim.lrr=1,2"], ["optim.lrr", "optim.lr?"]),
         (["parallel.world=0,many"], ["parallel.world=0", "parallel.world=many"]), (["run.dir=a,b"], ["run.dir", "study's directory"]),
+        (["repeat=1,2"], ["repeat", "windlass scale"]),
     ],
 )  # fmt: skip
 def test_invalid_grids_name_every_cell(axes, words):
@@ -69,6 +70,23 @@ def test_settings_outside_the_config_hash_tell_cells_apart():
     assert len({c.key for c in cells}) == len({c.directory for c in cells}) == 8
     assert [(c.recipe.train.micro_batch, c.world) for c in cells[:3]] == [(2, 1), (2, 2), (4, 1)]
     assert cells[1].overrides == ["parallel.strategy=single", "train.micro_batch=2"]
+
+
+def test_hosts_and_repeats_are_no_settings_of_a_cell():
+    base = Recipe.load("quickstart")
+    one, other, again = cells_of(base, [{WORLD: 4, NODES: 1}, {WORLD: 4, NODES: 2}, {WORLD: 4, NODES: 1, REPEAT: 2}])
+    assert one.recipe == other.recipe == again.recipe and not other.overrides and not again.overrides
+    assert (other.nodes, other.repeat, again.nodes, again.repeat, again.label) == (
+        2,
+        1,
+        1,
+        2,
+        "world=4 nodes=1 repeat=2",
+    )
+    assert len({one.key, other.key, again.key}) == 3
+    assert (
+        one.key == Cell.of(base, {WORLD: 4}).key == Cell.of(base, {WORLD: 4, REPEAT: 1}).key
+    )  # so that a study can grow
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from windlass.errors import UserError
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, typed
 
 SEED = "run.seed"
-WORLD = "parallel.world"  # an axis that is no setting of a recipe: the number of ranks that train a cell
+WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
+AXES_ONLY = (WORLD, NODES, REPEAT)
+"""Axes that are no settings of a recipe: the ranks that train a cell, their hosts, and which one of several equal runs it is."""
+ONE = {NODES: 1, REPEAT: 1}  # what a cell has that does not set them
 MODES = ("strong", "fixed-data", "weak", "strategies")  # of a scaling study
 Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
@@ -61,8 +64,9 @@ class Cell:
     @staticmethod
     def of(base: Recipe, assignment: Assignment, directory: str = "") -> Cell:
         """The cell of an assignment; raises UserError where its recipe is invalid."""
-        recipe, usual = base.replace(**{k: v for k, v in assignment.items() if k != WORLD}), base.flat()
-        outside = [k for k in sorted(assignment) if k.startswith((WORLD, *NON_SEMANTIC))]
+        recipe = base.replace(**{k: v for k, v in assignment.items() if k not in AXES_ONLY})
+        usual = base.flat() | ONE
+        outside = [k for k in sorted(assignment) if k.startswith((*AXES_ONLY, *NON_SEMANTIC))]
         other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
         text = json.dumps([recipe.config_hash, other])
         key = hashlib.sha256(text.encode()).hexdigest()[:12] if other else recipe.config_hash
@@ -75,12 +79,20 @@ class Cell:
 
     @property
     def overrides(self) -> list[str]:
-        """The assignment as command-line overrides, without the number of ranks."""
-        return [f"{key}={typed(value)}" for key, value in self.assignment.items() if key != WORLD]
+        """The assignment as command-line overrides, without ranks, hosts and repeats."""
+        return [f"{key}={typed(value)}" for key, value in self.assignment.items() if key not in AXES_ONLY]
 
     @property
     def world(self) -> int | None:
         return self.assignment.get(WORLD)
+
+    @property
+    def nodes(self) -> int:
+        return int(self.assignment.get(NODES, 1))
+
+    @property
+    def repeat(self) -> int:
+        return int(self.assignment.get(REPEAT, 1))
 
 
 def label(assignment: Assignment) -> str:
@@ -92,7 +104,7 @@ def label(assignment: Assignment) -> str:
 def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     """All cells of the grid, the last axis changing fastest, their recipes validated.
 
-    Raises UserError where two axes set one key, two cells are equal, or recipes are invalid (all of them are named).
+    Raises UserError where two axes set one key, or as `cells_of`.
     """
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
@@ -101,9 +113,16 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
             own = key in ("run.dir", "run.name")
             why = "each cell has its own: name the study's directory instead" if own else "two axes of the grid set it"
             raise UserError(f"{key}: {why}")
+        if key in ONE:
+            raise UserError(f"{key}: an axis of scaling studies alone: `windlass scale --nodes 1,2` or `--repeats 3`")
+    combinations = itertools.product(*(axis.values for axis in axes))
+    return cells_of(base, [dict(zip(keys, itertools.chain(*one), strict=True)) for one in combinations])
+
+
+def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
+    """A cell for each assignment; UserError where two are equal, or recipes are invalid (all of them are named)."""
     cells, problems = [], []
-    for combination in itertools.product(*(axis.values for axis in axes)):
-        assignment = dict(zip(keys, itertools.chain(*combination), strict=True))
+    for assignment in assignments:
         world = assignment.get(WORLD, 1)
         try:
             if type(world) is not int or world < 1:

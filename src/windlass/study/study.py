@@ -27,14 +27,14 @@ from windlass.fileio import read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated
-from windlass.study.grid import SEED, WORLD, Assignment, Cell, Scaling, expand, label, parse_axis
+from windlass.study.grid import AXES_ONLY, ONE, SEED, WORLD, Assignment, Cell, Scaling, expand, label, parse_axis
 from windlass.telemetry.timing import throughput
 
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
 # settings by which a lower loss is no better choice: more is computed, or the same in another way
 NO_CHOICE = (
-    *NON_SEMANTIC, WORLD, SEED, "model.layers", "model.heads", "model.kv_heads", "model.width", "model.ff_width",
+    *NON_SEMANTIC, *AXES_ONLY, SEED, "model.layers", "model.heads", "model.kv_heads", "model.width", "model.ff_width",
     "model.context", "train.steps", "train.tokens_per_parameter", "train.global_batch", "train.precision", "train.tf32",
     "data.max_documents", "data.max_tokens", "data.train_size",
 )  # fmt: skip
@@ -204,7 +204,7 @@ class Study:
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
         assignments = [*(cell.assignment for cell in self.cells), *(own | cell.assignment for cell in grid)]
         places = [*(cell.directory for cell in self.cells), *[""] * len(grid)]
-        shared, keys = recipe.flat(), dict.fromkeys(key for one in assignments for key in one)
+        shared, keys = recipe.flat() | ONE, dict.fromkeys(key for one in assignments for key in one)
         cells: dict[str, Cell] = {}
         for assignment, place in zip(assignments, places, strict=True):
             cell = Cell.of(recipe, {key: assignment.get(key, shared.get(key)) for key in keys}, place)
