@@ -32,6 +32,9 @@ FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
     # Preemptions do not push out regular ones.
     (row(10, 20, 23, 27, s23=EMERGENCY, s27=EMERGENCY), Policy(last=2), {}, {27: "last", 20: "last", 10: "last"}),
     (row(10, 20, 23, 27, 30, s23=EMERGENCY, s27=EMERGENCY), Policy(last=2), {}, {30: "last", 20: "last"}),
+    # ... unless some are asked for: those are the newest of them, beside the regular ones.
+    (row(10, 20, 23, 27, 29, 30, s23=EMERGENCY, s27=EMERGENCY, s29=EMERGENCY), Policy(last=2, signal=2), {},
+     {30: "last", 20: "last", 29: "signal", 27: "signal"}),
     # The end of a run stays when it is extended.
     (row(10, 20, 30, 40, s20=FINAL), Policy(last=1), {}, {40: "last", 20: "final"}),
     # The newest is the last commit, not the highest step.
@@ -60,19 +63,24 @@ saved = st.builds(Saved, st.integers(1, 50), st.integers(0, 9), st.sampled_from(
 
 @given(
     st.lists(saved, unique_by=lambda c: c.serial), st.dictionaries(st.integers(0, 9), st.floats(-9, 9)),
-    st.integers(1, 5), st.booleans(),
+    st.integers(1, 5), st.booleans(), st.integers(0, 3),
 )  # fmt: skip
-def test_properties(checkpoints: list[Saved], scores: dict[int, float], last: int, keep_best: bool) -> None:
-    why = retain(checkpoints, Policy(last, keep_best), scores)
+def test_properties(
+    checkpoints: list[Saved], scores: dict[int, float], last: int, keep_best: bool, signal: int
+) -> None:
+    policy = Policy(last, keep_best, signal=signal)
+    why = retain(checkpoints, policy, scores)
     assert set(why) == {c.serial for c in checkpoints}
     staying = [c for c in checkpoints if why[c.serial]]
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     assert all(c in staying for c in newest_first[:1])
     assert all(c in staying for c in [c for c in newest_first if c.reason in (PERIODIC, FINAL)][:last])
+    stops = [c for c in newest_first if c.reason == EMERGENCY]
+    assert all(c in staying for c in stops[:signal])
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
     assert not keep_best or not measured or best(measured, "loss") in {c.step for c in staying}
     # What stays would stay again: a second look deletes nothing more.
-    assert all(retain(staying, Policy(last, keep_best), scores).values())
+    assert all(retain(staying, policy, scores).values())
 
 
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:

@@ -45,12 +45,13 @@ def committed(directory: Path) -> dict[Path, Saved]:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `best`."""
+    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `keep_signal`, `best`."""
 
     last: int = 10
     best: bool = True
     keep_forever: Callable[[int], bool] = lambda step: False
     measure: str = LOSS
+    signal: int = 0
     start: int | None = None  # the step that the current lineage started from, where that checkpoint is the run's own
 
 
@@ -59,7 +60,7 @@ def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], lineage
     own = lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
     return Policy(
         settings.keep_last, settings.keep_best, lambda step: any(h.due(settings.keep_every, step) for h in horizons),
-        settings.best, lineage.step if lineage is not None and own else None,
+        settings.best, settings.keep_signal, lineage.step if lineage is not None and own else None,
     )  # fmt: skip
 
 
@@ -106,12 +107,13 @@ def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, fl
 
     The newest is always kept, and the last N of those that were due or final. One that was written because it was the
     best, or because the run had to stop, does not push those out, and goes when it is neither the newest nor the best
-    any more. Final ones stay: a run may be extended, and its first end is a result. So does the one that the current
+    any more; the last `policy.signal` that a stop has written stay. Final ones stay: a run may be extended, and its first end is a result. So does the one that the current
     lineage started from. `scores` are values of `policy.measure` by step.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
+    signal = {c.serial for c in [c for c in newest_first if c.reason == EMERGENCY][: policy.signal]}
     steps = {c.step for c in newest_first}
     best_step = best({s: score for s, score in scores.items() if s in steps}, policy.measure) if policy.best else None
     # An older checkpoint of the same step is another one: only the newest of it has the score.
@@ -120,6 +122,7 @@ def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, fl
     for c in newest_first:
         reasons = {
             "last": c.serial in last, "best": c.serial == best_serial, "final": c.reason == FINAL,
+            "signal": c.serial in signal,
             "every": policy.keep_forever(c.step), "start": c.step == policy.start,
         }  # fmt: skip
         why[c.serial] = [reason for reason, applies in reasons.items() if applies]

@@ -15,7 +15,7 @@ STYLES = {
     "running": "green", "failed": "red", "damaged": "red", "preempted": "yellow", "stopped": "yellow", "interrupted": "yellow",
 }  # fmt: skip
 REASONS = {
-    "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "start": "resumed from",
+    "last": "among the last", "best": "best", "every": "kept forever", "final": "end of the run", "signal": "of a stop", "start": "resumed from",
 }  # fmt: skip
 
 

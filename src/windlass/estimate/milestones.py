@@ -94,7 +94,9 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
         "epoch ends": occurrences(horizon, "1 epoch"),
         EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps}) if recipe.eval.every else [],
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),
-        CHECKPOINT: sorted({*occurrences(horizon, recipe.checkpoint.every), steps}),
+        CHECKPOINT: sorted(
+            {*occurrences(horizon, recipe.checkpoint.every), *occurrences(horizon, recipe.checkpoint.keep_every), steps}
+        ),
         "end": [steps],
     }
     limit = recipe.eval.batches * horizon.samples_per_step
@@ -140,4 +142,5 @@ def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present
     older = saves[: -settings.keep_last]
     permanent = sum(horizon.due(settings.keep_every, step) for step in older)
     stay = min(len(saves), settings.keep_last) + permanent + (settings.keep_best and len(older) > permanent)
+    stay += settings.keep_signal
     return min(sum(step > done for step in saves), max(1, stay + 1 - present))

@@ -248,7 +248,10 @@ class CheckpointSettings(Section):
     keep_last: int = Field(10, ge=1)
     """How many of the newest checkpoints stay."""
     keep_every: Duration = 0
-    """Those at multiples of this stay for good."""
+    """One is saved at each multiple of this, too, and stays for good."""
+    keep_signal: int = Field(0, ge=0)
+    """How many of the newest that were saved because the run was stopped (Ctrl-C, a preemption) stay beside those; 0: such a
+    one goes when there is a newer checkpoint, unless it is the best."""
     best: str = Field("loss", pattern=BEST)
     """Which one is the best: by the lowest validation `loss`, or the highest of `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
     `hellaswag.acc_norm`, `hellaswag.acc_per_token`, or `own:SUITE.MEASURE` of a suite of your own."""

@@ -141,7 +141,9 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                save_due = horizon.due(recipe.checkpoint.every, state.step)
+                save_due = any(
+                    horizon.due(every, state.step) for every in (recipe.checkpoint.every, recipe.checkpoint.keep_every)
+                )
                 evaluation_due = self.evaluation_due()
                 stopping = bool(stop_requested) or (not last and (bool(asked) or state.step == self.stop_at))
                 # What is logged, saved or measured must be known to be good; on a CPU every step is looked at.

@@ -1,0 +1,69 @@
+"""The numbers of the published pieces of work that presets stand for, worked out by the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.checkpoint.retention import policy_of
+from windlass.estimate.milestones import checkpoints_to_come, milestones
+from windlass.estimate.plan import plan
+from windlass.optim.schedule import factor, phases
+from windlass.recipe import Horizon, Recipe
+
+EPOCHS = 500  # training items of the exercises on SQuAD
+
+
+@pytest.mark.parametrize(("preset", "world", "overrides", "parameters", "steps", "tokens", "warmup", "local_batch"), [
+    ("c4-30m", 2, [], 29_995_520, 4576, 599_785_472, 46, 256),
+    ("c4-29m", 2, ["train.steps=4400"], 28_952_064, 4400, 576_716_800, 44, 256),
+    ("c4-29m", 2, [], 28_952_064, 4417, 578_945_024, 44, 256),
+    ("shakespeare-char", 1, ["model.vocab=65"], 10_745_088, 5000, 81_920_000, 100, 64),
+    ("shakespeare-char", 8, ["model.vocab=65", "train.global_batch=512"], 10_745_088, 5000, 655_360_000, 100, 64),
+    ("gpt2-124m", 4, [], 124_475_904, 5 * 19_073, 49_998_725_120, 715, 128),
+])  # fmt: skip
+def test_steps_parameters_and_tokens(preset, world, overrides, parameters, steps, tokens, warmup, local_batch):
+    recipe = Recipe.load(preset, overrides)
+    found = plan(preset, overrides, world=world, device="A100-80GB")
+    assert (found.size.parameters, found.steps) == (parameters, steps)
+    assert found.steps * recipe.batch(world).tokens_per_step == tokens
+    assert phases(recipe.optim.schedule, Horizon(steps, 0, 1))[0] == warmup
+    assert recipe.train.global_batch == local_batch * world
+    if preset.startswith("c4"):
+        assert found.optimal_tokens == {"c4-30m": 599_910_400, "c4-29m": 579_041_280}[preset]
+        assert {m.step for m in milestones(recipe, Horizon(steps, 0, 512)) if m.what == "evaluation"} >= {
+            100,
+            200,
+            4400,
+        }
+
+
+@pytest.mark.parametrize(("preset", "batch", "steps", "epoch_ends"), [
+    ("bloom-squad-baseline", 16, 94, [32, 63, 94]), ("bloom-560m-squad", 4, 625, [125, 250, 375, 500, 625]),
+    ("gpt-squad", 4, 625, [125, 250, 375, 500, 625]),
+])  # fmt: skip
+def test_fine_tuning_is_evaluated_and_saved_at_each_epoch(preset, batch, steps, epoch_ends):
+    """Of 93.75 steps transformers makes 93: it leaves out the rest of each epoch, which here is trained on."""
+    recipe = Recipe.load(preset)
+    horizon = Horizon(0, EPOCHS, recipe.train.global_batch)
+    horizon = Horizon(horizon.steps_in(recipe.train.steps), EPOCHS, recipe.train.global_batch)
+    events = milestones(recipe, horizon)
+    assert (recipe.train.global_batch, horizon.steps, recipe.optim.betas) == (batch, steps, (0.9, 0.999))
+    assert [m.step for m in events if m.what == "evaluation"] == [0, *epoch_ends]
+    assert [m.step for m in events if m.what == "checkpoint"] == epoch_ends
+    assert (recipe.data.train_size, recipe.data.eval_size) == (EPOCHS, 50 if batch == 16 else 100)
+    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.train.precision) == (5e-5, 0.01, "auto")
+
+
+def test_quotas_of_gpt2_124m():
+    """The last ten, the best, one an epoch and two of stops, which alone come at no multiple of 250."""
+    recipe = Recipe.load("gpt2-124m")
+    horizon = Horizon(recipe.train.steps, 9_900_000_000 // 1024, 512)  # 99 shards
+    policy = policy_of(recipe.checkpoint, [horizon])
+    kept = [step for step in range(horizon.steps + 1) if policy.keep_forever(step)]
+    assert kept == [18883, 37766, 56649, 75531, 94414] and (policy.last, policy.best, policy.signal) == (10, True, 2)
+    saves = {m.step for m in milestones(recipe, horizon) if m.what == "checkpoint"}
+    assert saves >= {250, 500, 95_250, *kept, horizon.steps}
+    assert checkpoints_to_come(recipe, horizon) == 10 + 4 + 1 + 2 + 1, (
+        "four epochs before the last ten, one being written"
+    )
+    assert factor(recipe.optim.schedule, horizon, horizon.steps) == pytest.approx(0.1)
