@@ -5,10 +5,11 @@ import pty
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
-from report_fixtures import edit, stamp
+from report_fixtures import build_run, edit, stamp
 from typer.testing import CliRunner
 
 from windlass.cli import runs as verb
@@ -107,6 +108,36 @@ def test_a_study_is_one_row(top):
     assert [row.run for row in overview(study.path)] == [cell.directory for cell in study.cells[:2]]
     (study.path / "recipe.toml").write_text("[train]\nsteps = 71\n")
     assert next(row.state for row in overview(top) if row.run == "sweeps/seeds") == "damaged"
+
+
+def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypatch):
+    """Wall time times ranks, from the last stamp of each start; of the GPUs' those alone that ran on some."""
+    monkeypatch.chdir(tmp_path)
+    build_run(Path("runs/killed"), ranks=2, killed_at=150)
+    build_run(Path("runs/plain"), ranks=1, steps=100, finished=False)
+    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2,3"], Path("runs/study"))
+    for cell in study.cells[:2]:
+        build_run(study.run_of(cell).path, ranks=4, steps=100)
+        about = {"ranks": [{"rank": 0, "device": "cuda:0"}]}
+        (study.run_of(cell).path / "environment.json").write_text(json.dumps(about))
+    rows = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
+
+    def seconds(run):  # by hand: the last stamp of each attempt
+        lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines() if x.endswith("}")]
+        last = {x["attempt"]: sum(x["seconds"].values()) for x in lines if "seconds" in x}
+        return sum(last.values())
+
+    cell = seconds(study.run_of(study.cells[0]).path)
+    expected = {
+        "killed": 2 * seconds(Path("runs/killed")) / 3600, "plain": seconds(Path("runs/plain")) / 3600,
+        "study": 2 * 4 * cell / 3600,
+    }  # fmt: skip
+    assert {name: row["device_hours"] for name, row in rows.items()} == pytest.approx(expected)
+    assert [rows[name]["gpu_hours"] for name in expected] == [None, None, pytest.approx(expected["study"])]
+    table = call("runs", "--sort", "hours").stdout.splitlines()
+    assert [line.split()[0] for line in table[1:4]] == sorted(expected, key=lambda name: -expected[name])
+    cpus = expected["killed"] + expected["plain"]
+    assert table[-1] == f"all of these: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -21,16 +21,20 @@ REASONS = {
 
 def runs(
     directory: str = typer.Argument("runs", metavar="[DIR]", help="Where the runs lie; also a single run or a study."),
-    sort: str = typer.Option("name", metavar="KEY", help="One of name, state, step, left, loss, best, speed, changed."),
+    sort: str = typer.Option(
+        "name", metavar="KEY", help="One of name, state, step, left, loss, best, speed, hours, changed."
+    ),
     json_: Json = False,
 ) -> None:
-    """List runs and studies: state, cells done, step, time left, losses, speed. `windlass runs STUDY` lists its cells.
+    """List runs and studies: state, cells done, step, time left, losses, speed, device-hours, and the hours of all of
+    them in one line. `windlass runs STUDY` lists its cells.
 
     The JSON has seconds, tokens a second and full names.
     """
     from rich.text import Text
 
     from windlass.reports.overview import SORTS, overview
+    from windlass.reports.text import show
     from windlass.telemetry.console import duration, short
     from windlass.telemetry.ledger import plain
     from windlass.telemetry.terminal import print_table
@@ -52,12 +56,20 @@ def runs(
             "" if row.left_s is None else duration(row.left_s),
             *("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.best_loss)),
             "" if row.tokens_per_s is None else short(row.tokens_per_s),
+            "" if row.device_hours is None else show(row.device_hours, "hours"),
         )
         for row in rows
     ]
     if not cells:
         typer.echo("no runs here")
-    print_table(("run", "state", "cells", "step", "left", "loss", "best", "tok/s"), cells, text=("run", "state"))
+    print_table(
+        ("run", "state", "cells", "step", "left", "loss", "best", "tok/s", "device-h"), cells, text=("run", "state")
+    )
+    if hours := sum(row.device_hours or 0 for row in rows):
+        gpu = sum(row.gpu_hours or 0 for row in rows)
+        parts = [f"{show(gpu, 'hours')} GPU hours"] * (gpu > 0)
+        parts += [f"{show(hours - gpu, 'hours')} device-hours on CPUs"] * (hours > gpu)
+        typer.echo(f"all of these: {' and '.join(parts)}")
 
 
 def checkpoints(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,16 +10,18 @@ from typing import NamedTuple
 
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
-from windlass.run import Run
+from windlass.run import Line, Run, effective, read_lines
 from windlass.study.compare import common_measure
 from windlass.study.study import Study, summarize, time_left
 from windlass.study.sweep import DONE_STATES
+from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # how deep below the directory runs are looked for: a study keeps its runs in directories of its own
 
 SORTS = {
     "name": ("run", False), "state": ("state", False), "step": ("step", True), "left": ("left_s", False),
-    "loss": ("loss", False), "best": ("best_loss", False), "speed": ("tokens_per_s", True), "changed": ("changed", True),
+    "loss": ("loss", False), "best": ("best_loss", False), "speed": ("tokens_per_s", True), "hours": ("device_hours", True),
+    "changed": ("changed", True),
 }  # fmt: skip
 """What to sort by: the field of RunRow, and whether the largest comes first."""
 
@@ -36,6 +38,8 @@ class RunRow(NamedTuple):
     best_loss: float | None  # the lowest evaluation loss; of a study only where its cells' losses can be compared
     tokens_per_s: float | None
     changed: str | None  # the time of its last line
+    device_hours: float | None  # of all starts; of a study those of all cells
+    gpu_hours: float | None  # those of them on GPUs
     cells: int | None = None  # of a study, and how many of them are done
     cells_done: int | None = None
 
@@ -66,20 +70,28 @@ def _study_row(path: Path, name: str) -> RunRow:
     try:
         study = Study.open(path)
     except UserError:
-        return RunRow(name, "damaged", *[None] * 7)
+        return RunRow(name, "damaged", *[None] * 9)
     results = study.results()
     states, losses = {r.state for r in results}, [r.best_loss for r in results if r.best_loss is not None]
     comparable = common_measure([r.evaluated for r in results])[0] == LOSS
     state = "new" if states == {"waiting"} else "finished" if states <= set(DONE_STATES) else "interrupted"
     state = next((one for one in ("running", "failed") if one in states), state)
+    hours = [_hours(run, list(read_lines(run.metrics_path))) for run in study.runs()]
     changed = [run.metrics_path.stat().st_mtime for run in study.runs() if run.metrics_path.is_file()]
     return RunRow(
         run=name, state=state, step=sum(r.step for r in results),
         steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None, left_s=None, loss=None,
         best_loss=min(losses, default=None) if comparable else None, tokens_per_s=None,
         changed=f"{datetime.fromtimestamp(max(changed), UTC):%FT%T.%fZ}" if changed else None,
-        cells=len(results), cells_done=sum(r.state in DONE_STATES for r in results),
+        device_hours=sum(h[0] for h in hours) or None, gpu_hours=sum(h[1] for h in hours) or None, cells=len(results), cells_done=sum(r.state in DONE_STATES for r in results),
     )  # fmt: skip
+
+
+def _hours(run: Run, raw: Sequence[Line]) -> tuple[float, float]:
+    """Device-hours of a run, and those on GPUs."""
+    hours = device_hours(raw)
+    gpus = any(str(rank.get("device", "")).startswith("cuda") for rank in run.environment.get("ranks", []))
+    return hours, hours * gpus
 
 
 def _row(path: Path, top: Path) -> RunRow:
@@ -87,7 +99,8 @@ def _row(path: Path, top: Path) -> RunRow:
     if Study.is_study(path):
         return _study_row(path, name)
     run = Run(path)
-    lines, state, left = run.ledger(), run.state, None
+    raw = list(read_lines(run.metrics_path))
+    lines, state, left, hours = effective(raw), run.state_by(raw), None, _hours(run, raw)
     train = [line for line in lines if line["kind"] == "train"]
     summary = summarize(lines, "loss")
     steps = summary["steps"]
@@ -100,5 +113,5 @@ def _row(path: Path, top: Path) -> RunRow:
         run=name, state="ended early" if state == "finished" and lines[-1].get("early_stop") else state,
         step=max((line["step"] for line in lines), default=0), steps=steps, left_s=left, loss=summary["loss"],
         best_loss=summary["best_loss"], tokens_per_s=summary["tokens_per_s"],
-        changed=lines[-1]["time"] if lines else None,
+        changed=lines[-1]["time"] if lines else None, device_hours=hours[0] or None, gpu_hours=hours[1] or None,
     )  # fmt: skip
