@@ -8,8 +8,6 @@ import pytest
 from helpers import refused
 from windlass.launch.allocation import (
     Allocation,
-    expand_counts,
-    expand_hosts,
     free_port,
     job_variables,
     launch_command,
@@ -17,6 +15,7 @@ from windlass.launch.allocation import (
     read_allocation,
     save_job,
 )
+from windlass.variables import expand_counts, expand_hosts
 
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
@@ -95,7 +94,16 @@ def test_srun():
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
     """By allow-list: nothing of one task, no secret, and the host file also where its own is on another host's disk."""
     environ = (
-        pbs | SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_TOKEN": "x", "HF_TOKEN": "x", "PATH": "/bin"}
+        pbs
+        | SLURM
+        | {
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_ID": "1",
+            "SLURM_JWT": "x",
+            "PBS_JOBCOOKIE": "x",
+            "HF_TOKEN": "x",
+            "PATH": "/bin",
+        }
     )
     assert job_variables(environ).keys() == {*pbs, *SLURM}
     store = tmp_path / "jobs"

@@ -173,6 +173,8 @@ def test_the_site_file(tmp_path, monkeypatch):
             read_site(path)
     with refused("cannot be read"):
         read_site(tmp_path / "missing.toml")
+    path.write_text('environment = {TOKENIZERS_PARALLELISM = "false"}')  # no secret
+    assert read_site(path).environment
     monkeypatch.setenv("PATH", str(tmp_path))
     with refused("sbatch", "qsub", "--dry-run"):
         find_scheduler("", Site())

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from windlass.errors import UserError
 from windlass.fileio import write_atomic
+from windlass.variables import SECRET_NAME, expand_counts, expand_hosts
 
 JOB_ID = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
 JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|PBS|NCPUS|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES)(_\w+)?")
@@ -91,31 +91,6 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
     return Allocation(scheduler, job, tuple(hosts), tuple(per_host), hostfile)
 
 
-def expand_hosts(text: str) -> list[str]:
-    """SLURM's short list as names: `a[08-10,12],b` is a08, a09, a10, a12, b."""
-    hosts = []
-    for item in re.findall(r"(?:[^,\s\[]|\[[^\]]*\])+", text):
-        parts = re.split(r"\[([^\]]*)\]", item)  # text and ranges in turn
-        choices = [[part] if index % 2 == 0 else _numbers(part, text) for index, part in enumerate(parts)]
-        hosts += ["".join(choice) for choice in itertools.product(*choices)]
-    return hosts
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    numbers = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
-            raise UserError(f"{text!r} is no list of hosts as SLURM writes it")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return numbers
-
-
-def expand_counts(text: str) -> list[int]:
-    """SLURM's numbers of tasks per node: `4(x2),1` is 4, 4, 1."""
-    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-
-
 def launch_command(
     allocation: Allocation, command: Sequence[str], flavor: str = "mpich", environ: Mapping[str, str] | None = None
 ) -> list[str]:
@@ -173,7 +148,7 @@ def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What a second shell needs to act as the job's own, by allow-list; nothing of a single task, nothing secret."""
     return {
         name: value for name, value in sorted(environ.items())
-        if JOB_VARIABLE.fullmatch(name) and not OF_ONE_TASK.fullmatch(name) and "TOKEN" not in name and "COOKIE" not in name
+        if JOB_VARIABLE.fullmatch(name) and not OF_ONE_TASK.fullmatch(name) and not SECRET_NAME.search(name)
     }  # fmt: skip
 
 

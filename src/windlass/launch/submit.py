@@ -21,10 +21,10 @@ from windlass.launch.batch import GRACE_SECONDS, SCHEDULERS, TIME, Job, Site, re
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
+from windlass.variables import SECRET_NAME
 
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 WATCH_SECONDS = 5.0
-SECRET_NAME = re.compile(r"(?i)(key|token|secret|passw|credential)")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import zlib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.errors import UserError
+from windlass.variables import expand_counts, expand_hosts
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 15_000, 15_000  # derived ports: under the range from which Linux hands out ports
@@ -103,8 +103,7 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     nodes = nodes or -(-world // local_world)
     node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
     if launcher == "slurm":  # hosts may have unequal numbers of tasks: `4(x2),1` is 4, 4, 1
-        text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-        tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+        tasks = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         local_world = tasks[node] if node < len(tasks) and sum(tasks) == world else local_world
     addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
     job = next((environ[name] for name in names.get("job", "").split() if environ.get(name)), "")
@@ -132,12 +131,10 @@ def _first_host(environ: Mapping[str, str], nodes: int) -> str:
         hosts = Path(environ.get("PBS_NODEFILE", "")).read_text()
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         hosts = hosts or environ.get(name, "")
-    # The first item up to a comma outside brackets, with the first number of each bracket: `a[08-10,12],b` gives a08.
-    first = re.match(r"\s*(?:[^,\s\[]|\[[^\]]*\])+", hosts)
-    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0].strip()) if first else ""
-    if not host or "[" in host:
-        raise UserError(f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host")
-    return host
+    with contextlib.suppress(UserError):
+        if names := expand_hosts(hosts):
+            return names[0]
+    raise UserError(f"no variable says which of {nodes} hosts is the first: set MASTER_ADDR to rank 0's host")
 
 
 def _number(environ: Mapping[str, str], names: str, default: int | None = None) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 from windlass.fileio import write_atomic
 from windlass.telemetry.ledger import now
+from windlass.variables import SECRET_NAME
 
 PACKAGES = (
     "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
@@ -37,11 +38,6 @@ VARIABLES = (
 SCHEDULERS = {"SLURM": ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"), "PBS": ("PBS_JOBID", "PBS_SERVER")}  # job, machine
 
 HIDDEN = "***"
-# PWD and OLDPWD are the shell's directories: every path would read ***. `_PWD` after another word is a password.
-SECRET_NAME = re.compile(
-    r"(?i)((^|[._-])((api|access|secret|private|auth)_?-?key|apikey|token|secret|passw(or)?d|passphrase|credentials?)"
-    r"|[._-]pwd)$"
-)
 SECRET_SHAPE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}"
     r"|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
