@@ -129,6 +129,19 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path):
     assert train(recipe, extend_to=20).state == "finished", "the same command again"
 
 
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path, kind):
+    """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as long from the start."""
+    own = {"optim.schedule.steps": 16, "optim.schedule.kind": kind, "checkpoint.keep_last": 20}
+    recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
+    train(recipe)
+    longer = train(recipe, extend_to=20)
+    assert starts(longer)[1:] == [("resumed", 12)] and same(longer, untouched(recipe, "train.steps=20"), 20)
+    rates = [factor(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
+    assert [line["lr"] for line in longer.lines("train")] == [recipe.optim.lr * rate for rate in rates]
+    assert rates[16:] == [0.0] * 4, "past its end"
+
+
 def test_a_run_resumed_from_an_earlier_step_stays_on_its_new_lineage(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
     stopped(recipe, 9)

@@ -39,6 +39,16 @@ def test_milestones_by_hand():
     ]  # fmt: skip
 
 
+def test_a_schedule_that_is_shorter_or_longer_than_the_run():
+    schedule = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 0.1, "optim.schedule.decay": 0.5}
+    turns = {}
+    for steps in (50, 300):
+        events = milestones(recipe(**schedule, **{"optim.schedule.steps": steps}), Horizon(100, 0, 4))
+        turns[steps] = [(m.step, m.what) for m in events if m.what not in ("evaluation", "checkpoint")]
+    assert turns[50] == [(5, "warm-up ends"), (25, "decay starts"), (50, "schedule ends"), (100, "end")]
+    assert turns[300] == [(30, "warm-up ends"), (100, "end")]
+
+
 def test_what_is_left_and_when_and_the_checkpoints_to_come():
     events = milestones(recipe(**{"eval.every": 30, "checkpoint.every": 25}), Horizon(100, 0, 4))
     costs = {"evaluation": 10.0, "checkpoint": 1.0}

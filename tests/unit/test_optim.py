@@ -180,8 +180,8 @@ def horizon(steps):
     return Horizon(steps, samples_per_epoch=1000, samples_per_step=10)
 
 
-def curve(steps, **settings):
-    return [factor(ScheduleSettings(**settings), horizon(steps), i) for i in range(steps)]
+def curve(updates, **settings):
+    return [factor(ScheduleSettings(**settings), horizon(updates), i) for i in range(updates)]
 
 
 @pytest.mark.parametrize(("steps", "settings", "expected"), [
@@ -193,6 +193,11 @@ def curve(steps, **settings):
     (4, {"kind": "linear", "warmup": 0, "final": 0.2}, [1, 0.8, 0.6, 0.4]),
     (6, {"kind": "cosine", "warmup": 2, "final": 0.1}, [0.5, 1, 1, 0.1 + 0.45 * (1 + 0.5**0.5), 0.55, 0.1 + 0.45 * (1 - 0.5**0.5)]),
     (5, {"kind": "constant", "warmup": 2}, [0.5, 1, 1, 1, 1]),
+    # Of a length of its own: the run ends on the way, or stays at the schedule's end; fractions are of the schedule.
+    (3, {"kind": "linear", "warmup": 0.5, "steps": 4}, [0.5, 1, 1]),
+    (6, {"kind": "wsd", "warmup": 0, "decay": 0.5, "final": 0.2, "steps": 4}, [1, 1, 1, 0.6, 0.2, 0.2]),
+    (4, {"kind": "linear", "warmup": 0, "steps": 0.5}, [1, 0.5, 0, 0]),
+    (3, {"kind": "linear", "warmup": 0, "steps": "0.05 epochs"}, [1, 0.8, 0.6]),
 ])  # fmt: skip
 def test_schedules_by_hand(steps, settings, expected):
     assert curve(steps, **settings) == pytest.approx(expected)
@@ -206,6 +211,14 @@ def test_gpt2_124m():
         want = lr * (it + 1) / 715 if it < 715 else 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
         assert lr * factor(s, h, it) == pytest.approx(want, rel=1e-12), it
     assert lr * factor(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
+
+
+def test_nanogpt_decays_over_more_steps_than_it_runs():
+    """`get_lr` of nanoGPT's train.py with lr_decay_iters = 5000, in the first steps of it; its warm-up divides by w + 1."""
+    s, h = ScheduleSettings(kind="cosine", warmup=100, final=0.1, steps=5000), horizon(300)
+    for it in range(100, 300):
+        coefficient = 0.5 * (1.0 + math.cos(math.pi * (it - 100) / (5000 - 100)))
+        assert 1e-3 * factor(s, h, it) == pytest.approx(1e-4 + coefficient * (1e-3 - 1e-4), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])

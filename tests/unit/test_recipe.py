@@ -167,6 +167,11 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (["optim.schedule.warmup=300", "optim.schedule.decay=300"], "optim.schedule.decay", "longer than the run"),
         (["optim.schedule.warmup=900"], "optim.schedule.warmup", "a share of the run, as 0.02"),
         (["optim.schedule.warmup=0.6", "optim.schedule.decay=0.6"], "optim.schedule.decay", "longer than the run"),
+        (
+            ["train.steps=600", "optim.schedule.steps=50", "optim.schedule.warmup=60"],
+            "optim.schedule.warmup",
+            "the schedule (50 steps)",
+        ),
         (["parallel.shard_size=2"], "parallel.shard_size", "hybrid_shard"),
         (["checkpoint.best=squad.f1"], "checkpoint.best", SUITES),
         ([SUITES, "checkpoint.best=f1"], "checkpoint.best", "squad.exact_match"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from windlass.optim.schedule import phases
+from windlass.optim.schedule import phases, schedule_horizon
 from windlass.recipe import Duration, Horizon
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.recipe.units import epochs_in
@@ -91,6 +91,7 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     at: dict[str, Iterable[int]] = {
         "warm-up ends": [warmup] if 0 < warmup < steps else [],
         "decay starts": [fall] if recipe.optim.schedule.kind == "wsd" and 0 < fall < steps else [],
+        "schedule ends": [end] if (end := schedule_horizon(recipe.optim.schedule, horizon).steps) < steps else [],
         "epoch ends": occurrences(horizon, "1 epoch"),
         EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps}) if recipe.eval.every else [],
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),

@@ -31,6 +31,7 @@ from windlass.estimate.time import ASSUMED_MFU, Speed, measured_speed, speed_on
 from windlass.hub import missing_package
 from windlass.model.convert import export_note
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
+from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
 from windlass.telemetry.timing import peak_flops
@@ -109,6 +110,7 @@ class Plan:
     taken_as_full: bool  # samples are padded, and how far is not known: they are counted as full
     tokens: int | None
     epochs: float | None
+    schedule_steps: int | None = None  # of the learning rate, where that is not the run's length
     optimal_tokens: int | None = None
     optimal_steps: int | None = None
     flops: int | None = None  # of the run, with padding, which is computed too
@@ -325,8 +327,10 @@ def with_milestones(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: i
     """The plan of a run of known length with what happens in it, and with the time to its end where a speed is known."""
     costs = plan.speed.costs if plan.speed else {}
     rows = milestone_rows(milestones(recipe, horizon, val_samples), plan.done, plan.seconds_per_step, costs)
+    schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
     plan = replace(
         plan, milestones=rows, checkpoints=checkpoints_to_come(recipe, horizon),
+        schedule_steps=schedule_steps if schedule_steps != horizon.steps else None,
         evaluations=evaluations(recipe, horizon, val_samples),
     )  # fmt: skip
     if plan.speed is None or (seconds := rows[-1].last_seconds if rows else 0.0) is None:

@@ -306,10 +306,11 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     warmup, decay = optim.schedule.warmup, optim.schedule.decay if optim.schedule.kind == "wsd" else 0
     steps = sum(part for part in (warmup, decay) if isinstance(part, int))
     share = sum(part for part in (warmup, decay) if isinstance(part, float))
-    if share > 1 or (isinstance(t.steps, int) and steps > t.steps):
-        alone = isinstance(warmup, int) and isinstance(t.steps, int) and warmup > t.steps
+    length, what = (optim.schedule.steps, "schedule") if optim.schedule.steps else (t.steps, "run")
+    if share > 1 or (isinstance(length, int) and steps > length):
+        alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
         yield (
             f"optim.schedule.{key}",
-            f"warm-up {warmup} and decay {decay} are longer than the run ({t.steps} steps): shorten it, or write a share of the run, as 0.02",
+            f"warm-up {warmup} and decay {decay} are longer than the {what} ({length} steps): shorten it, or write a share of the run, as 0.02",
         )

@@ -167,13 +167,16 @@ class ScheduleSettings(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear` and `cosine` fall from the end of the warm-up on."""
     warmup: Duration = 0.01
-    """Steps of linear rise from `start` to `lr`."""
+    """Steps of linear rise from `start` to `lr`; a fraction is one of the schedule's length."""
     decay: Duration = 0.1
-    """With `wsd`: steps of linear fall at the end of the run. (`cosine` and `linear` fall over the whole run.)"""
+    """With `wsd`: steps of linear fall at the schedule's end. (`cosine` and `linear` fall over its whole length.)"""
+    steps: Duration = 0
+    """The schedule's length where it is not the run's (0), as nanoGPT's `lr_decay_iters`: a shorter run stops on the way, a
+    longer one stays at the end's learning rate. In steps or epochs, an extension (`--extend-to`) does not change it."""
     start: float = Field(0.0, ge=0)
     """Learning rate at step 0 of the warm-up, as a share of `lr`."""
     final: float = Field(0.0, ge=0)
-    """Learning rate at the end of the run, as a share of `lr`."""
+    """Learning rate at the schedule's end, as a share of `lr`."""
 
 
 class OptimSettings(Section):
@@ -199,7 +202,7 @@ class OptimSettings(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """`optim.schedule.kind`, `.warmup`, `.decay`, `.start`, `.final`."""
+    """`optim.schedule.kind`, `.warmup`, `.decay`, `.steps`, `.start`, `.final`."""
 
     @field_validator("kind")
     @classmethod

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -26,6 +26,7 @@ from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
+from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.load import UNRECORDED
@@ -208,9 +209,9 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     is_path = resume not in ("latest", "best", "never") and not resume.isdigit()
     if not plan.resuming and not is_path:
         return []
-    if plan.extends_from and recipe.optim.schedule.kind == "wsd":
-        old = Horizon(plan.extends_from, horizon.samples_per_epoch, horizon.samples_per_step)
-        decay_begins = old.steps - old.steps_in(recipe.optim.schedule.decay)
+    schedule, old = recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
+    if plan.extends_from and schedule.kind == "wsd" and phases(schedule, old) != phases(schedule, horizon):
+        decay_begins = phases(schedule, old)[1]
         paths = checkpoints.candidates(run, up_to=decay_begins)
         if not paths and checkpoints.candidates(run):
             problem = f"no checkpoint of {run} is left from before step {decay_begins}, where its decay began"
