@@ -14,7 +14,7 @@ from windlass.cli import main
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate.devices import GIB, find_device
-from windlass.estimate.milestones import evaluations
+from windlass.estimate.milestones import evaluations, milestones
 from windlass.estimate.optimum import optimal_tokens, resolve_steps
 from windlass.estimate.plan import Subject, assemble, plan
 from windlass.estimate.time import Speed
@@ -150,6 +150,13 @@ def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
         11 * 125 / 3 / (11 * 125 / 3 + 300)
     )
     assert "eval.batches" in whole.warning
+    train = evaluations(recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000)
+    work += 11 * 20 / 3
+    assert train.share == pytest.approx(work / (work + 300)) and "the last one 125, and 20 of training data" in str(
+        train
+    )
+    end = max(m.size for m in milestones(recipe.replace("eval.batches=16", "eval.train_batches=20"), horizon, 1000))
+    assert end == (1000 + 160) / (128 + 160), "how many times as long the last evaluation is"
     few = evaluations(recipe.replace("eval.batches=1", "eval.every=0.5"), horizon, 8)
     assert few.warning == "" and "3 evaluations x 1 batches: 0.33 % of" in str(few)
     assert evaluations(recipe.replace("eval.every=0"), horizon, 1000) is None

@@ -172,6 +172,11 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
             "optim.schedule.warmup",
             "the schedule (50 steps)",
         ),
+        (
+            ['eval.suites=["hellaswag"]', "eval.train_batches=2", "checkpoint.best=hellaswag.acc"],
+            "eval.train_batches",
+            "suite loss",
+        ),
         (["parallel.shard_size=2"], "parallel.shard_size", "hybrid_shard"),
         (["checkpoint.best=squad.f1"], "checkpoint.best", SUITES),
         ([SUITES, "checkpoint.best=f1"], "checkpoint.best", "squad.exact_match"),

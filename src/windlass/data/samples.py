@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from windlass.data.order import permute
 from windlass.data.shards import Stream
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -94,6 +95,20 @@ class DocumentSamples:
             self.stream.read_into(int(self._starts[i]), document[: min(count + 1, int(self._sizes[i]))])
             tokens[at, :count], labels[at, :count] = document[:-1], document[1:]
         return tokens, labels
+
+
+class Subset:
+    """Some samples of a set, chosen at random over all of it: a pure function of seed and number."""
+
+    def __init__(self, samples: Samples, count: int, seed: int):
+        self.samples, n = samples, len(samples)
+        self._indices = permute(np.arange(min(count, n)), n, f"windlass/evaluation/train/{seed}")
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.samples.read(self._indices[indices])
 
 
 def real_tokens(samples: Samples) -> int | None:

@@ -33,6 +33,7 @@ class Evaluations(NamedTuple):
     number: int
     batches: int  # of each but the last
     last: int  # of the last one: all validation data
+    train: int  # of training data, in each
     share: float  # of the run's arithmetic, by which a forward pass is a third of a training step
 
     @property
@@ -44,7 +45,8 @@ class Evaluations(NamedTuple):
     def __str__(self) -> str:
         last = f", the last one {self.last:,}" if self.last != self.batches else ""
         share = f"{100 * self.share:.2g} % of the run's work"
-        return f"{self.number:,} evaluations x {self.batches:,} batches{last}: {share}"
+        train = f", and {self.train:,} of training data" if self.train else ""
+        return f"{self.number:,} evaluations x {self.batches:,} batches{last}{train}: {share}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
         return None
     last = -(-val_samples // horizon.samples_per_step)
     batches = min(recipe.eval.batches or last, last)
-    work = ((len(steps) - 1) * batches + last) / 3
-    return Evaluations(len(steps), batches, last, work / (work + horizon.steps))
+    train = min(recipe.eval.train_batches, -(-horizon.samples_per_epoch // horizon.samples_per_step))
+    work = ((len(steps) - 1) * batches + last + len(steps) * train) / 3
+    return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
 
 
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
@@ -102,7 +105,8 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     }
     limit = recipe.eval.batches * horizon.samples_per_step
     loss_alone = recipe.eval.suites == [LOSS_SUITE]  # other suites are measured the same way each time
-    size = {(EVALUATION, steps): max(1.0, val_samples / limit)} if limit and loss_alone else {}
+    train = min(recipe.eval.train_batches * horizon.samples_per_step, horizon.samples_per_epoch)
+    size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if limit and loss_alone else {}
     every = (Milestone(what, step, size.get((what, step), 1.0)) for what, places in at.items() for step in places)
     return sorted(every, key=lambda m: m.step)
 

@@ -69,7 +69,7 @@ def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
     if later:
         costs[EVALUATION] = median(sum(x["runtime_s"] for x in lines) for lines in later)
     elif first:  # the loss takes at most as long as training's forward passes, a third of a step's FLOPs
-        tokens = [x.get("suite") == "loss" and x.get("tokens") for x in first]
+        tokens = [x.get("suite") == "loss" and x.get("tokens", 0) + x.get("train_tokens", 0) for x in first]
         bounds = [n / tokens_per_s / 3 if n else math.inf for n in tokens]
         costs[EVALUATION] = sum(min(x["runtime_s"], bound) for x, bound in zip(first, bounds, strict=True))
     saves = sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)

@@ -22,7 +22,7 @@ from torch import nn
 
 from windlass.data import squad as squad_data
 from windlass.data.prepare import Data, open_data
-from windlass.data.samples import Samples
+from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood
@@ -53,6 +53,7 @@ class Suites:
     val: Samples | None = None  # the validation set of the suite `loss`
     batch: int = 1  # sequences of it in one forward pass of one rank
     own: Mapping[str, Callable[[Any], Numbers]] = field(default_factory=dict)  # suites of the user's own, by name
+    train: Samples | None = None  # the training set, for `eval.train_batches`
 
     def measure(
         self, suite: str, model: Any, poll: Callable[[], bool] | None = None, whole: bool = False,
@@ -75,6 +76,10 @@ class Suites:
             how |= {"limit": recipe.eval.batches * recipe.train.global_batch, "token_bytes": self._token_bytes}
             how |= {"whole": whole, "progress": progress}
             numbers = likelihood.evaluate_loss(model, self.val, ranks, self.batch, **how)
+            if numbers is not None and self._sample is not None:
+                how |= {"limit": 0, "token_bytes": None}
+                own = likelihood.evaluate_loss(model, self._sample, ranks, self.batch, **how)
+                numbers = own and with_train_loss(numbers, own)
         elif suite == HELLASWAG_SUITE:
             chosen = likelihood.evaluate_hellaswag(model, *self._endings, ranks, **how, progress=progress)
             numbers = chosen and {**chosen, "items_hash": items_hash(self._endings[0])}
@@ -88,6 +93,12 @@ class Suites:
         return [*(self.recipe.eval.suites if self.val is not None else []), *self.own]
 
     @cached_property
+    def _sample(self) -> Samples | None:
+        """The part of the training set whose loss is measured."""
+        count = self.recipe.eval.train_batches * self.recipe.train.global_batch
+        return Subset(self.train, count, self.recipe.run.seed) if count and self.train is not None else None
+
+    @cached_property
     def _token_bytes(self) -> Any:  # a user's own tokenizer may not have it
         return getattr(self.tokenizer, "byte_lengths", lambda: None)()
 
@@ -99,6 +110,13 @@ class Suites:
     def _endings(self) -> tuple[list[likelihood.Item], list[likelihood.Continuation]]:
         items = likelihood.read_items(self.recipe.eval.hellaswag_file, self.recipe.eval.hellaswag_items)
         return items, likelihood.continuations(items, self.tokenizer)
+
+
+def with_train_loss(numbers: Numbers, own: Numbers) -> Numbers:
+    """The numbers of a validation set with those of a part of the training set; time and speed are those of both."""
+    runtime_s, samples = numbers["runtime_s"] + own["runtime_s"], numbers.get("full_samples", numbers["samples"])
+    both = {"runtime_s": runtime_s, "samples_per_s": (samples + own["samples"]) / runtime_s}
+    return numbers | both | {f"train_{name}": own[name] for name in ("loss", "tokens", "samples")}
 
 
 def items_hash(items: Sequence[Any]) -> str:

@@ -289,6 +289,11 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
         yield "checkpoint.best", f'it is "{best}", and eval.suites does not measure {suite}: {write}'
+    if recipe.eval.train_batches and sections.LOSS_SUITE not in suites:
+        yield (
+            "eval.train_batches",
+            "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0",
+        )
     if t.early_stop and not recipe.eval.every:
         yield "train.early_stop", "it needs evaluations, and eval.every is 0: set that, or leave this out"
     try:

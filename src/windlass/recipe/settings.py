@@ -282,6 +282,9 @@ class EvalSettings(Section):
     """How often the validation loss is measured; also at step 0 and at the end."""
     batches: int = Field(100, ge=0)
     """Global batches of the validation set to use, always the same ones; 0: all of it, as a run's last evaluation does."""
+    train_batches: int = Field(0, ge=0)
+    """Global batches of the training set whose loss is measured too (`train_loss`), as nanoGPT's `estimate_loss` does: always the
+    same ones, spread at random over the set, without dropout; 0: none."""
     suites: Annotated[list[Annotated[str, Field(pattern=r"^(loss|hellaswag|squad|lm-eval:.+)$")]], Names] = [LOSS_SUITE]
     """Measured at every evaluation: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`."""
     hellaswag_file: str = ""

@@ -140,6 +140,9 @@ def _loss(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
         if several:
             look = {"name": f"{seen.label}, validation", "colour": None, "points": "only"}
         series.append(_series(views, run, track, "loss", diverged=wild, **look))
+        if not several and track.has("train_loss"):  # without dropout, on the same samples each time
+            look = {"name": "a sample of the training data", "colour": 2, "points": "line"}
+            series.append(_series(views, run, track, "train_loss", diverged=wild, **look))
     return [replace(one, y=one.y * factor) for one in series]
 
 

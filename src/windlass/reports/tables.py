@@ -156,6 +156,7 @@ def evaluation_speed(track: Track | None) -> float | None:
     if track is None:
         return None
     samples, seconds = np.fmax(track["samples"], track["full_samples"]), track["runtime_s"]
+    samples = samples + np.nan_to_num(track["train_samples"])
     timed = np.isfinite(samples) & np.isfinite(seconds) & (seconds > 0)
     return float(samples[timed].sum() / seconds[timed].sum()) if timed.any() else None
 

@@ -29,6 +29,7 @@ Numbers = NDArray[np.float64]
 BOOKKEEPING = (
     "kind", "step", "time", "attempt", "epoch", "samples", "samples_trained", "tokens", "label_tokens", "suite", "event", "index",
     "runtime_s", "hours", "batches", "first_batch_s", "comparable", "full_tokens", "full_samples",
+    "train_tokens", "train_samples",
 )  # fmt: skip
 """Fields that place a line in the run and measure nothing."""
 

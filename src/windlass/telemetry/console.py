@@ -30,8 +30,8 @@ FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
 }
 """Fields of a `train` line by priority, the first ones stay in a narrow terminal: how each is shown, and its legend."""
 
-SCORES = {"loss": "val loss", "full_loss": "of all data", "perplexity": "perplexity", "acc": "acc", "acc_norm": "acc norm",
-          "exact_match": "exact match", "f1": "f1"}  # fmt: skip
+SCORES = {"train_loss": "train loss", "loss": "val loss", "full_loss": "of all data", "perplexity": "perplexity", "acc": "acc",
+          "acc_norm": "acc norm", "exact_match": "exact match", "f1": "f1"}  # fmt: skip
 """Fields of an `eval` line that are shown, with their words."""
 
 BAR = 20  # columns; where there is no room for half of it, there is no bar

@@ -46,7 +46,7 @@ SUMMARY = {
 # fields of an `eval` line that are no score
 NO_SCORE = {
     "kind", "step", "time", "attempt", "suite", "epoch", "samples", "samples_trained", "tokens", "items", "examples",
-    "runtime_s", "samples_per_s", "tokens_per_s",
+    "runtime_s", "samples_per_s", "tokens_per_s", "train_tokens", "train_samples",
 }  # fmt: skip
 
 

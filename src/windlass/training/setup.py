@@ -159,7 +159,7 @@ def set_up(
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
         bad_steps=BadSteps(recorder, recipe.train, scaler, check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)),
         saves=Saves(saver, model, optimizer, scaler, recorder, meta, callbacks, *newest),
-        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe)),
+        suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe), data.train),
         recorder=recorder, callbacks=callbacks, stop_at=stop_at,
     )  # fmt: skip
 
