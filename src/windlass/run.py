@@ -119,6 +119,11 @@ class Run:
         """Versions, hosts and devices of the last start; empty where there is none."""
         return read_json(self.path / "environment.json")
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the last start was on GPUs."""
+        return any(str(rank.get("device", "")).startswith("cuda") for rank in self.environment.get("ranks", []))
+
     def ledger(self) -> list[Line]:
         """The effective ledger: one line a step and kind, also after kills."""
         return effective(read_lines(self.metrics_path))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from windlass.cli import Json, complete
 from windlass.errors import FAILED, UserError, installed, needs
+
+if TYPE_CHECKING:
+    from windlass.reports.published import Published
 
 STYLES = {
     "running": "green", "failed": "red", "damaged": "red", "preempted": "yellow", "stopped": "yellow", "interrupted": "yellow",
@@ -125,6 +129,9 @@ def report(
     plots: bool | None = typer.Option(
         None, help="Draw the PNG and PDF files, or page and tables alone; default: with matplotlib."
     ),
+    table: str = typer.Option(
+        "", metavar="NAME", help="The published table to fill; default: the preset's, if it has one."
+    ),
     text: bool = typer.Option(False, "--text", help="Also print the loss curve, the last sample and the results here."),
 ) -> None:
     """Write a report: index.html, report.md, tables (CSV, LaTeX), plots (PNG, PDF); print the page's path.
@@ -140,12 +147,24 @@ def report(
 
     if plots is None and not installed("matplotlib"):
         typer.echo(f"page and tables alone: a PNG plot {needs('matplotlib')}")
-    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots)
+    written = write_report(paths, out or None, skip=None if skip < 0 else skip, plots=plots, table=table)
     for view in written.views if text else ():
         typer.echo("\n\n".join(part for part in (view.label, curve(view), last_sample(view)) if part) + "\n")
         print_table(("measure", ""), results(view, for_people=True).rows, text=("measure",))
         typer.echo()
+    show_published(written.published)
     typer.echo(f"report: {written.page}")
+
+
+def show_published(filled: Published | None) -> None:
+    """Print a published table with its note."""
+    from windlass.telemetry.terminal import print_table
+
+    if filled:
+        head, numeric = filled.table.headings, filled.table.numeric
+        text = [heading for place, heading in enumerate(head) if place not in numeric]
+        print_table(head, filled.table.shown(), text=text, title=filled.title)
+        typer.echo(f"{filled.note}\n".lstrip("\n"), nl=False)
 
 
 def track(

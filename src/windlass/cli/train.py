@@ -86,13 +86,16 @@ def show_end(run: Run, sample: bool = False) -> int:
     if os.environ.get("WINDLASS_QUIET_END"):
         return DONE
     try:
+        from windlass.cli.runs import show_published
         from windlass.reports.page import report as write_report
         from windlass.reports.text import curve, last_sample
         from windlass.reports.view import view
 
         run_view = view(run)
         typer.echo("\n".join(part for part in (curve(run_view), last_sample(run_view) if sample else "") if part))
-        typer.echo(f"report: {write_report(run).page}")
+        written = write_report(run)
+        show_published(written.published)
+        typer.echo(f"report: {written.page}")
     except Exception as error:
         why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
         typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)

@@ -90,8 +90,7 @@ def _study_row(path: Path, name: str) -> RunRow:
 def _hours(run: Run, raw: Sequence[Line]) -> tuple[float, float]:
     """Device-hours of a run, and those on GPUs."""
     hours = device_hours(raw)
-    gpus = any(str(rank.get("device", "")).startswith("cuda") for rank in run.environment.get("ranks", []))
-    return hours, hours * gpus
+    return hours, hours * run.on_gpus
 
 
 def _row(path: Path, top: Path) -> RunRow:

@@ -30,6 +30,7 @@ from windlass.fileio import write_atomic
 from windlass.recipe import flatten
 from windlass.reports import tables
 from windlass.reports.charts import Chart, Series, charts, slug, smoothing
+from windlass.reports.published import Published, published
 from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.reports.tables import label, measures
 from windlass.reports.text import MISSING, markdown_cell, short, show
@@ -63,6 +64,7 @@ class Report:
     tables: list[Path]
     plots: dict[str, Path]  # by the chart's id: its PNG, with a PDF of the same name beside it
     views: list[RunView]  # the runs as they were read
+    published: Published | None  # the table of the preset's published work
 
     def __repr__(self) -> str:
         return f"report: {self.page}"  # as the verb prints it
@@ -70,7 +72,7 @@ class Report:
 
 def report(
     sources: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None, *, skip: int | None = None,
-    plots: bool | None = None,
+    plots: bool | None = None, table: str = "",
 ) -> Report:  # fmt: skip
     """Report on a run, several runs beside each other, or a study.
 
@@ -79,10 +81,11 @@ def report(
         out: the directory to write into, created if it is missing; None: `report/` in the run or study, of several runs
             `report/` here.
         skip: the second picture of the loss leaves out the steps before this one; None: the first tenth.
+        table: the published table to fill, by its preset's name; empty: the one of the preset that the runs have.
         plots: whether to draw the PNG and PDF files, which takes most of the time; None: where matplotlib is installed.
 
     Raises:
-        UserError: there is no run, one of them cannot be read, or the directory cannot be written.
+        UserError: there is no run, or no such table, one of them cannot be read, or the directory cannot be written.
     """
     if plots:
         require("matplotlib", "a PNG plot")
@@ -107,13 +110,16 @@ def report(
     target = Path(out) if out else place
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return _write(target, seen, study, skip, plots)
+        return _write(target, seen, study, skip, plots, published(seen, study, table))
     except OSError as error:
         message = f"the report cannot be written to {target}: {error.strerror}; give another place as out=DIR"
         raise UserError(message) from None
 
 
-def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: int | None, plots: bool) -> Report:
+def _write(
+    out: Path, seen: Sequence[RunView], study: StudyView | None, skip: int | None, plots: bool,
+    filled: Published | None,
+) -> Report:  # fmt: skip
     described, sweeps = charts(seen), sweep_charts(study) if study else []
     drawn: dict[str, Path] = {}
     if plots:
@@ -134,6 +140,9 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     if study:
         files["cells.csv"] = cell_table(study)
         files |= {"seeds.csv": seeds} if (seeds := seed_table(study)) else {}
+    if filled:
+        files["published.csv"] = filled.table
+        write_atomic(out / "published.md", filled.table.markdown())
     for name, table in files.items():
         write_atomic(out / name, table.csv())
     # those that stand in a paper, with the columns and digits that people read
@@ -141,7 +150,7 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     papers = {f"evaluations-{slug(suite)}": table for suite, table in papers.items()}
     of_one = tables.results(seen[0], for_people=True)
     papers["results"] = of_one if len(seen) == 1 else tables.comparison(seen, tables.PRINCIPAL)
-    for name in ("cells", "seeds"):
+    for name in ("cells", "seeds", "published"):
         papers |= {name: files[f"{name}.csv"]} if f"{name}.csv" in files else {}
     for name, table in papers.items():
         write_atomic(out / f"{name}.tex", table.latex())
@@ -149,14 +158,19 @@ def _write(out: Path, seen: Sequence[RunView], study: StudyView | None, skip: in
     titles = {"loss-late": "Loss without its first steps", "heat-map": "Heat map"}
     titles |= {chart.id: markdown_cell(chart.title) for chart in (*sweeps, *described)}
     pictures = [f"\n![{titles[name]}](plots/{path.name})\n" for name, path in drawn.items()]
-    text = "".join([_markdown(seen, study), "\n## Plots\n" if drawn else "", *pictures])
+    text = "".join([_markdown(seen, study), _published(filled), "\n## Plots\n" if drawn else "", *pictures])
     which = "Those that differ between the runs first, then those" if len(seen) > 1 else "Those"
     changed = tables.settings_table(seen, [row for row in settings if row.differs or row.changed])
     text += f"\n## Settings\n\n{which} changed from the defaults.\n\n{changed.markdown()}"
     write_atomic(out / "report.md", text)
-    write_atomic(out / "index.html", page(seen, described, study))
+    write_atomic(out / "index.html", page(seen, described, study, filled))
     listed = [*files, *(f"{name}.tex" for name in papers)]
-    return Report(out / "index.html", out / "report.md", [out / name for name in listed], drawn, list(seen))
+    return Report(out / "index.html", out / "report.md", [out / name for name in listed], drawn, list(seen), filled)
+
+
+def _published(filled: Published | None) -> str:
+    note = f"\n{markdown_cell(filled.note)}\n" if filled and filled.note else ""
+    return f"\n## {markdown_cell(filled.title)}\n\n{filled.table.markdown()}{note}" if filled else ""
 
 
 def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
@@ -182,7 +196,9 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
     return text
 
 
-def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None) -> str:
+def page(
+    views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None, filled: Published | None = None,
+) -> str:  # fmt: skip
     """The whole page of some runs with their charts, or of a study with its runs that have begun."""
     names, folder = ("page.html", "page.css", "chart.js", "page.js"), resources.files("windlass.reports")
     template, css, *js = ((folder / name).read_text("utf-8") for name in names)
@@ -192,7 +208,7 @@ def page(views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | N
     rows = tables.all_settings(views)
     changed = [row for row in rows if row.differs or row.changed]
     parts: dict[str, Any] = {
-        "cells": cell_table(study) if study else None, "curves": [chart for chart in charts if chart.id != "loss"],
+        "published": filled, "cells": cell_table(study) if study else None, "curves": [chart for chart in charts if chart.id != "loss"],
         "results": study is None, "time": _times(views), "samples": _samples(views),
         "settings": [changed, [row for row in rows if row not in changed]], "environment": _environment(views),
     }  # fmt: skip

@@ -55,6 +55,8 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     )),
     "mem_alloc_mb": ("Memory allocated per rank, mean (MB)", "mb", lambda v: on_ranks(v, "mem_alloc_mb")),
     "mem_reserved_mb": ("Memory reserved per rank, mean (MB)", "mb", lambda v: on_ranks(v, "mem_reserved_mb")),
+    "driver_mem_mb": (
+        "Memory in use by the driver's count, per device, mean (MB)", "mb", lambda v: on_ranks(v, "mem_used_mb")),
     "peak_mem_mb": ("Peak memory, fullest rank (MB)", "mb", lambda v: first(
         v.summary.get("peak_mem_mb"),
         max((float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb")), default=None),

@@ -36,7 +36,7 @@ BOOKKEEPING = (
 # events that begin an attempt, and what a chart calls the restart
 STARTS = {"started": "started again", "resumed": "resumed", "branched": "branched", "rewound": "rewound"}
 
-DEVICE_FIELDS = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "peak_alloc_mb", "rss_mb", "power_w")
+DEVICE_FIELDS = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "peak_alloc_mb", "rss_mb", "power_w")
 MAX_DEVICE_BYTES = 8_000_000  # of all ranks' samples together are parsed whole; of larger files every n-th line
 
 

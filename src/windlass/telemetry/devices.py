@@ -23,7 +23,12 @@ MB = 1e6
 LAST_SAMPLES = 20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
 PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')  # in any sample, without parsing them all
 NAMES = {
-    "cuda": {"util_pct": "gpu_util_pct", "mem_alloc_mb": "mem_alloc_mb", "mem_reserved_mb": "mem_reserved_mb"},
+    "cuda": {
+        "util_pct": "gpu_util_pct",
+        "mem_alloc_mb": "mem_alloc_mb",
+        "mem_reserved_mb": "mem_reserved_mb",
+        "mem_used_mb": "mem_used_mb",
+    },
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
 }
 

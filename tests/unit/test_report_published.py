@@ -1,0 +1,161 @@
+"""Published tables: their columns in their order, values by hand, and a reason in words where there is none."""
+
+import csv
+import json
+
+import pytest
+from report_fixtures import build_run, build_study, edit, loss_at
+
+from helpers import refused
+from windlass import report
+from windlass.cli import main
+from windlass.recipe import Recipe, settings
+from windlass.reports import published as tables
+from windlass.reports.published import published, specifications, with_units
+from windlass.reports.study import read_study
+from windlass.reports.tables import MEASURES
+from windlass.reports.view import view, views
+
+BASELINE = [
+    "Train Loss (Final)", "Eval Loss (Epoch 1)", "Eval Loss (Epoch 2)", "Eval Loss (Epoch 3)",
+    "Training Speed (samples/sec)", "Evaluation Speed (samples/sec)", "Steps per Epoch", "Memory Allocated (MB)",
+    "GPU Utilization (%)",
+]  # fmt: skip
+SCALING = [
+    "Setup", "Total GPUs", "Samples/s", "Samples/s Scale Factor", "Runtime (s)", "Runtime Scale Factor", "Loss",
+    "GPU Memory Allocated (GB)",
+]  # fmt: skip
+GPT = [
+    "Setup", "Total GPUs", "Samples/s (Default)", "Samples/s (Callback)", "GPU Memory (GB, Default)",
+    "GPU Memory (GB, Callback)", "GPU Utilization (%)", "Loss", "Runtime (s)",
+]  # fmt: skip
+WEAK = [
+    "GPUs", "Num Layers", "Per-GPU Batch", "Total Params", "Samples/s (Callback)", "GPU Memory (GB, Callback)",
+    "GPU Utilization (%)", "Loss", "Runtime (s)", "Efficiency (%)",
+]  # fmt: skip
+SETUP_VALUES = {
+    "setup", "samples_per_s", "speedup", "runtime_factor", "efficiency_pct", "ratio_pct", "gpus", "device_batch", "gpu_util_pct",
+    "gpu_hours", "mem_alloc_gb", "driver_mem_gb", "peak_mem_gb", "train_loss_mean", "samples_per_s_whole_run",
+}  # fmt: skip
+
+
+def rows(table):
+    return [dict(zip(table.headings, row, strict=True)) for row in table.shown()]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    """Two runs of the preset: one that finished on GPUs, and one on a CPU that was killed before its first step."""
+    top = tmp_path_factory.mktemp("baseline")
+    on_gpus = build_run(top / "gpus", "preset=bloom-squad-baseline", "eval.every=1 epoch", steps=100)
+    edit(on_gpus, lambda line: line | {"avg_mem_used_mb": 2750.0} if line["kind"] == "summary" else line)
+    on_cpu = build_run(top / "cpu", "preset=bloom-squad-baseline", steps=100, device="cpu", finished=False)
+    edit(on_cpu, lambda line: line if line["kind"] == "event" and line["step"] == 0 else None)
+    return on_gpus, on_cpu
+
+
+def test_every_column_of_a_table_has_a_value_that_exists():
+    assert {name: list(specifications()[name]["columns"]) for name in ("bloom-squad-baseline", "gpt-squad-scaling")} == {
+        "bloom-squad-baseline": BASELINE, "gpt-squad-scaling": GPT,
+    }  # fmt: skip
+    assert list(specifications()["bloom-squad-scaling"]["columns"]) == SCALING
+    assert list(specifications()["gpt-squad-weak"]["columns"])[:-1] == WEAK
+    known = {*MEASURES, *settings(), *SETUP_VALUES}
+    for name, spec in specifications().items():
+        unknown = {x for x in spec["columns"].values() if x not in known and not x.startswith(tables.EVAL_LOSS)}
+        assert not unknown, (name, unknown)
+
+
+def test_a_run_fills_the_table_of_its_preset(baseline):
+    filled = published([view(baseline[0])])
+    (row,) = rows(filled.table)
+    assert filled.name == "bloom-squad-baseline" and list(row) == BASELINE
+    assert row["Evaluation Speed (samples/sec)"] == "256.0" and row["Steps per Epoch"] == "250"
+    assert row["Memory Allocated (MB)"] == "1,510" and row["GPU Utilization (%)"] == "91.7"
+    assert row["Eval Loss (Epoch 3)"] == "no evaluation at epoch 3", "100 steps are less than an epoch"
+
+
+def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
+    first, second = rows(published(views(baseline)).table)
+    assert (first["Run"], second["Run"]) == ("gpus", "cpu")
+    assert second["Memory Allocated (MB)"] == second["GPU Utilization (%)"] == "no GPU"
+    assert second["Train Loss (Final)"] == second["Eval Loss (Epoch 1)"] == "not run yet"
+    assert all(cell not in ("", "–") for row in (first, second) for cell in row.values())
+
+
+def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
+    path = build_study(tmp_path / "study", seeds=(1,), overrides=("preset=c4-29m",))
+    seen = read_study(path)
+    assert published(seen.views, seen) is None, "the schedule is varied too, and has no column"
+    found = rows(published(seen.views, seen, "c4-29m").table)
+    assert [row["Learning Rate"] for row in found] == ["0.01", "0.01", "0.001", "0.001", "0.0001", "0.0001"]
+    assert (
+        found[0]["Validation Loss"] == f"{loss_at(200, 1, 1e-2) + 0.06:.4f}"
+        and found[0]["Memory Allocated (MB)"] == "1,510"
+    )
+    assert set(found[5].values()) == {"0.0001", "not run yet"}
+    with refused("--table bloom-squad-baseline", "a table of runs"):
+        published(seen.views, seen, "bloom-squad-baseline")
+    with refused("--table nothing", "c4-29m", "gpt-squad-weak"):
+        published(seen.views, seen, "nothing")
+
+
+SETUP = {
+    "setup": "1 x 4", "world": 4, "samples_per_s": 60.0, "samples_per_s_whole_run": 41.0, "speedup": 3.5, "runtime_factor": 0.9,
+    "runtime_s": 123.4, "train_loss_mean": 1.25, "mem_alloc_mb": 1510.0, "driver_mem_mb": 2750.0, "util_pct": 91.7,
+    "model.layers": 6, "train.global_batch": 16, "parameters": 400_000_000, "efficiency": 0.875, "ratio": 8 / 7,
+}  # fmt: skip
+
+
+def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
+    on_gpus, on_cpu = map(view, baseline)
+    seen = read_study(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
+    (row,) = rows(published([on_gpus], seen, "gpt-squad-scaling", [SETUP]).table)
+    assert list(row.items()) == list(
+        zip(GPT, ("1 x 4", "4", "41.0", "60.0", "2.750", "1.510", "91.7", "1.2500", "123.4"), strict=True)
+    )
+    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [SETUP]).table)
+    assert [*row.values()] == [
+        "4",
+        "6",
+        "4",
+        "400,000,000",
+        "60.0",
+        "1.510",
+        "91.7",
+        "1.2500",
+        "123.4",
+        "87.5",
+        "114.3",
+    ]
+    (row,) = rows(published([on_cpu], seen, "gpt-squad-scaling", [SETUP]).table)
+    assert [*row.values()] == ["1 x 4", "4 CPU ranks", "41.0", "60.0", *["no GPU"] * 3, "1.2500", "123.4"]
+    waiting = {"setup": "1 x 8", "world": 8, "samples_per_s": "not run yet"}
+    (row,) = rows(published([on_gpus], seen, "bloom-squad-scaling", [waiting]).table)
+    assert row["Samples/s"] == "not run yet" and row["Total GPUs"] == "8" and row["Loss"] == "not measured"
+    assert with_units({"world": 1}, gpus=False)["gpus"] == "1 CPU rank"
+
+
+def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(baseline[0].path), "--no-plots"])
+    shown = capsys.readouterr().out
+    assert not done.value.code and "BLOOM-560M on SQuAD" in shown and "no evaluation at epoch 3" in shown
+    folder = baseline[0].path / "report"
+    before = {file.name: file.read_bytes() for file in folder.glob("published.*")}
+    (row,) = csv.DictReader((folder / "published.csv").read_text().splitlines())
+    assert list(row) == BASELINE and float(row["GPU Utilization (%)"]) == 91.7
+    assert (folder / "published.md").read_text() in (folder / "report.md").read_text()
+    assert r"GPU Utilization (\%)" in (folder / "published.tex").read_text()
+    page = (folder / "index.html").read_text()
+    assert 'id="published"' in page and 'href="#published"' in page and "no evaluation at epoch 3" in page
+    report(baseline[0].path, plots=False)
+    assert before == {file.name: file.read_bytes() for file in folder.glob("published.*")} and len(before) == 3
+
+
+def test_a_run_of_another_preset_has_none(tmp_path):
+    run = build_run(tmp_path / "run", steps=20)
+    written = report(run, plots=False)
+    assert written.published is None and not list((tmp_path / "run" / "report").glob("published.*"))
+    assert 'id="published"' not in written.page.read_text()
+    assert Recipe.load(run.path).preset == "quickstart" and json.loads((run.path / "environment.json").read_text())
