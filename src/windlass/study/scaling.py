@@ -7,13 +7,27 @@ are in docs/scale.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from windlass.study.grid import Assignment, Scaling
-from windlass.study.study import CellResult
+from windlass.estimate.memory import Layout, layout_of
+from windlass.estimate.steptime import Tensors, collectives, predict
+from windlass.fileio import read_json
+from windlass.model.size import CountedSizes, block_parameters, flops_per_token
+from windlass.run import Line, Run, last_start
+from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, label
+from windlass.study.steps import PHASES, measure, times, windows
+from windlass.study.study import CellResult, Study
 
-__all__ = ["NAMES", "Scaling", "ScalingRow"]
+__all__ = ["NAMES", "Scaling", "ScalingRow", "rows"]
+
+LOW = 0.7  # an efficiency below this one is remarked on
+PARTS = {"compute_ms": "computing", "exposed_ms": "communication", "data_ms": "waiting for data", "host_ms": "the host"}
+"""The parts of a step, by name; they sum to it."""
+ONE_RANK = "no communication on one rank"
 
 NAMES: dict[str, str] = {
     "world": "ranks",
@@ -46,7 +60,6 @@ NAMES: dict[str, str] = {
     "run_samples_per_s": "all samples over the wall time of the whole run",
     "train_loss": "the last training loss",
     "train_loss_mean": "mean training loss of the run, lines weighted by their steps",
-    "eval_loss": "the last evaluation loss",
     "memory_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
     "pareto": "whether no setup is both faster and smaller in memory",
     "recommended": "whether it is the recommended setup",
@@ -65,4 +78,276 @@ class ScalingRow:
     values: dict[str, Any] = field(default_factory=dict)  # by name: see NAMES
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)  # lowest and highest over the repeats, by name
     missing: dict[str, str] = field(default_factory=dict)  # why a number of NAMES is not there
-    remarks: tuple[str, ...] = ()  # what a reader of this row must know: low efficiency, oversubscribed cores, noise
+    remarks: list[str] = field(
+        default_factory=list
+    )  # what its reader must know: low efficiency, oversubscribed cores, noise
+    start: Line = field(default_factory=dict)  # the last start of its first repeat that finished
+
+    @property
+    def world(self) -> int:
+        return int(self.values["world"])
+
+    @property
+    def measured(self) -> bool:
+        return "step_ms" in self.values
+
+    @property
+    def recipe(self) -> Any:
+        return self.results[0].cell.recipe
+
+    @property
+    def hosts(self) -> set[str]:
+        """Of the runs that finished."""
+        ranks = (rank for r in self.results if r.state == "finished" for rank in r.run.environment.get("ranks", ()))
+        return {str(rank.get("host")) for rank in ranks}
+
+    @property
+    def on_cpu(self) -> bool:
+        return str(self.start.get("device", "")).upper() == "CPU"
+
+    @property
+    def layout(self) -> Layout:
+        """How its ranks divide the model and the batch."""
+        device = "cpu" if self.on_cpu else "cuda"
+        layout = layout_of(self.recipe, self.world, device, self.start["precision"])
+        return replace(layout, strategy=self.start["strategy"], accumulation=self.start["accumulation"])
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a token, forward and backward."""
+        if self.start.get("network") or self.recipe.model.freeze:
+            return CountedSizes(self.start["parameters"], self.start["trained"], 0).flops_per_token()
+        return flops_per_token(self.recipe.model, self.start["data"]["vocab"])
+
+    @property
+    def tensors(self) -> Tensors:
+        """The parameters as strategies send them; of a model of `transformers` blocks are all but one table of tokens."""
+        total, trained, network = self.start["parameters"], self.start["trained"], self.start.get("network")
+        if not network:
+            return Tensors(total, trained, block_parameters(self.recipe.model), self.recipe.model.layers)
+        layers, table = int(network.get("layers") or 0), int(network.get("vocab", 0)) * int(network.get("width", 0))
+        return Tensors(total, trained, (total - table) // layers if layers else 0, layers)
+
+
+def rows(study: Study, results: Sequence[CellResult] | None = None) -> list[ScalingRow]:
+    """A row for each setup of a scaling study, by the ledgers of its cells and probes, and by its `machine.json`."""
+    scaling, groups = study.scaling or Scaling("strategies"), dict[str, list[CellResult]]()
+    for result in study.results() if results is None else results:
+        same = {key: value for key, value in result.cell.assignment.items() if key != REPEAT}
+        groups.setdefault(repr(same), []).append(result)
+    table = [_row(study, scaling, own) for own in groups.values()]
+    rates = read_json(study.path / "machine.json")
+    for row in filter(lambda row: row.measured, table):
+        _divide(row, _probe(study, row, scaling.warmup))
+        _predict(row, rates)
+        _oversubscribed(row)
+    if scaling.mode == "strategies":
+        _choose(table)
+    else:
+        table.sort(key=lambda row: (row.values["nodes"], row.world))
+        _compare(table, scaling)
+    for row in table:
+        row.missing.update({name: why for name, why in _reasons(row, scaling).items() if name not in row.values})
+    return table
+
+
+def _row(study: Study, scaling: Scaling, results: list[CellResult]) -> ScalingRow:
+    """A setup with the medians of its repeats, without what is compared with other setups."""
+    cell, done = results[0].cell, [r for r in results if r.state == "finished"]
+    assignment = {key: value for key, value in cell.assignment.items() if key != REPEAT}
+    open_ones = [r for r in results if r.state != "finished"]
+    order = ("failed", "diverged", "pruned", "interrupted", "running", "waiting")
+    worst = min(open_ones, key=lambda r: order.index(r.state)) if open_ones else None
+    start = last_start(done[0].run.ledger()) if done else {}
+    numbers = [measure(r.run, scaling.warmup) for r in done]
+    names = dict.fromkeys(name for one in numbers for name in one)
+    columns = {name: [one[name] for one in numbers if name in one] for name in names}
+    values: dict[str, Any] = _shape(study, cell, start) | {n: statistics.median(c) for n, c in columns.items()}
+    row = ScalingRow(
+        _name(study, scaling, cell, values), assignment, results, worst.state if worst else "finished",
+        worst.reason if worst else "", values, {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1}, start=start,
+    )  # fmt: skip
+    if done and open_ones:
+        row.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
+    if row.measured:
+        values["tokens_per_s_per_device"] = values["tokens_per_s"] / row.world
+        values["flops_per_device"] = row.flops * values["padded_tokens"] / row.world
+    return row
+
+
+def _shape(study: Study, cell: Cell, start: Line) -> dict[str, Any]:
+    """Ranks, hosts, layers, batch and parameters, as far as they are known before a run."""
+    world = int(start.get("world") or cell.world or cell.nodes)
+    layers = (start.get("network") or {}).get("layers") or (
+        cell.recipe.model.layers if cell.recipe.model.kind == "gpt" else None
+    )
+    batch = start.get("global_batch", cell.recipe.train.global_batch)
+    shape = {
+        "world": world,
+        "nodes": cell.nodes,
+        "layers": layers,
+        "global_batch": batch,
+        "batch_per_device": batch / world,
+    }
+    shape["parameters"] = start.get("parameters")
+    return {name: value for name, value in shape.items() if value is not None}
+
+
+def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
+    """A setup as its row is headed: hosts, ranks, and what else tells it from the others."""
+    if scaling.mode == "strategies":
+        own = {k: v for k, v in cell.assignment.items() if k not in AXES_ONLY and len(study.values[k]) > 1}
+        return label(own) or "the recipe"
+    hosts, ranks = values["nodes"], values["world"]
+    text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+    return f"{text}, {values['layers']} layers" if scaling.grow == "model" and "layers" in values else text
+
+
+def _probe(study: Study, row: ScalingRow, warmup: int) -> Mapping[str, float]:
+    """The medians of the probes of a row's cells: a step without communication; of one rank its own step.
+
+    Empty where there is none, with the reason in the row.
+    """
+    if row.world == 1:
+        return row.values
+    found, why = list[dict[str, float]](), "no probe without communication was run"
+    if row.recipe.parallel.offload:
+        why = "offloading takes time that a probe without communication does not have"
+    for result in row.results:
+        directory = study.path / "probes" / Path(result.cell.directory).name
+        ended = read_json(directory / "probe.json")
+        if ended.get("reason"):
+            why = f"the probe failed: {ended['reason']}"
+        elif ended:
+            runs = [Run(path.parent) for path in sorted(directory.glob("*/metrics.jsonl"))]
+            found += filter(None, (times(windows(run.ledger(), warmup)) for run in runs))
+    names = {name for one in found for name in one}
+    if not found:
+        row.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
+    return {name: statistics.median(one[name] for one in found if name in one) for name in names}
+
+
+def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
+    """Divide a row's step into PARTS, which sum to it.
+
+    Computing and host are those of the probe; what the step takes beyond the probe, both without waiting for data, is
+    communication that computing does not hide. A negative difference is noise.
+    """
+    values = row.values
+    values.setdefault("data_ms", 0.0)
+    if not probe:
+        return
+    alone, rest = probe["step_ms"] - probe.get("data_ms", 0.0), values["step_ms"] - values["data_ms"]
+    phases = [probe[f"{name}_ms"] for name in PHASES[1:] if f"{name}_ms" in probe]
+    compute, exposed = min(sum(phases), alone) if phases else alone, rest - alone
+    share = min(1.0, rest / alone) if alone else 1.0  # below 1 where the difference is negative
+    values |= {"compute_ms": compute * share, "host_ms": (alone - compute) * share}
+    if row.world > 1:
+        values["exposed_ms"] = max(0.0, exposed)
+        if exposed < 0:
+            text = f"the probe's step without communication took {-exposed:.3g} ms more than the step with it"
+            row.remarks.append(f"{text}: noise, shown as no exposed communication")
+
+
+def _predict(row: ScalingRow, rates: Mapping[str, Any]) -> None:
+    """The time of a row's step by the measured rates of its machine."""
+    own = rates.get(f"{row.values['nodes']}x{row.world}")
+    if not own:
+        row.missing["predicted_ms"] = "the rates of these hosts and ranks were not measured"
+        return
+    sent = collectives(row.layout, row.tensors, row.recipe.parallel.bucket_mb)
+    step = predict(own, row.values["flops_per_device"], row.layout, sent)
+    if step.compute is None or step.communication is None:
+        row.missing["predicted_ms"] = step.reason
+        return
+    row.values["predicted_ms"] = 1e3 * (step.compute + step.communication)
+    row.values["predicted_error"] = row.values["predicted_ms"] / row.values["step_ms"] - 1
+
+
+def _oversubscribed(row: ScalingRow) -> None:
+    """Remark on a host of CPU ranks that has fewer cores than they have threads."""
+    environment = next(r.run.environment for r in row.results if r.state == "finished")
+    cores, ranks = environment.get("machine", {}).get("cores"), environment.get("ranks", [])
+    for host in sorted({str(rank.get("host")) for rank in ranks}) if row.on_cpu and cores else ():
+        own = [int(rank.get("threads") or 1) for rank in ranks if str(rank.get("host")) == host]
+        if sum(own) > cores:
+            text = f"{len(own)} ranks with {sum(own)} threads share the {cores} cores of {host}"
+            row.remarks.append(f"oversubscribed: {text}, so that this says nothing of {len(own)} devices")
+
+
+def _compare(table: list[ScalingRow], scaling: Scaling) -> None:
+    """Speed-up, efficiency and factors over the baseline: the smallest number of ranks."""
+    base = min(table, key=lambda row: (row.world, row.values["nodes"]))
+    names = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
+    for row in table:
+        if row is not base and not base.measured:
+            row.missing.update(dict.fromkeys(names, f"the baseline, {base.setup}, has no numbers"))
+        if not row.measured or not base.measured:
+            continue
+        values, first, p = row.values, base.values, row.world / base.world
+        faster = values["samples_per_s"] / first["samples_per_s"]
+        efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
+        values |= {"efficiency": efficiency, "speedup": efficiency * p, "samples_factor": faster}
+        if scaling.mode != "weak" and p > 1:
+            values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
+        if "runtime_s" in values and "runtime_s" in first:
+            values["ratio"] = values["runtime_s"] / first["runtime_s"]
+            values["runtime_factor"] = 1 / values["ratio"]
+        if efficiency < LOW:
+            row.remarks.append(f"low efficiency, {100 * efficiency:.0f} %: {_grown(row, base)}")
+
+
+def _grown(row: ScalingRow, base: ScalingRow) -> str:
+    """Which part of the step took most more than perfect scaling: computing as its FLOPs, the rest as in the baseline."""
+    if "compute_ms" not in row.values or "compute_ms" not in base.values:
+        return "without a probe it is not known which part of the step grew"
+    flops = row.values["flops_per_device"] / base.values["flops_per_device"]
+    ideal = {name: base.values.get(name, 0.0) * (flops if name == "compute_ms" else 1) for name in PARTS}
+    more = {name: row.values.get(name, 0.0) - ideal[name] for name in PARTS}
+    name = max(more, key=lambda name: more[name])
+    return f"most of it is {PARTS[name]}, {more[name]:.3g} ms of a step more than if scaling were perfect"
+
+
+def _choose(table: list[ScalingRow]) -> None:
+    """Mark the Pareto front of memory and throughput, and the recommended setup.
+
+    Recommended is the fastest; of those within the spread of its repeats, or 2 % of it, the one with least memory.
+    """
+    rivals = [row for row in table if row.measured and "memory_mb" in row.values]
+    if not rivals:
+        return
+    points = [(row.values["samples_per_s"], row.values["memory_mb"]) for row in rivals]
+    for row, (speed, memory) in zip(rivals, points, strict=True):
+        better = [1 for s, m in points if s >= speed and m <= memory and (s, m) != (speed, memory)]
+        row.values.update(pareto=not better, recommended=False)
+    fastest = max(rivals, key=lambda row: row.values["samples_per_s"])
+    best = fastest.values["samples_per_s"]
+    limit = min(0.98 * best, fastest.spread.get("samples_per_s", (best, best))[0])
+    near = [row for row in rivals if row.spread.get("samples_per_s", (0, row.values["samples_per_s"]))[1] >= limit]
+    chosen = min(near, key=lambda row: row.values["memory_mb"])
+    chosen.values["recommended"] = True
+    if chosen is not fastest:
+        saved = 1 - chosen.values["memory_mb"] / fastest.values["memory_mb"]
+        how = f"as fast as the fastest, {fastest.setup}, within 2 % or the spread of its repeats"
+        chosen.remarks.append(f"recommended: {how}, with {100 * saved:.0f} % less memory")
+    else:
+        chosen.remarks.append("recommended: the fastest")
+
+
+def _reasons(row: ScalingRow, scaling: Scaling) -> dict[str, str]:
+    """For each number why a row would not have it."""
+    if not row.start:
+        why = "not run yet" if row.state == "waiting" else f"{row.state}: {row.reason}" if row.reason else row.state
+        return dict.fromkeys(NAMES, why)
+    if not row.measured:
+        return dict.fromkeys(NAMES, f"no line of the ledger begins after {scaling.warmup} steps of warm-up")
+    weak, strategies, device = scaling.mode == "weak", scaling.mode == "strategies", row.start.get("device")
+    compared = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
+    reasons = dict.fromkeys(NAMES, "not measured")
+    reasons |= {"mfu": f"no peak is known of {device}", "compile_s": "not compiled", "exposed_ms": ONE_RANK}
+    reasons["serial_fraction"] = "defined for a fixed amount of work" if weak else "the baseline"
+    if strategies:
+        reasons |= dict.fromkeys(compared, "all setups have the same number of ranks")
+    else:
+        reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
+    return reasons | {"predicted_error": row.missing.get("predicted_ms", "not measured")} | row.missing

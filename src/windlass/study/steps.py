@@ -1,0 +1,60 @@
+"""How long the steps of a run took after its warm-up, and its other numbers for a scaling study, from its ledger. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from windlass.run import Line, Run, effective, last_start, read_lines
+from windlass.telemetry.timing import STARTS, wall_time
+
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step that a ledger has
+
+
+def windows(lines: Iterable[Line], warmup: int) -> list[Line]:
+    """The `train` lines whose steps begin after `warmup` steps of their start. A line holds means since the one before it."""
+    step, start, chosen = 0, 0, []
+    for line in lines:
+        if line["kind"] == "event" and line.get("event") in STARTS:
+            step = start = line["step"]
+        elif line["kind"] == "train":
+            if line.get("step_ms") and step - start >= warmup:
+                chosen.append(line)
+            step = line["step"]
+    return chosen
+
+
+def times(lines: Iterable[Line]) -> dict[str, float]:
+    """Medians of a step's time and its phases over `train` lines; empty without lines."""
+    every = list(lines)
+    columns = {f"{name}_ms": [x[f"{name}_ms"] for x in every if f"{name}_ms" in x] for name in ("step", *PHASES)}
+    return {name: statistics.median(column) for name, column in columns.items() if column}
+
+
+def measure(run: Run, warmup: int) -> dict[str, float]:
+    """The numbers of one run by name, and the medians of its phases, from its ledger."""
+    raw = list(read_lines(run.metrics_path))
+    lines = effective(raw)
+    start, wall, chosen = last_start(lines), wall_time(raw), windows(lines, warmup)
+    numbers = times(chosen)
+    if chosen:
+        per_step = [x.get("padded_tokens_per_s", x["tokens_per_s"]) * x["step_ms"] / 1e3 for x in chosen]
+        numbers["padded_tokens"] = statistics.median(per_step)
+        numbers["tokens_per_s"] = statistics.median(x["tokens_per_s"] for x in chosen)
+        numbers["samples_per_s"] = start["global_batch"] / numbers["step_ms"] * 1e3
+        if all("mfu" in x for x in chosen):
+            numbers["mfu"] = statistics.median(x["mfu"] for x in chosen)
+    train, step, losses = [x for x in lines if x["kind"] == "train"], 0, []
+    for line in train:  # each line's loss stands for the steps since the line before it
+        losses.append((line["step"] - step, float(line["loss"])))
+        step = line["step"]
+    if steps := sum(count for count, _ in losses):
+        numbers["train_loss"] = losses[-1][1]
+        numbers["train_loss_mean"] = sum(count * loss for count, loss in losses) / steps
+    numbers |= {f"{name}_s": wall[name] for name in ("startup", "compile") if wall[name]}
+    if wall["total"]:
+        numbers["runtime_s"] = wall["total"]
+        samples = next((x["samples"] for x in reversed(train) if "samples" in x), 0)
+        numbers |= {"run_samples_per_s": samples / wall["total"]} if samples else {}
+    peaks = [x["peak_mem_mb"] for x in lines if x["kind"] == "summary" and "peak_mem_mb" in x]
+    return numbers | ({"memory_mb": peaks[-1]} if peaks else {})

@@ -1,0 +1,106 @@
+"""Scaling studies as `windlass scale` leaves them, made up without training: steps of times that a test chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from report_fixtures import stamp
+
+from windlass.recipe import Recipe
+from windlass.study.grid import Assignment, Scaling, cells_of
+from windlass.study.study import Study
+
+SETTINGS = [
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=2",
+    "model.context=32",
+    "train.steps=20",
+    "train.global_batch=8",
+]
+SETTINGS += ["telemetry.every=5", "train.micro_batch=1"]
+VOCAB, PARAMETERS = 100, 111_111
+Step = Callable[[dict[str, Any]], Mapping[str, float]]
+
+
+def write_run(
+    path: Path, recipe: Recipe, world: int, phases: Mapping[str, float], *, finished: bool = True, cores: int = 8,
+    hosts: int = 1, device: str = "CPU", peak_mb: float = 500.0, slow_start: float = 10.0,
+) -> None:  # fmt: skip
+    """A run whose steps take `phases` (`step_ms`, `data_ms`, ...) but for the first five, which take `slow_start` times that."""
+    path.mkdir(parents=True)
+    (path / "recipe.toml").write_text(recipe.toml())
+    placed = [{"rank": r, "host": f"node-{r * hosts // world}", "threads": 2} for r in range(world)]
+    (path / "environment.json").write_text(json.dumps({"machine": {"cores": cores}, "ranks": placed}))
+    batch, context = recipe.train.global_batch, recipe.model.context
+    seconds = {"startup": 3.0}
+    lines: list[dict[str, Any]] = []
+
+    def line(kind: str, step: int, **fields: Any) -> None:
+        spent = {"time": stamp(sum(seconds.values())), "attempt": 0, "seconds": dict(seconds)}
+        lines.append({"kind": kind, "step": step, **spent, **fields})
+
+    line(
+        "event", 0, event="started", world=world, strategy=recipe.strategy(world), precision="fp32", device=device,
+        parameters=PARAMETERS, trained=PARAMETERS, threads=2, steps=20, micro_batch=1, accumulation=batch // world,
+        global_batch=batch, samples_per_epoch=160, data={"vocab": VOCAB},
+    )  # fmt: skip
+    for step in (5, 10, 15, 20) if finished else (5,):
+        own = {name: ms * (slow_start if step == 5 else 1) for name, ms in phases.items()}
+        seconds["train"] = seconds.get("train", 0.0) + 5 * own["step_ms"] / 1e3
+        rate = batch / own["step_ms"] * 1e3
+        loss = 4 - step / 10
+        line(
+            "train",
+            step,
+            loss=loss,
+            tokens=step * batch * context,
+            samples=step * batch,
+            samples_per_s=rate,
+            tokens_per_s=rate * context,
+            **own,
+        )
+    if finished:
+        line("eval", 20, suite="loss", loss=2.5, samples=8, tokens=256, runtime_s=1.0)
+        line("summary", 20, steps=20, world=world, parameters=PARAMETERS, peak_mem_mb=peak_mb)
+        line("event", 20, event="finished")
+    (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def build_scaling(
+    path: Path, scaling: Scaling, cells: Sequence[Assignment], step: Step, *, probe: Step | None = None, settings: Sequence[str] = (),
+    rates: Mapping[str, Any] | None = None, waiting: Sequence[int] = (), failed: Sequence[int] = (), **rest: Any,
+) -> Study:  # fmt: skip
+    """A study whose cells take the times that `step` gives for what they set; by number some wait, some failed."""
+    base = Recipe.load("quickstart", [*SETTINGS, *settings])
+    base, listed = base.replace(**base.flat()), []
+    for cell in cells_of(base, list(cells)):
+        listed.append({"assignment": cell.assignment, "run": cell.directory, "key": cell.key})
+    path.mkdir(parents=True)
+    (path / "recipe.toml").write_text(base.toml())
+    (path / "study.json").write_text(json.dumps({"cells": listed, "scaling": scaling.stored()}))
+    study = Study.open(path)
+    for number, cell in enumerate(study.cells):
+        if number in waiting:
+            continue
+        world, phases = cell.world or cell.nodes, dict(step(cell.assignment))
+        options = {
+            "peak_mb": phases.pop("peak_mb", 500.0),
+            "hosts": cell.nodes,
+            "finished": number not in failed,
+            **rest,
+        }
+        write_run(study.run_of(cell).path, cell.recipe, world, phases, **options)
+        if number in failed:
+            study.set_status(cell, "failed", "exit code 1: out of memory")
+        if probe and world > 1:
+            for rank in range(world):
+                place = path / "probes" / Path(cell.directory).name / str(rank)
+                write_run(place, cell.recipe, 1, dict(probe(cell.assignment)), slow_start=3.0)
+            (place.parent / "probe.json").write_text(json.dumps({"state": "finished", "reason": ""}))
+    if rates:
+        (path / "machine.json").write_text(json.dumps(rates))
+    return study

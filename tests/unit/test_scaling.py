@@ -1,0 +1,290 @@
+"""The numbers of scaling studies on made-up ledgers with known answers."""
+
+import pytest
+from scaling_fixtures import PARAMETERS, SETTINGS, VOCAB, build_scaling
+
+from windlass.estimate.memory import Layout
+from windlass.estimate.steptime import Collective, Tensors, bus_bandwidth_at, collectives, predict
+from windlass.model.size import block_parameters, flops_per_token
+from windlass.recipe import Recipe
+from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
+from windlass.study.projection import projections
+from windlass.study.scaling import NAMES, PARTS, rows
+from windlass.study.steps import windows
+from windlass.study.study import Study
+
+
+def worlds(*ranks, repeats=1, **settings):
+    cells = [
+        {WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for r in range(1, repeats + 1) for n in ranks
+    ]
+    return [{k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT} for one in cells]
+
+
+def phases(step, data=1.0):
+    return {
+        "step_ms": step,
+        "data_ms": data,
+        "forward_ms": 0.3 * step,
+        "backward_ms": 0.5 * step,
+        "optimizer_ms": 0.1 * step,
+    }
+
+
+def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
+    sizes = zip((2**16, 2**20), busbw, strict=True)
+    sent = [
+        {"collective": name, "size": s, "busbw": b}
+        for s, b in sizes
+        for name in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    return {key: {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent} for key in keys}
+
+
+def test_windows_that_begin_after_the_warm_up_of_each_start():
+    start = {"kind": "event", "event": "started", "step": 0}
+    lines = [{"kind": "train", "step": s, "step_ms": 1.0} for s in (1, 5, 10, 20)]
+    assert [x["step"] for x in windows([start, *lines], 5)] == [10, 20], "the line of step 10 holds steps 6 to 10"
+    again = [
+        start,
+        *lines[:3],
+        start | {"event": "resumed", "step": 10},
+        lines[3],
+        {"kind": "train", "step": 25, "step_ms": 1.0},
+    ]
+    assert [x["step"] for x in windows(again, 5)] == [10, 25], "a resume warms up anew"
+    assert [x["step"] for x in windows([start, *lines], 0)] == [1, 5, 10, 20]
+
+
+def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tmp_path):
+    took = {2: 100.0, 4: 60.0, 8: 50.0}
+    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(4, 2, 8), lambda a: phases(took[a[WORLD]]))
+    two, four, eight = rows(study)
+    assert [row.setup for row in (two, four, eight)] == ["1 host, 2 ranks", "1 host, 4 ranks", "1 host, 8 ranks"]
+    assert two.values["step_ms"] == 100, "the warm-up steps took ten times that"
+    assert [row.values["speedup"] for row in (two, four, eight)] == pytest.approx([1, 100 / 60, 2])
+    assert [row.values["efficiency"] for row in (two, four, eight)] == pytest.approx(
+        [1, 100 * 2 / (60 * 4), 100 * 2 / (50 * 8)]
+    )
+    # Karp and Flatt 1990: e = (1/psi - 1/p) / (1 - 1/p), with p = N / N0
+    assert eight.values["serial_fraction"] == pytest.approx((1 / 2 - 1 / 4) / (1 - 1 / 4))
+    assert two.missing["serial_fraction"] == "the baseline"
+    # Amdahl with a serial fraction f gives it back: T = f + (1 - f) / p
+    assert four.values["samples_per_s"] == pytest.approx(8 / 0.060) and four.values["batch_per_device"] == 2
+    assert four.values["tokens_per_s_per_device"] == pytest.approx(8 * 32 / 0.060 / 4)
+    assert eight.values["ratio"] == pytest.approx(eight.values["runtime_s"] / two.values["runtime_s"])
+    assert eight.values["runtime_factor"] == pytest.approx(1 / eight.values["ratio"])
+    assert any("low efficiency, 50 %" in text for text in eight.remarks) and not four.remarks
+
+
+def test_fixed_data_compares_times_of_a_sample(tmp_path):
+    cells = worlds(1, 2, 4, train__global_batch=lambda n: 2 * n)
+    took = {1: 100.0, 2: 110.0, 4: 125.0}
+    study = build_scaling(tmp_path / "s", Scaling("fixed-data"), cells, lambda a: phases(took[a[WORLD]]))
+    one, two, four = rows(study)
+    assert [row.values["global_batch"] for row in (one, two, four)] == [2, 4, 8]
+    assert [row.values["efficiency"] for row in (one, two, four)] == pytest.approx([1, 100 / 110, 0.8])
+    assert four.values["samples_factor"] == four.values["speedup"] == pytest.approx(4 * 0.8)
+    assert four.values["serial_fraction"] == pytest.approx((1 / 3.2 - 1 / 4) / (3 / 4))
+
+
+@pytest.mark.parametrize("grow", ["batch", "model"])
+def test_weak_efficiency_is_baseline_over_current_time_of_a_step(tmp_path, grow):
+    more = {"train__global_batch": lambda n: 2 * n} if grow == "batch" else {"model__layers": lambda n: 2 * n}
+    took = {1: 100.0, 2: 125.0}
+    study = build_scaling(tmp_path / "s", Scaling("weak", grow), worlds(1, 2, **more), lambda a: phases(took[a[WORLD]]))
+    one, two = rows(study)
+    assert two.values["efficiency"] == pytest.approx(0.8) and two.values["speedup"] == pytest.approx(1.6)
+    assert two.missing["serial_fraction"] == "defined for a fixed amount of work"
+    if grow == "batch":
+        each = [row.values["samples_per_s"] / row.world for row in (one, two)]
+        assert two.values["efficiency"] == pytest.approx(each[1] / each[0])
+    else:
+        assert two.setup == "1 host, 2 ranks, 4 layers" and two.values["batch_per_device"] == 4
+        assert two.values["ratio"] == pytest.approx(two.values["runtime_s"] / one.values["runtime_s"]), (
+            "as an exercise prints it"
+        )
+
+
+def test_medians_over_repeats_with_their_spread(tmp_path):
+    took = {1: 10.0, 2: 30.0, 3: 20.0}
+    study = build_scaling(
+        tmp_path / "s",
+        Scaling("strong", repeats=3),
+        worlds(1, 2, repeats=3),
+        lambda a: phases(took[a[REPEAT]]),
+        waiting=[5],
+    )
+    one, two = rows(study)
+    assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30)) and len(one.results) == 3
+    assert (two.values["step_ms"], two.spread["step_ms"], two.state) == (20, (10, 30), "waiting")
+    assert two.remarks[0] == "2 of 3 repeats have finished"
+
+
+def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_noise(tmp_path):
+    def step(a):
+        return phases({1: 100.0, 2: 60.0, 4: 20.0}[a[WORLD]], data=3.0)
+
+    def probe(a):
+        return phases({2: 50.0, 4: 25.0}[a[WORLD]], data=1.0)
+
+    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1, 2, 4), step, probe=probe)
+    for row in rows(study):
+        assert sum(row.values.get(name, 0.0) for name in PARTS) == pytest.approx(row.values["step_ms"])
+    one, two, four = rows(study)
+    assert one.missing["exposed_ms"] == "no communication on one rank"
+    # the probe: 50 ms, of them 1 data, 45 forward to optimizer, 4 the rest; the step: 60 ms, of them 3 data
+    got = [two.values[name] for name in ("compute_ms", "exposed_ms", "data_ms", "host_ms")]
+    assert got == pytest.approx([45, 57 - 49, 3, 4])
+    assert four.values["exposed_ms"] == 0 and any("noise" in text for text in four.remarks)
+    assert "most of it is communication" in " ".join(build_low(tmp_path).remarks)
+
+
+def build_low(tmp_path):
+    study = build_scaling(
+        tmp_path / "low", Scaling("strong"), worlds(1, 2), lambda a: phases({1: 100.0, 2: 90.0}[a[WORLD]]), probe=lambda a: phases(50.0)
+    )  # fmt: skip
+    return rows(study)[1]
+
+
+def test_without_a_probe_communication_has_a_reason_and_no_number(tmp_path):
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), probe=lambda a: phases(25.0)
+    )
+    probe = next((tmp_path / "s" / "probes").glob("*/probe.json"))
+    probe.write_text('{"state": "failed", "reason": "exit code 1: out of memory"}')
+    row = rows(study)[1]
+    assert (
+        "exposed_ms" not in row.values and row.missing["exposed_ms"] == "the probe failed: exit code 1: out of memory"
+    )
+    assert row.missing["predicted_ms"] == "the rates of these hosts and ranks were not measured"
+
+
+def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(tmp_path):
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(1, 2, 4), lambda a: phases(50.0), waiting=[2], failed=[1]
+    )
+    for row in rows(study):
+        assert set(NAMES) == set(row.values) & set(NAMES) | set(row.missing)
+        assert all(row.missing.values()) and not set(row.values) & set(row.missing)
+    _, failed, waiting = rows(study)
+    assert (failed.state, failed.missing["speedup"]) == ("failed", "failed: exit code 1: out of memory")
+    assert (waiting.state, waiting.missing["step_ms"], waiting.values["world"]) == ("waiting", "not run yet", 4)
+    alone = build_scaling(tmp_path / "t", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), waiting=[0])
+    assert rows(alone)[1].missing["efficiency"] == "the baseline, 1 host, 1 rank, has no numbers"
+    short = build_scaling(tmp_path / "u", Scaling("strong", warmup=20), worlds(1), lambda a: phases(50.0))
+    assert rows(short)[0].missing["step_ms"] == "no line of the ledger begins after 20 steps of warm-up"
+
+
+def test_oversubscribed_cores_are_said(tmp_path):
+    cells = [{WORLD: 2, NODES: 1}, {WORLD: 4, NODES: 2}, {WORLD: 8, NODES: 2}]
+    study = build_scaling(tmp_path / "s", Scaling("strong"), cells, lambda a: phases(50.0), cores=4)
+    two, four, eight = rows(study)
+    assert not [text for text in two.remarks + four.remarks if "oversubscribed" in text]
+    assert "4 ranks with 8 threads share the 4 cores of node-0" in " ".join(eight.remarks)
+    assert (four.hosts, four.setup) == ({"node-0", "node-1"}, "2 hosts, 4 ranks")
+
+
+def test_ring_formulas_of_the_collectives():
+    tensors = Tensors(total=1000, trained=1000, block=300, blocks=3)
+    layout = Layout("ddp", 4)
+    assert collectives(Layout("single"), tensors) == []
+    [one] = collectives(layout, tensors)
+    assert one == ("all_reduce", 4000, 1, 4) and one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
+    assert len(collectives(layout, tensors, bucket_mb=1e-3)) == 1 and collectives(layout, tensors, 1e-3)[0].calls == 4
+
+    def sent(strategy, **rest):
+        every = collectives(Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest), tensors)
+        return {
+            name: sum(c.bus_bytes for c in every if c.name == name)
+            for name in ("all_gather", "reduce_scatter", "all_reduce")
+        }
+
+    # 900 parameters in blocks, gathered in bf16 forward and backward; 100 beside them, gathered once in float32
+    assert sent("full_shard") == pytest.approx(
+        {"all_gather": 3 / 4 * (2 * 2 * 900 + 400), "reduce_scatter": 3 / 4 * 4000, "all_reduce": 0}
+    )
+    assert sent("shard_grad_op")["all_gather"] == pytest.approx(3 / 4 * (2 * 900 + 400))
+    twice = sent("full_shard", accumulation=2)
+    assert twice["all_gather"] == 2 * sent("full_shard")["all_gather"] and twice["reduce_scatter"] == 3000
+    assert sent("full_shard", accumulation=2, reduce_each=True)["reduce_scatter"] == 6000
+    hybrid = sent("hybrid_shard", shard=2)
+    assert hybrid == pytest.approx(
+        {"all_gather": 1 / 2 * 4000, "reduce_scatter": 1 / 2 * 4000, "all_reduce": 2 * 1 / 2 * 2000}
+    )
+
+
+def test_predicted_time_by_measured_rates(tmp_path):
+    measured = rates("1x4", tflops=2.0)["1x4"]
+    at = [bus_bandwidth_at(measured["collectives"], "all_reduce", size) for size in (1, 2**16, 2**18, 2**20, 2**30)]
+    assert at == pytest.approx([0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]), "linear in the logarithm of the size"
+    assert bus_bandwidth_at([], "all_reduce", 1) is None
+    step = predict(measured, 4e9, Layout("ddp", 4, checkpointing="full"), [Collective("all_reduce", 2**20, 3, 4)])
+    assert step.compute == pytest.approx(4 / 3 * 4e9 / 2e12) and step.communication == pytest.approx(
+        3 * 1.5 * 2**20 / 1e9
+    )
+    assert "in bf16" in predict(measured, 1.0, Layout("ddp", 4, precision="bf16"), []).reason
+
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0), rates=rates("1x2", "1x1")
+    )
+    one, two = rows(study)
+    flops = flops_per_token(Recipe.load("quickstart", SETTINGS).model, VOCAB) * 8 * 32
+    assert one.values["predicted_ms"] == pytest.approx(1e3 * flops / 1e11)
+    busbw = bus_bandwidth_at(rates("1x2")["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
+    assert two.values["predicted_ms"] == pytest.approx(1e3 * (flops / 2 / 1e11 + 4 * PARAMETERS / busbw))
+    assert two.values["predicted_error"] == pytest.approx(two.values["predicted_ms"] / 50 - 1)
+
+
+@pytest.mark.parametrize("mode", ["strong", "fixed-data"])
+def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tmp_path, mode):
+    grow = {"train__global_batch": lambda n: 8 * n} if mode == "fixed-data" else {}
+    scaling, ranks = Scaling(mode, project=(2, 8, 16)), rates("1x1", "1x2")
+    study = build_scaling(
+        tmp_path / "s", scaling, worlds(1, 2, **grow), lambda a: phases(50.0), probe=lambda a: phases(41.0), rates=ranks
+    )
+    table = rows(study)
+    (within, eight, sixteen), basis = projections(Study.open(study.path), table)
+    assert within.step_ms is None and within.reason == "within those measured"
+    assert "Projected, not measured" in basis and "one host" in basis
+    values = table[1].values
+    share = 2 / 8 if mode == "strong" else 1
+    assert eight.compute_ms == pytest.approx(values["compute_ms"] * share + values["host_ms"] + values["data_ms"])
+    busbw = bus_bandwidth_at(ranks["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
+    assert eight.communication_ms == pytest.approx(1e3 * 2 * 7 / 8 * 4 * PARAMETERS / busbw)
+    batch = 8 if mode == "strong" else 64
+    assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
+    assert eight.efficiency == pytest.approx(eight.samples_per_s / table[0].values["samples_per_s"] / 8)
+    assert (sixteen.reason == "the 8 samples of a step are fewer than 16 ranks") is (mode == "strong")
+
+
+def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):
+    took = {
+        "ddp": (100.0, 900.0),
+        "shard_grad_op": (101.0, 500.0),
+        "full_shard": (150.0, 400.0),
+        "hybrid_shard": (160.0, 450.0),
+    }
+
+    def step(a):
+        ms, mb = took[a["parallel.strategy"]]
+        return phases(ms) | {"peak_mb": mb}
+
+    cells = [
+        {WORLD: 4, "parallel.strategy": name} | ({"parallel.shard_size": 2} if "hybrid" in name else {})
+        for name in took
+    ]
+    cells = [{"parallel.shard_size": 0} | one for one in cells]
+    study = build_scaling(tmp_path / "s", Scaling("strategies"), cells, step)
+    table = {row.assignment["parallel.strategy"]: row for row in rows(study)}
+    assert [name for name, row in table.items() if row.values["pareto"]] == ["ddp", "shard_grad_op", "full_shard"]
+    assert [name for name, row in table.items() if row.values["recommended"]] == ["shard_grad_op"], "within 2 % of ddp"
+    assert "44 % less memory" in " ".join(table["shard_grad_op"].remarks)
+    assert table["ddp"].missing["efficiency"] == "all setups have the same number of ranks"
+
+
+def test_blocks_of_our_own_model_are_what_fsdp_sends(tmp_path):
+    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1), lambda a: phases(50.0))
+    row = rows(study)[0]
+    assert row.tensors == Tensors(PARAMETERS, PARAMETERS, block_parameters(row.recipe.model), 2)
+    assert row.values["flops_per_device"] == row.flops * 8 * 32
