@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
     from windlass.reports.page import report
     from windlass.run import Run
+    from windlass.study.scale import scale
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
     from windlass.telemetry.trackers import replay as track
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Recipe", "Run", "Study", "__version__", "evaluate", "export", "plan", "prepare", "report", "sample", "sweep", "track",
-    "train", "verify",
+    "Recipe", "Run", "Study", "__version__", "evaluate", "export", "plan", "prepare", "report", "sample", "scale", "sweep",
+    "track", "train", "verify",
 ]  # fmt: skip
 
 _MODULES = {
     "Recipe": "recipe", "Run": "run", "Study": "study.study", "evaluate": "evaluation.suites", "export": "interop.export",
     "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.page", "sample": "evaluation.generate",
-    "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
+    "scale": "study.scale", "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
 }  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.study.compare import BITS, common_measure
-from windlass.study.study import Study, diverged
+from windlass.study.result import diverged
+from windlass.study.study import Study
 from windlass.study.sweep import Halving
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]

@@ -21,7 +21,7 @@ SPIN = "10000"
 of its 15, in which it would keep the core from the one that it waits for, where another process is busy, too."""
 VERBS = {
     "init": "recipes", "recipe": "recipes", "prepare": "recipes", "plan": "recipes", "train": "train", "eval": "models", "sample": "models",
-    "sweep": "sweep", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
+    "sweep": "sweep", "scale": "scale", "report": "runs", "runs": "runs", "checkpoints": "runs", "export": "models", "track": "runs",
     "verify": "train", "check": "cluster", "launch": "cluster", "env": "cluster", "submit": "cluster",
 }  # fmt: skip
 """The module of each verb, in the order of the help: as a user needs them."""
@@ -43,7 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 ARGUMENTS = re.compile(
-    r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|push|suites|device|past|path|out|only|halving)"
+    r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|push|suites|device|past|path|out|only|halving|mode|grow|worlds"
+    r"|nodes|repeats|project)"
     r'=(True|"[^"]*"|\[[^]]*\]|[^\s,;:)]+)'
 )
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # it is read when torch is imported
     for verb, name in VERBS.items():
         module = importlib.import_module(f"{__name__}.{name}")
-        command = app.command(verb, epilog=module.AXES if verb == "sweep" else None)
+        command = app.command(verb, epilog=getattr(module, "EPILOG", None))
         command(getattr(module, "evaluate" if verb == "eval" else verb))
     with _outputs():
         _run(arguments)

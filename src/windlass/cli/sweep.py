@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
-    from windlass.study.study import CellResult, Study
+    from windlass.study.result import CellResult
+    from windlass.study.study import Study
 
 PROGRESS_SECONDS = 30.0  # between two lines of a cell that trains, where there is no terminal
-AXES = """\b
+EPILOG = """\b
 Axes, which are crossed:
     optim.lr=1e-2,1e-3,1e-4              three values
     optim.lr=1e-4:1e-2:log:5             five values from 1e-4 to 1e-2, evenly on a logarithmic axis

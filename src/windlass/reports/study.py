@@ -21,7 +21,8 @@ from windlass.reports.view import Numbers, RunView, view
 from windlass.study.compare import BITS
 from windlass.study.grid import SEED
 from windlass.study.grid import label as label_of
-from windlass.study.study import CellResult, Group, Study
+from windlass.study.result import CellResult
+from windlass.study.study import Group, Study
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
             why = "each cell has its own: name the study's directory instead" if own else "two axes of the grid set it"
             raise UserError(f"{key}: {why}")
         if key in ONE:
-            raise UserError(f"{key}: an axis of scaling studies alone: `windlass scale --nodes 1,2` or `--repeats 3`")
+            raise UserError(f"{key} belongs to scaling studies alone, where nodes=[1, 2] and repeats=3 make it")
     combinations = itertools.product(*(axis.values for axis in axes))
     return cells_of(base, [dict(zip(keys, itertools.chain(*one), strict=True)) for one in combinations])
 

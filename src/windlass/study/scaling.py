@@ -19,8 +19,9 @@ from windlass.fileio import read_json
 from windlass.model.size import CountedSizes, block_parameters, flops_per_token
 from windlass.run import Line, Run, last_start
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, label
+from windlass.study.result import CellResult
 from windlass.study.steps import PHASES, measure, times, windows
-from windlass.study.study import CellResult, Study
+from windlass.study.study import Study
 
 __all__ = ["NAMES", "Scaling", "ScalingRow", "rows"]
 

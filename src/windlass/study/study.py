@@ -8,7 +8,6 @@ its reason. All else (states, losses, the winners) is computed from the runs' le
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import statistics
 from collections import Counter
@@ -20,72 +19,27 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from windlass.checkpoint.retention import LOSS, best, better, comparable, scores_by_step
+from windlass.checkpoint.retention import LOSS, better
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
-from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
-from windlass.study.compare import BITS, TOKENIZER, Evaluated, common_measure, evaluated
-from windlass.study.grid import AXES_ONLY, ONE, SEED, WORLD, Assignment, Cell, Scaling, expand, label, parse_axis
-from windlass.telemetry.timing import throughput
+from windlass.run import Run, effective, read_lines
+from windlass.study import grid as grids
+from windlass.study.compare import BITS, TOKENIZER, common_measure, evaluated
+from windlass.study.grid import SEED, WORLD, Assignment, Cell, Scaling, cells_of, expand, label, parse_axis
+from windlass.study.result import RECENT, CellResult, cell_state, summarize, time_left
 
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
 NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
 # settings by which a lower loss is no better choice: more is computed, or the same in another way
 NO_CHOICE = (
-    *NON_SEMANTIC, *AXES_ONLY, SEED, "model.layers", "model.heads", "model.kv_heads", "model.width", "model.ff_width",
+    *NON_SEMANTIC, *grids.AXES_ONLY, SEED, "model.layers", "model.heads", "model.kv_heads", "model.width", "model.ff_width",
     "model.context", "train.steps", "train.tokens_per_parameter", "train.global_batch", "train.precision", "train.tf32",
     "data.max_documents", "data.max_tokens", "data.train_size",
 )  # fmt: skip
-RECENT = 10  # logged steps that the time left is taken from
-Axes = Sequence[str] | Mapping[str, Sequence[Any]]  # `["optim.lr=1e-2,1e-3"]` as typed, or `{"optim.lr": [1e-2, 1e-3]}`
-
-
-def diverged(first: float, last: float) -> bool:
-    """Whether a training loss diverged: the last one is not finite, or more than 1 nat above the first."""
-    return not math.isfinite(last) or last > first + 1.0
-
-
-@dataclass(frozen=True)
-class CellResult:
-    """How a cell stands, from its run's ledger; None for what the ledger does not have (yet)."""
-
-    cell: Cell
-    run: Run  # whether it has begun or not
-    measure: str  # what cells are compared by: the recipe's `checkpoint.best`
-    state: str = "waiting"  # `waiting`, `running`, `interrupted`, `finished`, `failed`, `diverged` or `pruned`
-    reason: str = ""
-    step: int = 0  # the last one with a `train` line
-    last_step: int = 0  # the last one with any line: an evaluation may come where no `train` line is due
-    steps: int | None = None
-    loss: float | None = None
-    first_loss: float | None = None
-    eval_loss: float | None = None
-    best_loss: float | None = None
-    score: float | None = None  # the best value of `measure`, step 0 included
-    evaluations: tuple[tuple[str, int, float], ...] = ()  # time (sorts as text), step > 0, and value of `measure`
-    evaluated: Evaluated | None = None  # what the loss was measured on
-    tokens: int = 0
-    tokens_per_s: float | None = None  # tokens over time in steps
-    device_hours: float | None = None
-    left_s: float | None = None  # seconds to the last step, while it runs
-
-    @property
-    def begun(self) -> bool:
-        return self.run.recipe_path.is_file()
-
-    @property
-    def divergence(self) -> str:
-        if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
-            return ""
-        return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
-
-    def row(self) -> dict[str, Any]:
-        """What the cell sets and how it stands, as plain values for a table or JSON."""
-        left_out = ("cell", "run", "measure", "last_step", "first_loss", "evaluations", "evaluated")
-        values = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**self.cell.assignment, **values, "run": str(self.run.path)}
+# `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or what each cell sets, one after the other
+Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 
 
 @dataclass(frozen=True)
@@ -153,16 +107,18 @@ class Study:
         # every setting by name, as recipe.toml has them: none follows from another one in a cell
         base = recipe.replace(**recipe.flat() | {"run.dir": "", "run.name": ""})
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
-        grid = expand(base, map(parse_axis, axes)) if axes else []
+        texts, own = [one for one in axes if isinstance(one, str)], [one for one in axes if isinstance(one, dict)]
+        grid = cells_of(base, own) if own else expand(base, map(parse_axis, texts)) if texts else []
         if not grid and not Study.is_study(path):
             raise UserError(f"{path} is no study yet: name what its cells vary, for example optim.lr=1e-2,1e-3")
         if not write:
-            return Study.open(path)._grown(base, grid) if Study.is_study(path) else Study(path, base, grid, scaling)
+            there = Study.open(path) if Study.is_study(path) else None
+            return there._grown(base, grid, scaling) if there else Study(path, base, grid, scaling)
         try:
             path.mkdir(parents=True, exist_ok=True)
             with FileLock(path / ".study.lock"):
                 before = Study.open(path) if Study.is_study(path) else None
-                study = before._grown(base, grid) if before else Study(path, base, grid, scaling)
+                study = before._grown(base, grid, scaling) if before else Study(path, base, grid, scaling)
                 if study != before:  # the recipe first: its keys in study.json are what tells that it was edited
                     write_atomic(path / "recipe.toml", study.recipe.toml())
                     listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
@@ -188,13 +144,16 @@ class Study:
             raise UserError(f"{what}: {why}. Restore it, or use another path=DIR")
         return Study(path, recipe, cells, Scaling.of(scaling) if scaling else None)
 
-    def _grown(self, base: Recipe, grid: Sequence[Cell]) -> Study:
+    def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
         """This study with the cells of a grid that it does not have; those it has keep their order and directories.
 
         Where the grid's recipe differs from the study's, its cells set the difference. But what changes no result (how
         often is saved or logged, where it runs) is taken over for all cells, unless the study varies it.
         """
         old, new = self.recipe.flat(), base.flat()
+        if bool(self.scaling) != bool(scaling) and grid:
+            kind = "a scaling study" if self.scaling else "no scaling study"
+            raise UserError(f"{self.path} is {kind}: give another path=DIR")
         for key in ("preset", "model.kind"):
             if new[key] != old[key]:
                 what = f"{self.path} is a study with {key} = {old[key]}"
@@ -204,7 +163,7 @@ class Study:
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
         assignments = [*(cell.assignment for cell in self.cells), *(own | cell.assignment for cell in grid)]
         places = [*(cell.directory for cell in self.cells), *[""] * len(grid)]
-        shared, keys = recipe.flat() | ONE, dict.fromkeys(key for one in assignments for key in one)
+        shared, keys = recipe.flat() | grids.ONE, dict.fromkeys(key for one in assignments for key in one)
         cells: dict[str, Cell] = {}
         for assignment, place in zip(assignments, places, strict=True):
             cell = Cell.of(recipe, {key: assignment.get(key, shared.get(key)) for key in keys}, place)
@@ -218,7 +177,7 @@ class Study:
                 notes.append(f"{key} = {typed(value)} from here on (before: {typed(old[key])}); it makes no new cells")
             elif added:
                 notes.append(f"{key} = {typed(value)} makes other cells than those with {key} = {typed(old[key])}")
-        return Study(self.path, recipe, list(cells.values()), self.scaling, notes)
+        return Study(self.path, recipe, list(cells.values()), scaling or self.scaling, notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
@@ -339,52 +298,3 @@ class Study:
         world = settings.pop(WORLD, world)
         words = ["windlass", "train", source, *(f"{key}={typed(value)}" for key, value in settings.items())]
         return shlex.join([*words, "--world", str(world)] if world > 1 else words), remark
-
-
-def cell_state(run_state: str, events: Sequence[Line], status: Mapping[str, str] | None) -> tuple[str, str]:
-    """A cell's state and the reason for it: from its run's state and events, and from what a sweep decided about it."""
-    decided = (status["state"], status["reason"]) if status else ("", "")
-    if run_state == "finished":
-        return run_state, ""
-    if decided[0] not in ("", "interrupted"):
-        return decided
-    last = max((x.get("attempt", 0) for x in events), default=0)
-    own = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    if run_state == "failed" and own:  # a run that was killed has no such event: it is interrupted
-        return "failed", str(own[-1].get("reason", ""))
-    if run_state == "running" or not decided[0]:
-        words = {"new": "waiting"} | dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
-        return words.get(run_state, run_state), ""
-    return decided
-
-
-def time_left(train: Sequence[Line], steps: int | None) -> float | None:
-    """Seconds to the last step, by the clock of the last `train` lines: evaluations and saves come again, too."""
-    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
-    if not steps or len(own) < 2:
-        return None
-    pace = (timestamp(own[-1]) - timestamp(own[0])) / (own[-1]["step"] - own[0]["step"])
-    return max(steps - own[-1]["step"], 0) * pace
-
-
-def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
-    """The fields of a CellResult that come from the effective lines of a run's ledger."""
-    train, evals = ([x for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
-    # JSON has non-finite numbers as text
-    losses = [float(x["loss"]) for x in evals if x.get("suite", "loss") == "loss" and "loss" in x]
-    suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
-    alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
-    own = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
-    scores, speed = scores_by_step(lines, measure), throughput(lines)
-    best_step, last = best(scores, measure), train[-1] if train else {}
-    return {
-        "step": last.get("step", 0), "last_step": max((x["step"] for x in (*train, *evals)), default=0),
-        "steps": last_start(lines).get("steps"), "loss": float(last["loss"]) if "loss" in last else None,
-        "first_loss": float(train[0]["loss"]) if train and "loss" in train[0] else None,
-        "eval_loss": losses[-1] if losses else None,
-        "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
-        "score": None if best_step is None else scores[best_step],
-        "evaluations": tuple((str(x.get("time", "")), x["step"], float(x[name or suite])) for x in own),
-        "tokens": int(last.get("tokens", 0)), "tokens_per_s": speed.tokens_per_s if speed else None,
-        "device_hours": next((x.get("device_hours") for x in reversed(lines) if x["kind"] == "summary"), None),
-    }  # fmt: skip

@@ -21,7 +21,8 @@ from windlass.processes import WINDLASS, thread_share, visible_gpus
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
-from windlass.study.study import Axes, CellResult, Study
+from windlass.study.result import CellResult
+from windlass.study.study import Axes, Study
 
 DONE_STATES = ("finished", "pruned", "diverged")
 # What a sweep works on. A `running` cell of another process is left to it and looked at again: if that process is killed,
@@ -55,6 +56,8 @@ def sweep(
     recipe = as_recipe(recipe)
     recipe.check_packages()
     study = Study.create(recipe, axes, Path(path) if path else None)
+    if study.scaling:
+        raise UserError(f"{study.path} is a scaling study: `windlass scale {study.path}` continues it")
     for note in study.notes:
         notify(note)
     if only is not None and not 0 <= only < len(study.cells):
@@ -164,7 +167,8 @@ class Sweep:
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
             ranks = self.workers * self.largest_world
-            threads = thread_share(ranks) if ranks > 1 else 0  # a cell alone chooses by measurement
+            # a cell alone chooses by measurement, the ranks of a launch by the cores of their hosts
+            threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
             command, directory = [*self.command(self.study, cell), "--world", str(world)], self.study.run_of(cell).path
             if self.launch:
                 command = [*WINDLASS, "launch", "--", *command[:-2]]

@@ -1,0 +1,150 @@
+"""What a scaling study measures beside its cells: steps without communication, and the rates of the machine. No torch.
+
+`probes/<cell>/<i>` are run directories of `windlass train` processes, each with one rank's share of the cell's batch and no
+communication. On this machine as many run side by side as the cell has ranks here, so that they contend for cores and memory
+as those do. They are killed when all have done enough steps. `probe.json` beside them says how it ended. `machine.json` of the
+study has what `windlass check` measured, by `<hosts>x<ranks>` (all ranks).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from windlass.errors import Stopped
+from windlass.fileio import read_json, write_atomic
+from windlass.processes import WINDLASS, usable_cores, visible_gpus
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.study.grid import Cell, Scaling
+from windlass.study.study import Study
+from windlass.study.sweep import CellProcess
+
+STEPS = 10  # of a probe after its warm-up, at least
+WINDOWS = 4  # of its `train` lines, at least
+SECONDS = 600.0  # a probe that takes longer is ended, with the steps that it has
+CHECK_BYTES = "4M"  # largest message on a CPU
+
+
+def probe_dir(study: Study, cell: Cell) -> Path:
+    return study.path / "probes" / Path(cell.directory).name
+
+
+def probe_recipe(cell: Cell, scaling: Scaling) -> Recipe:
+    """One rank's share of a cell's step, without communication, evaluation and checkpoints."""
+    recipe, world = cell.recipe, cell.world or 1
+    every = min(recipe.telemetry.every, 5)
+    batch = recipe.batch(world, "cpu" if not visible_gpus() or recipe.parallel.device == "cpu" else "cuda")
+    steps = scaling.warmup + max(STEPS, WINDOWS * every)
+    return recipe.replace({
+        "train.global_batch": recipe.train.global_batch // world, "train.micro_batch": batch.micro_batch,
+        "train.steps": 10 * steps, "train.early_stop": 0, "optim.schedule.warmup": 0, "optim.schedule.decay": 0,
+        "parallel.strategy": "single", "parallel.offload": False, "parallel.shard_size": 0,
+        "eval.every": 0, "eval.sample_every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0,
+        "telemetry.every": every, "telemetry.trackers": [],
+    })  # fmt: skip
+
+
+def run_probe(
+    study: Study, cell: Cell, notify: Callable[[str], None] = lambda text: None, *, retry_failed: bool = False
+) -> None:
+    """Run a cell's probe where it was not run to its end; a failure is written down, for the table."""
+    assert study.scaling is not None
+    directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
+    before = read_json(directory / "probe.json")
+    again = retry_failed and before.get("state") == "failed"
+    if (cell.world or 1) < 2 or cell.recipe.parallel.offload or (before and not again):
+        return  # one rank does not communicate, and what is offloaded takes time that no communication does
+    shutil.rmtree(directory, ignore_errors=True)  # of a probe that was killed: its ranks must start together
+    directory.mkdir(parents=True)
+    recipe, gpus = probe_recipe(cell, study.scaling), visible_gpus()
+    write_atomic(directory / "recipe.toml", recipe.toml())
+    wanted = recipe.train.steps // 10 if isinstance(recipe.train.steps, int) else 0
+    notify(f"{cell.label}: {wanted} steps without communication, {ranks} process{'es' * (ranks > 1)}")
+    processes, stopped = list[CellProcess](), list[int]()
+    with _signals(stopped):
+        for rank in range(ranks):
+            place = directory / str(rank)
+            command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir='{place}'"]
+            device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
+            processes.append(CellProcess(cell, command, place, recipe.train.threads, device))
+        try:
+            reason = _wait(processes, [Run(directory / str(rank)) for rank in range(ranks)], wanted, stopped)
+        finally:
+            for process in processes:
+                process.kill()
+    if stopped:
+        raise Stopped("stopped with everything saved; start the study again to continue")
+    state = "failed" if reason else "finished"
+    write_atomic(directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": wanted}))
+    if reason:
+        notify(f"{cell.label}: the probe failed, so the time of communication stays unknown: {reason}")
+
+
+def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], wanted: int, stopped: list[int]) -> str:
+    """Until all runs have done their steps, one has failed, or a signal came; why one failed."""
+    until = time.monotonic() + SECONDS
+    while not stopped:
+        for process in processes:
+            if (code := process.poll()) is not None:
+                return process.failure(code) or "it ended before its last step"
+        steps = [max((line["step"] for line in run.lines("train")), default=0) for run in runs]
+        if min(steps) >= wanted:
+            return ""
+        if time.monotonic() > until:
+            return f"{min(steps)} of {wanted} steps after {SECONDS:.0f} s"
+        time.sleep(0.2)
+    return ""
+
+
+@contextmanager
+def _signals(received: list[int]) -> Iterator[None]:
+    """SIGINT and SIGTERM are collected instead of ending this process."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def measure_machine(study: Study, world: int, notify: Callable[[str], None] = lambda text: None) -> None:
+    """Measure matrix products and collectives with so many ranks on this machine, where that was not done yet."""
+    if f"1x{world}" in read_json(study.path / "machine.json"):
+        return
+    notify(f"measuring matrix products{' and collectives' * (world > 1)} of {world} rank{'s' * (world > 1)}")
+    on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
+    command = [*WINDLASS, "check", str(study.path / "recipe.toml"), "--world", str(world), "--json"]
+    command += ["--max-size", CHECK_BYTES] if on_cpu else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    try:
+        measured = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        notify(f"the machine could not be measured: {last}")
+        return
+    store_rates(study.path, measured["ranks"], measured["rates"])
+
+
+def store_rates(study: Path, ranks: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> None:
+    """Write what a check measured into a study's `machine.json`: of matrix products the slowest rank's rate."""
+    hosts = sorted({str(rank["host"]) for rank in ranks})
+    names = ("collective", "size", "seconds", "algbw", "busbw")
+    entry = {
+        "device": ranks[0].get("name", "cpu"), "hosts": hosts, "cores": usable_cores(),
+        "matrix_tflops": {name: min(rank["tflops"][name] for rank in ranks) for name in ranks[0]["tflops"]},
+        "collectives": [{name: rate[name] for name in names} for rate in rates if rate["group"] == "all ranks"],
+    }  # fmt: skip
+    with FileLock(study / ".machine.lock"):
+        known = read_json(study / "machine.json")
+        write_atomic(study / "machine.json", json.dumps(known | {f"{len(hosts)}x{len(ranks)}": entry}, indent=1))

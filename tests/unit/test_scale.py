@@ -1,0 +1,137 @@
+"""From modes and numbers of ranks to the cells of a scaling study, and the probes beside them; nothing is trained."""
+
+import pytest
+
+from helpers import refused
+from windlass.fileio import read_json
+from windlass.processes import thread_share
+from windlass.recipe import Recipe
+from windlass.study.grid import Cell, Scaling
+from windlass.study.probe import probe_recipe, store_rates
+from windlass.study.scale import assignments, create_study, oversubscribed
+from windlass.study.study import Study
+
+WORLD = "parallel.world"
+
+
+def recipe(*settings):
+    return Recipe.load("quickstart", ["parallel.device=cpu", *settings])
+
+
+def study_of(path, *settings, worlds=(1, 2), nodes=(), precisions=(), **asked):
+    return create_study(recipe(*settings), worlds, nodes=nodes, asked=asked, precisions=precisions, path=path)
+
+
+def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
+    listed = assignments(recipe(), Scaling("strong", repeats=3), [1, 2, 4])
+    assert [(one["repeat"], one[WORLD]) for one in listed] == [
+        (1, 1), (1, 2), (1, 4), (2, 4), (2, 2), (2, 1), (3, 1), (3, 2), (3, 4),
+    ]  # fmt: skip
+    assert all(Cell.of(recipe(), one).recipe == recipe() for one in listed)
+    assert assignments(recipe(), Scaling("strong"), [2, 1]) == [{WORLD: 2}, {WORLD: 1}]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "settings", "wanted"),
+    [
+        # batch, steps and layers at 2, 4 and 8 ranks
+        (Scaling("fixed-data"), ["train.steps=40"], [(16, 20, 4), (32, 10, 4), (64, 5, 4)]),
+        (Scaling("fixed-data"), ["train.steps=5 epochs"], [(n, "5 epochs", 4) for n in (16, 32, 64)]),
+        (Scaling("weak", "batch"), ["train.steps=40"], [(16, 40, 4), (32, 40, 4), (64, 40, 4)]),
+        (Scaling("weak", "model"), ["train.steps=40"], [(8, 40, 4), (8, 40, 8), (8, 40, 16)]),
+    ],
+)
+def test_what_grows_with_the_ranks(scaling, settings, wanted):
+    recipes = [Cell.of(recipe(*settings), one).recipe for one in assignments(recipe(*settings), scaling, [2, 4, 8])]
+    assert [(r.train.global_batch, r.train.steps, r.model.layers) for r in recipes] == wanted
+
+
+def test_the_published_weak_scaling():
+    """Layers 3, 6, 12, 24 on 2, 4, 8, 16 GPUs, of 8, 4, 2 and 1 samples each."""
+    base = Recipe.load("gpt-squad", ["train.global_batch=16", "model.layers=3"])
+    cells = [Cell.of(base, one) for one in assignments(base, Scaling("weak", "model"), [2, 4, 8, 16])]
+    assert [cell.recipe.model.layers for cell in cells] == [3, 6, 12, 24]
+    assert [cell.recipe.train.global_batch // cell.world for cell in cells] == [8, 4, 2, 1]
+
+
+def test_strategies_leave_out_what_cannot_be():
+    base, mode = recipe("train.global_batch=24"), Scaling("strategies")
+    four = assignments(base, mode, [4])
+    kinds = {(one["parallel.strategy"], one["parallel.offload"]) for one in four}
+    assert {("ddp", False), ("full_shard", True), ("shard_grad_op", True), ("hybrid_shard", False)} <= kinds
+    assert ("ddp", True) not in kinds and {one[WORLD] for one in four} == {4}
+    assert {one["parallel.activation_checkpointing"] for one in four} == {"none", "full"}
+    assert len({Cell.of(base, one).key for one in four}) == len(four)
+    for world in (2, 3):  # a sharding group of 1, or of all ranks, is another strategy
+        assert not [one for one in assignments(base, mode, [world]) if one["parallel.strategy"] == "hybrid_shard"]
+    alone = assignments(base, mode, [1], precisions=["fp32", "bf16"])
+    assert {one["train.precision"] for one in alone} == {"fp32", "bf16"} and alone[0]["parallel.strategy"] == "single"
+    sized = recipe("train.global_batch=24", "parallel.strategy=hybrid_shard", "parallel.shard_size=2")
+    sizes = {one["parallel.strategy"]: one["parallel.shard_size"] for one in assignments(sized, mode, [4])}
+    assert (sizes["hybrid_shard"], sizes["ddp"], sizes["full_shard"]) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        ([], {"worlds": (1, 3)}, ["train.global_batch = 8", "3 ranks", "train.global_batch=6 or 9"]),
+        (["train.steps=41"], {"mode": "fixed-data"}, ["train.steps = 41", "train.steps=40 or 42"]),
+        (["train.micro_batch=8"], {}, ["parallel.world=2", "train.micro_batch = 8", "is 4"]),
+        ([], {"mode": "stong"}, ["mode=stong", "strong"]), ([], {"worlds": (0, 1)}, ["worlds=[0, 1]"]),
+        ([], {"grow": "model"}, ["mode=weak"]), ([], {"mode": "weak", "grow": "data"}, ["batch or model"]),
+        (["model.layers=3", "train.global_batch=6"], {"mode": "weak", "grow": "model", "worlds": (2, 3)}, ["model.layers = 3", "of 2"]),
+        ([], {"mode": "strategies"}, ["mode=strategies", "give one"]), ([], {"worlds": ()}, ["worlds=[1, 2, 4]"]),
+        ([], {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, words):
+    with refused(*words):
+        study_of(tmp_path / "study", *settings, **options)
+    assert not (tmp_path / "study").exists()
+
+
+def test_cells_share_threads_and_log_often_enough(tmp_path):
+    study = study_of(tmp_path / "study", "train.steps=100", worlds=(1, 2, 4), mode="weak", warmup=0, project=(8, 16))
+    assert study.recipe.train.threads == thread_share(4) and study.recipe.telemetry.every == 100 // 20
+    assert study.scaling == Study.open(study.path).scaling == Scaling("weak", "batch", 0, 1, (8, 16))
+    assert study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50").recipe.telemetry.every == 1
+    assert study_of(tmp_path / "often", "telemetry.every=2").recipe.telemetry.every == 2
+    assert "4 ranks of 3 threads" in oversubscribed(study_of(tmp_path / "many", "train.threads=3", worlds=(4,)))
+
+
+def test_a_study_is_continued_and_grows(tmp_path):
+    path = tmp_path / "study"
+    first = study_of(path, "train.steps=60", mode="weak", warmup=2)
+    again = study_of(path, "train.steps=60", worlds=())
+    assert again == first
+    grown = study_of(path, "train.steps=60", worlds=(1, 2, 4), repeats=2)
+    assert grown.cells[:2] == [Cell.of(grown.recipe, {**c.assignment, "repeat": 1}, c.directory) for c in first.cells]
+    assert [(c.world, c.repeat) for c in grown.cells] == [(1, 1), (2, 1), (4, 1), (4, 2), (2, 2), (1, 2)]
+    assert grown.scaling == Scaling("weak", "batch", 2, 2) and grown.recipe.train.threads == first.recipe.train.threads
+    with refused("mode=weak batch", "path=DIR"):
+        study_of(path, mode="strong")
+    with refused("train.threads = 7", "equal"):
+        study_of(path, "train.threads=7")
+    with refused("scaling study", "path=DIR"):
+        Study.create(recipe(), ["optim.lr=1e-2,1e-3"], path)
+
+
+def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
+    settings = ["train.global_batch=16", "train.micro_batch=2", "parallel.strategy=full_shard", "telemetry.every=3"]
+    cell = study_of(tmp_path / "study", *settings, worlds=(4,)).cells[0]
+    probe = probe_recipe(cell, Scaling("strong", warmup=5))
+    assert (probe.batch(1).accumulation, probe.batch(1).micro_batch) == (cell.recipe.batch(4).accumulation, 2)
+    assert (probe.parallel.strategy, probe.eval.every, probe.checkpoint.every) == ("single", 0, 0)
+    assert probe.model == cell.recipe.model and probe.train.precision == cell.recipe.train.precision
+
+
+def test_rates_of_several_checks_are_one_file(tmp_path):
+    rank = {"host": "a", "tflops": {"float32": 2.0}}
+    rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5, "ranks": {0: 1.5}}
+    rates = [rate | {"group": "all ranks"}, rate | {"group": "one host"}]
+    store_rates(tmp_path, [rank], [])
+    store_rates(tmp_path, [rank, rank | {"host": "b", "tflops": {"float32": 1.0}}], rates)
+    machine = read_json(tmp_path / "machine.json")
+    assert list(machine) == ["1x1", "2x2"] and machine["1x1"]["collectives"] == []
+    assert machine["2x2"]["matrix_tflops"] == {"float32": 1.0} and machine["2x2"]["hosts"] == ["a", "b"]
+    assert machine["2x2"]["collectives"] == [{k: v for k, v in rate.items() if k != "ranks"}]
