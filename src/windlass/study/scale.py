@@ -64,7 +64,9 @@ def scale(
     for note in study.notes:
         notify(note)
     if NODES in study.keys and only is None:
-        raise UserError(f"{study.path}: its cells have hosts of their own, and are submitted to a scheduler, not trained here")
+        raise UserError(
+            f"{study.path}: its cells have hosts of their own, and are submitted to a scheduler, not trained here"
+        )
     run_study(study, probes=probes, retry_failed=retry_failed, only=only, show=show, notify=notify)
     return study
 
