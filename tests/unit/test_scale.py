@@ -1,14 +1,17 @@
 """From modes and numbers of ranks to the cells of a scaling study, and the probes beside them; nothing is trained."""
 
+import tomllib
+
 import pytest
 
 from helpers import refused
 from windlass.fileio import read_json
 from windlass.processes import thread_share
-from windlass.recipe import Recipe
-from windlass.study.grid import Cell, Scaling
+from windlass.recipe import Recipe, study_presets
+from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
+from windlass.study.presets import load_study
 from windlass.study.probe import probe_recipe, store_rates
-from windlass.study.scale import assignments, create_study, oversubscribed
+from windlass.study.scale import assignments, create_study, merge, oversubscribed
 from windlass.study.study import Study
 
 WORLD = "parallel.world"
@@ -18,8 +21,8 @@ def recipe(*settings):
     return Recipe.load("quickstart", ["parallel.device=cpu", *settings])
 
 
-def study_of(path, *settings, worlds=(1, 2), nodes=(), precisions=(), **asked):
-    return create_study(recipe(*settings), worlds, nodes=nodes, asked=asked, precisions=precisions, path=path)
+def study_of(path, *settings, worlds=(1, 2), **options):
+    return create_study(recipe(*settings), worlds, path=path, **options)
 
 
 def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
@@ -119,7 +122,7 @@ def test_a_study_is_continued_and_grows(tmp_path):
 def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
     settings = ["train.global_batch=16", "train.micro_batch=2", "parallel.strategy=full_shard", "telemetry.every=3"]
     cell = study_of(tmp_path / "study", *settings, worlds=(4,)).cells[0]
-    probe = probe_recipe(cell, Scaling("strong", warmup=5))
+    probe = probe_recipe(cell)
     assert (probe.batch(1).accumulation, probe.batch(1).micro_batch) == (cell.recipe.batch(4).accumulation, 2)
     assert (probe.parallel.strategy, probe.eval.every, probe.checkpoint.every) == ("single", 0, 0)
     assert probe.model == cell.recipe.model and probe.train.precision == cell.recipe.train.precision
@@ -135,3 +138,28 @@ def test_rates_of_several_checks_are_one_file(tmp_path):
     assert list(machine) == ["1x1", "2x2"] and machine["1x1"]["collectives"] == []
     assert machine["2x2"]["matrix_tflops"] == {"float32": 1.0} and machine["2x2"]["hosts"] == ["a", "b"]
     assert machine["2x2"]["collectives"] == [{k: v for k, v in rate.items() if k != "ranks"}]
+
+
+@pytest.mark.parametrize("name", study_presets())
+def test_every_preset_of_studies_is_one(name):
+    verb = tomllib.loads(study_presets()[name].read_text())["verb"]
+    base, options = load_study(name, verb)
+    worlds = options.pop("worlds", [])
+    if verb == "scale":
+        asked = {key: value for key, value in options.items() if key not in ("precisions", "preset")}
+        scaling = merge(None, asked, name)
+        assert cells_of(base, assignments(base, scaling, worlds, precisions=options.get("precisions", ())))
+    else:
+        assert expand(base, map(parse_axis, options["axes"]))
+
+
+def test_a_preset_of_studies_is_changed_on_the_way():
+    recipe, options = load_study("quickstart-scaling", "scale", ["train.steps=7"])
+    assert (recipe.train.steps, recipe.eval.every, options["worlds"], options["mode"]) == (7, 0, [1, 2], "strong")
+    assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {})
+    with refused("quickstart-scaling", "for scale"):
+        load_study("quickstart-scaling", "sweep")
+    with refused("did you mean quickstart-scaling"):
+        load_study("quickstart-scalign", "scale")
+    with refused("preset of studies", "scale"):
+        Recipe.load("quickstart-scaling")

@@ -17,6 +17,13 @@ def recipes(incomplete: str) -> list[str]:
     return [*presets(), *files, *runs(incomplete)]
 
 
+def studies(incomplete: str) -> list[str]:
+    """Presets of studies, and what can be trained."""
+    from windlass.recipe import study_presets
+
+    return [*study_presets(), *recipes(incomplete)]
+
+
 def runs(incomplete: str) -> list[str]:
     """Run and study directories under `runs/`, `studies/` and what was typed."""
     patterns = ("runs/*", "studies/*", f"{incomplete}*", f"{incomplete}*/*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ def recipe(
     recipe: RecipeName = "",
     *,
     overrides: Overrides,
-    list_: bool = typer.Option(False, "--list", help="List the presets."),
+    list_: bool = typer.Option(False, "--list", help="List the presets, of studies too."),
     schema: bool = typer.Option(False, "--schema", help="Print the JSON schema of a recipe, for editors."),
     key: str = typer.Option(
         "",
@@ -44,7 +45,7 @@ def recipe(
     ),
 ) -> None:
     """Print a recipe with every setting resolved; list the presets; print the schema; explain a setting."""
-    from windlass.recipe import Recipe, explain, presets
+    from windlass.recipe import Recipe, explain, presets, study_presets
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
@@ -53,10 +54,13 @@ def recipe(
         typer.echo(explain(key, recipe, overrides))
     elif list_:
         rows = []
-        for name, path in presets().items():  # with the first sentence of the comment that the file opens with
+        for name, path in (
+            presets() | study_presets()
+        ).items():  # with the first sentence of the comment that the file opens with
             comment = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
             sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
-            rows.append((name, f"{sentence}."))
+            verb = {} if name in presets() else tomllib.loads(path.read_text(encoding="utf-8"))
+            rows.append((name, f"{sentence}.{' (windlass ' + verb['verb'] + ')' if verb else ''}"))
         rich_console(sys.stdout).print(pairs(rows))
     elif recipe:
         loaded = Recipe.load(recipe, overrides)

@@ -26,19 +26,17 @@ Modes, and what stays equal as the ranks grow:
                  and without offload and activation checkpointing, --precisions
 The smallest of --worlds is the baseline.
 """
-RECIPE_HELP = "What is trained, or a study to continue."
+RECIPE_HELP = "What is trained, a study to continue, or a preset of one."
 
 
 def scale(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.recipes)],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.studies)],
     overrides: Overrides,
     mode: str = typer.Option("", help="strong (default), fixed-data, weak or strategies; see below."),
     worlds: str = typer.Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = typer.Option("", help="With --mode weak: batch (default) or model."),
-    repeats: int = typer.Option(0, min=0, metavar="R", help="Runs of each setup; default 1.", show_default=False),
-    warmup: int = typer.Option(
-        -1, min=-1, metavar="STEPS", help="First steps, which do not count; default 5.", show_default=False
-    ),
+    repeats: int | None = typer.Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
+    warmup: int | None = typer.Option(None, min=0, metavar="STEPS", help="First steps, which do not count; default 5."),
     precisions: str = typer.Option("", metavar="P,P", help="With strategies: train.precision, as fp32,bf16."),
     project: str = typer.Option("", metavar="N,N,...", help="More ranks, to predict; marked as such."),
     no_probe: bool = typer.Option(False, "--no-probe", help="Do not measure machine and steps without communication."),
@@ -56,26 +54,32 @@ def scale(
     """
     from rich.live import Live
 
-    from windlass.recipe import Recipe
     from windlass.study import scale as studies
+    from windlass.study.presets import load_study
     from windlass.study.study import Study
     from windlass.study.sweep import DONE_STATES
     from windlass.telemetry.terminal import rich_console
 
-    base, path = Recipe.load(recipe, overrides), dir_ or (Path(recipe) if Study.is_study(recipe) else None)
-    if Study.is_study(recipe) and overrides and not worlds:
+    is_study = Study.is_study(recipe)
+    base, options = load_study(recipe, "scale", overrides)
+    if is_study and overrides and not worlds:
         raise UserError(
             f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out, or add --worlds"
         )
-    if not worlds and not (path and Study.is_study(path)):
+    given = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "worlds": numbers("worlds", worlds)}
+    given |= {"precisions": [word for word in precisions.split(",") if word], "project": numbers("project", project)}
+    options |= {name: value for name, value in given.items() if value not in (None, "", [])}
+    path = dir_ or (Path(recipe) if is_study else None)
+    if not options.get("worlds") and not (path and Study.is_study(path)):
         raise UserError("which numbers of ranks? Write --worlds 1,2 (the smallest is the baseline)")
-    settings: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "path": path}
-    settings |= {"precisions": [word for word in precisions.split(",") if word], "project": numbers("project", project)}
-    settings |= {"probes": not no_probe, "retry_failed": retry_failed, "only": only if only >= 0 else None}
     shown, console = dict[str, tuple[str, float]](), rich_console(sys.stderr if json_ else sys.stdout)
     with Live(console=console, auto_refresh=False) as live:
-        show = partial(_show, live, shown)
-        study = studies.scale(base, numbers("worlds", worlds), **settings, show=show, notify=console.out)
+        work: dict[str, Any] = {
+            "show": partial(_show, live, shown),
+            "notify": console.out,
+            "retry_failed": retry_failed,
+        }
+        study = studies.scale(base, **options, **work, path=path, probes=not no_probe, only=only if only >= 0 else None)
     results = study.results()
     if json_:
         typer.echo(json.dumps([result.row() for result in results], indent=1))

@@ -35,15 +35,17 @@ Axes, which are crossed:
     parallel.world=1,2,4                 the ranks of a cell: no setting, but an axis; overrides --world
 """
 NAMES = {"loss": "validation loss", "loss.bits_per_byte": "bits per byte"}
-RECIPE_HELP = "The recipe that all cells share, or a study."
+RECIPE_HELP = "The recipe that all cells share, a study, or a preset of one."
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.recipes)],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|STUDY", help=RECIPE_HELP, autocompletion=complete.studies)],
     axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
     dir_: Path | None = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
-    world: int = typer.Option(1, min=1, help="Ranks of each cell; parallel.world=1,2,4 makes them an axis."),
+    world: int = typer.Option(
+        0, min=0, help="Ranks of each cell, default 1; parallel.world=1,2,4 makes them an axis.", show_default=False
+    ),
     workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),
     halving: bool = typer.Option(False, help="Asynchronous successive halving, by checkpoint.best: see above."),
@@ -65,13 +67,14 @@ def sweep(
     """
     from rich.live import Live
 
-    from windlass.recipe import Recipe
     from windlass.study import sweep as studies
+    from windlass.study.presets import load_study, preset_dir
     from windlass.study.study import Study
     from windlass.telemetry.terminal import rich_console
 
-    base, axes = Recipe.load(recipe, set_), axes or []
-    path = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
+    base, preset = load_study(recipe, "sweep", set_)
+    axes, world = axes or preset.get("axes", []), world or preset.get("world", 1)
+    path = dir_ or (Path(recipe) if Study.is_study(recipe) else preset_dir(base, preset))
     settings: dict[str, Any] = {"path": path, "world": world, "retry_failed": retry_failed}
     settings |= {"stop_diverged": stop_diverged, "halving": halving, "launch": launch}
     if create:

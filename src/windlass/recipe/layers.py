@@ -32,6 +32,11 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted((Path(__file__).parent.parent / "presets").glob("*.toml"))}
 
 
+def study_presets() -> dict[str, Path]:
+    """The studies that ship with the package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent.parent / "presets" / "studies").glob("*.toml"))}
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """`a.b=value` as key and TOML value; a value that is no TOML is taken as the text it is."""
     key, equals, value = text.partition("=")
@@ -103,6 +108,8 @@ def _find(recipe: str | Path) -> Path:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
     if name.endswith(".toml") or "/" in name:
         raise UserError(f"there is no recipe or run {name}; the presets are {', '.join(shipped)}")
+    if name in study_presets():
+        raise UserError(f"{name} is a preset of studies, not of recipes: give it to scale or sweep")
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")

@@ -2,13 +2,15 @@
 
 `probes/<cell>/<i>` are run directories of `windlass train` processes, each with one rank's share of the cell's batch and no
 communication. On this machine as many run side by side as the cell has ranks here, so that they contend for cores and memory
-as those do. They are killed when all have done enough steps. `probe.json` beside them says how it ended. `machine.json` of the
-study has what `windlass check` measured, by `<hosts>x<ranks>` (all ranks).
+as those do: each is suspended after its first step until all have come there, and all are killed when they have done enough
+steps. `probe.json` beside them says how it ended. `machine.json` of the study has what `windlass check` measured, by
+`<hosts>x<ranks>` (all ranks).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -25,13 +27,15 @@ from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, usable_cores, visible_gpus
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.study.grid import Cell, Scaling
+from windlass.study.grid import Cell
 from windlass.study.study import Study
 from windlass.study.sweep import CellProcess
 
-STEPS = 10  # of a probe after its warm-up, at least
-WINDOWS = 4  # of its `train` lines, at least
+STEPS, WINDOWS = 10, 4  # of a probe after its warm-up, at least; windows are those between two `train` lines
+MOST_EVERY = 5  # steps of a window, at most
+ENDLESS, TINY_LR = 10**6, 1e-9  # it is killed before its end, and its loss must stay finite without a schedule
 SECONDS = 600.0  # a probe that takes longer is ended, with the steps that it has
+POLL_SECONDS = 0.05
 CHECK_BYTES = "4M"  # largest message on a CPU
 
 
@@ -39,15 +43,15 @@ def probe_dir(study: Study, cell: Cell) -> Path:
     return study.path / "probes" / Path(cell.directory).name
 
 
-def probe_recipe(cell: Cell, scaling: Scaling) -> Recipe:
+def probe_recipe(cell: Cell) -> Recipe:
     """One rank's share of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
-    every = min(recipe.telemetry.every, 5)
+    every = min(recipe.telemetry.every, MOST_EVERY)
     batch = recipe.batch(world, "cpu" if not visible_gpus() or recipe.parallel.device == "cpu" else "cuda")
-    steps = scaling.warmup + max(STEPS, WINDOWS * every)
     return recipe.replace({
         "train.global_batch": recipe.train.global_batch // world, "train.micro_batch": batch.micro_batch,
-        "train.steps": 10 * steps, "train.early_stop": 0, "optim.schedule.warmup": 0, "optim.schedule.decay": 0,
+        "train.steps": ENDLESS, "train.early_stop": 0, "optim.schedule.kind": "constant", "optim.schedule.warmup": 0, "optim.schedule.steps": 0,
+        "optim.lr": TINY_LR, "optim.muon_lr": TINY_LR,
         "parallel.strategy": "single", "parallel.offload": False, "parallel.shard_size": 0,
         "eval.every": 0, "eval.sample_every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0,
         "telemetry.every": every, "telemetry.trackers": [],
@@ -66,10 +70,10 @@ def run_probe(
         return  # one rank does not communicate, and what is offloaded takes time that no communication does
     shutil.rmtree(directory, ignore_errors=True)  # of a probe that was killed: its ranks must start together
     directory.mkdir(parents=True)
-    recipe, gpus = probe_recipe(cell, study.scaling), visible_gpus()
+    recipe, gpus = probe_recipe(cell), visible_gpus()
     write_atomic(directory / "recipe.toml", recipe.toml())
-    wanted = recipe.train.steps // 10 if isinstance(recipe.train.steps, int) else 0
-    notify(f"{cell.label}: {wanted} steps without communication, {ranks} process{'es' * (ranks > 1)}")
+    steps = study.scaling.warmup + max(STEPS, WINDOWS * recipe.telemetry.every)
+    notify(f"{cell.label}: {steps} steps without communication, {ranks} process{'es' * (ranks > 1)}")
     processes, stopped = list[CellProcess](), list[int]()
     with _signals(stopped):
         for rank in range(ranks):
@@ -78,31 +82,41 @@ def run_probe(
             device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
             processes.append(CellProcess(cell, command, place, recipe.train.threads, device))
         try:
-            reason = _wait(processes, [Run(directory / str(rank)) for rank in range(ranks)], wanted, stopped)
+            reason = _wait(processes, [Run(directory / str(rank)) for rank in range(ranks)], steps, stopped)
         finally:
             for process in processes:
                 process.kill()
     if stopped:
         raise Stopped("stopped with everything saved; start the study again to continue")
     state = "failed" if reason else "finished"
-    write_atomic(directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": wanted}))
+    write_atomic(directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": steps}))
     if reason:
         notify(f"{cell.label}: the probe failed, so the time of communication stays unknown: {reason}")
 
 
-def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], wanted: int, stopped: list[int]) -> str:
-    """Until all runs have done their steps, one has failed, or a signal came; why one failed."""
-    until = time.monotonic() + SECONDS
+def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]) -> str:
+    """Until all have done so many steps side by side, one has failed, or a signal came; why one failed."""
+    until, suspended = time.monotonic() + SECONDS, dict[int, int]()  # by rank the step at which it was suspended
+
+    def step(rank: int) -> int:
+        return max((line["step"] for line in runs[rank].lines("train")), default=0)
+
     while not stopped:
         for process in processes:
             if (code := process.poll()) is not None:
                 return process.failure(code) or "it ended before its last step"
-        steps = [max((line["step"] for line in run.lines("train")), default=0) for run in runs]
-        if min(steps) >= wanted:
+        for rank in set(range(len(runs))) - suspended.keys():
+            if step(rank):
+                os.killpg(processes[rank].pid, signal.SIGSTOP)
+                suspended[rank] = step(rank)
+                if len(suspended) == len(runs):
+                    for process in processes:
+                        os.killpg(process.pid, signal.SIGCONT)
+        if len(suspended) == len(runs) and all(step(rank) >= suspended[rank] + steps for rank in suspended):
             return ""
         if time.monotonic() > until:
-            return f"{min(steps)} of {wanted} steps after {SECONDS:.0f} s"
-        time.sleep(0.2)
+            return f"not {steps} steps within {SECONDS:.0f} s"
+        time.sleep(POLL_SECONDS)
     return ""
 
 

@@ -18,10 +18,11 @@ from windlass.errors import UserError, did_you_mean
 from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import plan
 from windlass.processes import usable_cores, visible_gpus
-from windlass.recipe import Recipe, as_recipe, settings, typed
+from windlass.recipe import Recipe, settings, typed
 from windlass.recipe.settings import SHARDED
 from windlass.study import probe
 from windlass.study.grid import MODES, NODES, REPEAT, WORLD, Assignment, Cell, Scaling
+from windlass.study.presets import load_study
 from windlass.study.study import Study
 from windlass.study.sweep import Sweep
 
@@ -35,32 +36,40 @@ STRATEGIES = (
 
 def scale(
     recipe: Recipe | str | Path, worlds: Sequence[int] = (), *, mode: str = "", grow: str = "", nodes: Sequence[int] = (),
-    repeats: int = 0, warmup: int = -1, project: Sequence[int] = (), precisions: Sequence[str] = (),
-    path: str | Path | None = None, probes: bool = True, retry_failed: bool = False, only: int | None = None,
+    repeats: int | None = None, warmup: int | None = None, project: Sequence[int] = (), precisions: Sequence[str] = (),
+    path: str | Path | None = None, preset: str = "", probes: bool = True, retry_failed: bool = False,
+    only: int | None = None,
     show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
 ) -> Study:  # fmt: skip
     """Train every cell of a scaling study that is not done yet on this machine, one at a time, and return the study.
 
-    `worlds` are the numbers of ranks, the smallest is the baseline. `mode` (default `strong`) says what stays when they grow:
+    `recipe` is also a preset of studies, which has options of its own, or a study's directory, to continue it.
+    `worlds` are the numbers of ranks; the smallest is the baseline. `mode` (default `strong`) says what stays when they grow:
 
     - `strong`: the global batch, which is the recipe's, and the steps
     - `fixed-data`: the batch of a rank, which is the recipe's `train.global_batch`, and the data: the steps shrink
     - `weak`: the batch of a rank and the steps; or, with `grow="model"`, the global batch, and `model.layers` grows
     - `strategies`: everything; at one number of ranks strategies, offload, activation checkpointing and `precisions` differ
 
-    `nodes` are the hosts of each of the `worlds`, for a study that `windlass submit` trains. Each setup is trained `repeats`
-    times; `warmup` steps of each start are not counted; `project` are numbers of ranks to predict the rest for. `path` is the
-    study's directory (None: `studies/<preset>-<mode>-<hash>`); without `worlds` the study that is there is continued. `probes`
-    False leaves out the measurements without communication and of the machine; `only` is the number of the one cell to work on,
-    as one job of a cluster does it, with all ranks of the job. `show` and `notify` are those of `sweep`.
+    `nodes` are the hosts of each of the `worlds`, where all ranks of a job train a cell. Each setup is trained `repeats`
+    times (default 1); `warmup` steps of each start (5) are not counted; `project` are numbers of ranks to predict for. `path`
+    is the study's directory (None: `studies/<preset>-<mode>-<hash>`); without `worlds` the study there is continued. `preset`
+    is the study preset that the options are from. `probes` False leaves out the measurements without communication and of the machine; `only` is the number of the one cell to work
+    on. `show` and `notify` are those of `sweep`.
 
     Raises UserError where a cell cannot be, Stopped after a signal.
     """
-    recipe = as_recipe(recipe)
-    if worlds and not nodes:
-        prepare(recipe)  # else the first cell would pay for it
-    asked = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "project": tuple(project)}
-    study = create_study(recipe, worlds, nodes=nodes, asked=asked, precisions=precisions, path=path)
+    base, options = load_study(recipe, "scale")
+    if isinstance(recipe, str | Path) and Study.is_study(recipe):
+        path = path or recipe
+    given = {"worlds": worlds, "mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "project": project}
+    given |= {"preset": preset}
+    options |= {
+        name: value for name, value in (given | {"precisions": precisions}).items() if value not in ("", None, (), [])
+    }
+    if options.get("worlds") and not nodes:
+        prepare(base)  # else the first cell would pay for it
+    study = create_study(base, nodes=nodes, path=path, **options)
     for note in study.notes:
         notify(note)
     if NODES in study.keys and only is None:
@@ -72,19 +81,19 @@ def scale(
 
 
 def create_study(
-    recipe: Recipe, worlds: Sequence[int] = (), *, nodes: Sequence[int] = (), asked: dict[str, Any] | None = None,
-    precisions: Sequence[str] = (), path: str | Path | None = None, threads: int = 0, preset: str = "",
+    recipe: Recipe, worlds: Sequence[int] = (), *, nodes: Sequence[int] = (), precisions: Sequence[str] = (),
+    path: str | Path | None = None, threads: int = 0, preset: str = "", **options: Any,
 ) -> Study:  # fmt: skip
     """The scaling study of these options, written to disk, or what is there grown by its cells; see `scale`.
 
-    `threads` are those of a rank on a CPU, where the cells do not run on this machine.
+    `threads` are those of a rank on a CPU, where the cells do not run on this machine; `options` those of `Scaling`.
     """
     if path is None:
-        first = merge(None, asked or {}, preset)
+        first = merge(None, options, preset)
         name = preset or "-".join(filter(None, (recipe.preset, first.mode, first.grow)))
         path = Path("studies") / f"{name}-{recipe.config_hash[:8]}"
     path, before = Path(path), Study.open(path) if Study.is_study(path) else None
-    scaling = merge(before.scaling if before else None, asked or {}, preset)
+    scaling = merge(before.scaling if before else None, options, preset)
     if not worlds:
         if before is None or before.scaling is None:
             raise UserError("worlds=[1, 2, 4]: name the numbers of ranks to compare; the smallest is the baseline")
@@ -98,11 +107,9 @@ def create_study(
     return Study.create(recipe.replace({"telemetry.every": every}), listed, path, scaling=scaling)
 
 
-def merge(before: Scaling | None, asked: dict[str, Any], preset: str) -> Scaling:
-    """What a study measures, from what it measured before and from the options that were given (all others are empty)."""
-    given = {
-        key: value for key, value in asked.items() if value not in ("", 0, -1, ()) or (key == "warmup" and value == 0)
-    }
+def merge(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:
+    """What a study measures, from what it measured before and from the options that were given."""
+    given = options | ({"project": tuple(options["project"])} if "project" in options else {})
     mode = given.get("mode", before.mode if before else "strong")
     if mode not in MODES:
         raise UserError(f"mode={mode}: {did_you_mean(mode, MODES)}")

@@ -18,9 +18,10 @@ from types import FrameType
 from windlass.checkpoint.retention import better
 from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError, require
 from windlass.processes import WINDLASS, thread_share, visible_gpus
-from windlass.recipe import Recipe, as_recipe
+from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
+from windlass.study.presets import load_study, preset_dir
 from windlass.study.result import CellResult
 from windlass.study.study import Axes, Study
 
@@ -33,16 +34,17 @@ STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
 def sweep(
-    recipe: Recipe | str | Path, axes: Axes, *, path: str | Path | None = None, world: int = 1, workers: int = 1,
+    recipe: Recipe | str | Path, axes: Axes = (), *, path: str | Path | None = None, world: int | None = None, workers: int = 1,
     stop_diverged: bool = False, halving: bool = False, retry_failed: bool = False, only: int | None = None,
     launch: bool = False,
     show: Callable[[Study], None] = lambda study: None, notify: Callable[[str], None] = lambda text: None,
 ) -> Study:  # fmt: skip
     """Train every cell of a grid that is not done yet, and return the study.
 
-    `recipe` is what all cells share, `axes` the grid, as typed (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to
-    values, `path` the study's directory (None: `studies/<preset>-<hash>`). A study that is there grows by the cells that it
-    does not have, and all that are open are trained. A cell has `world` ranks where it does not set
+    `recipe` is what all cells share (or a preset of studies, which has axes and world of its own), `axes` the grid, as typed
+    (`["optim.lr=1e-2,1e-3"]`) or as a mapping of keys to values, `path` the study's directory (None:
+    `studies/<preset>-<hash>`). A study that is there grows by the cells that it
+    does not have, and all that are open are trained. A cell has `world` ranks (default 1) where it does not set
     `parallel.world`; `workers` cells run side by side, each with an equal share of the cores and devices of its own.
     `stop_diverged` stops a cell whose loss diverged (`study.diverged`), `halving` is asynchronous successive halving by
     `checkpoint.best`, `retry_failed` trains failed and diverged cells again, `only` is the number of the one cell to work
@@ -53,7 +55,9 @@ def sweep(
     """
     if halving:
         require("optuna", "halving=True")
-    recipe = as_recipe(recipe)
+    recipe, preset = load_study(recipe, "sweep")
+    axes, world = axes or preset.get("axes", ()), world or preset.get("world", 1)
+    path = path or preset_dir(recipe, preset)
     recipe.check_packages()
     study = Study.create(recipe, axes, Path(path) if path else None)
     if study.scaling:
