@@ -13,6 +13,7 @@ BAD_INPUT = 2  # the message says what was wrong, where, and what to write inste
 NOT_MEASURED = 44  # `windlass check`: the bandwidth could not be measured
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
 INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as shells have it)
+LOST = 69  # `windlass launch` in a job: a rank or host was lost, none failed (EX_UNAVAILABLE): a batch script starts it again
 STOPPED = 75  # by a signal, with everything saved: the same command resumes (EX_TEMPFAIL)
 
 
@@ -33,6 +34,10 @@ class UserError(ValueError):
 
 class RunFailed(RuntimeError):
     """A run that cannot continue for a reason that is not the user's input; the command line exits with 1."""
+
+
+class HostLost(RunFailed):
+    """A run that ended because a rank or host was lost; the command line exits with 69."""
 
 
 class Stopped(Exception):

@@ -22,6 +22,9 @@ from typing import Any
 WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of ours
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
 STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT already: nobody else can take it
+REPORTS = (
+    "WINDLASS_REPORTS"  # in a job: a directory that its hosts share, where ranks leave their exit codes and failures
+)
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to say so and to exit
 WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
 PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h
@@ -79,7 +82,7 @@ def keep_freed_memory() -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed. `secondary`: it only lost contact with another rank, which failed first."""
+    """How a rank failed. `secondary`: it only lost contact with another rank, which failed first. `lost`: it fell silent."""
 
     rank: int
     host: str
@@ -88,6 +91,7 @@ class Failure:
     error: str
     time: float
     secondary: bool = False
+    lost: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} at step {self.step}, phase {self.phase}: {self.error}"
@@ -115,9 +119,16 @@ class RankStatus:
 
     def write(self, failure: Failure) -> None:
         """Leave what ended this rank (its own failure or another rank's) to the launcher."""
-        with contextlib.suppress(OSError):
-            if self.directory:
-                Path(self.directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
+        for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
+            with contextlib.suppress(OSError):
+                Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
+
+
+def report_code(code: Any) -> None:
+    """Leave this process's exit code to `windlass launch`: torchrun and mpiexec turn it into another one."""
+    with contextlib.suppress(OSError):
+        if reports := os.environ.get(REPORTS):
+            Path(reports, f"code-{socket.gethostname()}-{os.getpid()}").write_text(str(code))
 
 
 def read(directory: str | Path, what: str, rank: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """`windlass submit` through a real SLURM of two nodes: a training over both, its end by the limit, a lost node, a cancel."""
 
+import contextlib
 import shlex
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import DDP, TRAIN, assert_same, launched
 from slurm_cluster import Cluster
@@ -138,6 +140,55 @@ def test_a_check_under_its_bandwidth_ends_the_job_before_training(cluster: Clust
     ended = cluster.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "46:0", "0"), log_of(run.path)
     assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()
+
+
+def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
+    """One rank has nothing to send; the run directory's name has a space."""
+    run = Run(tmp_path / "a run")
+    words = [*settings(run.path), "parallel.device=cpu", "--nodes", "1", "--min-busbw", "1"]
+    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    ended = cluster.wait(read_json(run.path / "job.json")["job"])
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "44:0", "0"), log_of(run.path)
+    assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()
+
+
+@pytest.mark.full
+def test_a_rank_that_is_lost_starts_the_job_again_once(cluster: Cluster, settings, tmp_path, undisturbed):
+    """The job's script does it, by exit code 69: SLURM, whose node is well, sees only a task that was killed."""
+    run = Run(tmp_path / "run")
+    job = submitted(cluster, run.path, settings(run.path, **(LONG | {"checkpoint.every": 20})))
+    wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 150)
+    rank = next(p for p in psutil.process_iter() if is_rank_1(p, run.path))
+    rank.kill()
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert run.state == "finished" and "a host or rank was lost" in log_of(run.path)
+    assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
+    assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
+    assert not list(run.path.glob(".open*")) and not list(run.path.glob(".ends*"))
+
+
+def is_rank_1(process: psutil.Process, run: Path) -> bool:
+    """Whether it trains in `run` as rank 1 under srun."""
+    with contextlib.suppress(psutil.Error):
+        trains = any(str(run) in word for word in process.cmdline()) and "launch" not in process.cmdline()
+        return trains and process.environ().get("SLURM_PROCID") == "1"
+    return False
+
+
+@pytest.mark.full
+def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_path, undisturbed):
+    """It turns each exit code into 1; the job knows from the ranks that they have saved, and requeues itself."""
+    run, site = Run(tmp_path / "run"), tmp_path / "site.toml"
+    site.write_text('launcher = "torchrun"\n')
+    job = submitted(cluster, run.path, settings(run.path, **LONG), "--site", str(site))
+    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
+    assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    ended = cluster.wait(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
+    assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
+    assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import pytest
 from launching import DDP, assert_same
 
 from helpers import wait_for
+from windlass.fileio import read_json
 from windlass.run import Run
 
 pytestmark = pytest.mark.dist
@@ -33,13 +34,14 @@ class TwoHosts:
     names: list[str]
     started: list[subprocess.Popen] = field(default_factory=list)
 
-    def train(self, settings: list[str], log: Path) -> list[subprocess.Popen]:
-        """`torchrun` on both hosts, one rank each."""
+    def train(self, settings: list[str], log: Path, hidden: Path | None = None) -> list[subprocess.Popen]:
+        """`torchrun` on both hosts, one rank each; the second host has a disk of its own at `hidden`."""
         port = str(next(PORTS))
         processes = []
         for number, name in enumerate(self.names):
+            mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)]
             words = [
-                "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                "ip", "netns", "exec", name, *(mount if number and hidden else []), sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                 "--node-rank", str(number), "--master-addr", "10.77.0.1", "--master-port", port, "-m", "windlass", "train",
                 "quickstart", *settings,
             ]  # fmt: skip
@@ -100,10 +102,28 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     for process in hosts.train(settings(tmp_path / "run", **DDP), log):
         assert process.wait(150) == 0, text(log)
     assert_same(tmp_path / "run", two_local_ranks)
+    assert "2 ranks on 2 hosts, started by torchrun; gloo between ranks" in text(log)
+    launch = read_json(tmp_path / "run" / "environment.json")["launch"]
+    assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo") and launch["versions"]["torch"]
     places = [line for line in Run(tmp_path / "run").log_path.read_text().splitlines() if "[rank=" in line]
     assert (
         "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0] and "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
     )
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.dir"])
+def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
+    """One message, before anything is prepared; nothing hangs, and nothing is left behind."""
+    own = tmp_path / "own"
+    own.mkdir()
+    places = {"run.dir": tmp_path / "run", "data.dir": tmp_path / "data"} | {key: own / "x"}
+    began, words = time.monotonic(), settings(None, **DDP, **{name: str(path) for name, path in places.items()})
+    for process in hosts.train(words, tmp_path / "log", hidden=own):
+        assert process.wait(100) == 1, text(tmp_path / "log")  # torchrun's code for any failure
+    assert time.monotonic() - began < 60
+    output = text(tmp_path / "log")
+    assert f"windlass: {key}: {own}/x of" in output and "(rank 1)" in output and f"{key}=PATH" in output, output
+    assert list(own.iterdir()) == [] and not any(path.exists() for path in places.values())
 
 
 @pytest.mark.full

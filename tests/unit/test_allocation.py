@@ -1,19 +1,23 @@
 """The allocation of a shell, by its variables, and the command that starts all ranks."""
 
+import json
+import shutil
 import socket
 import subprocess
 
 import pytest
 
-from helpers import refused
+from helpers import refused, windlass
 from windlass.launch.allocation import (
     Allocation,
     free_port,
     job_variables,
     launch_command,
     load_job,
+    outcome,
     read_allocation,
     save_job,
+    wait_for_ranks,
 )
 from windlass.variables import expand_counts, expand_hosts
 
@@ -89,6 +93,64 @@ def test_srun():
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=0"] and words[
         -2:
     ] == ["x", "-y"]
+
+
+def test_another_launcher():
+    """torchrun on each host, with all cores of its ranks; mpiexec under SLURM, which it asks for the hosts."""
+    environ = {"SLURM_CPUS_PER_TASK": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "4711", "PATH": "/bin"}
+    words = launch_command(read_allocation(SLURM, 0), ["x"], environ=environ, launcher="torchrun")
+    assert {"srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words) and words[-2:] == [
+        "--no-python",
+        "x",
+    ]
+    words = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 4), "F"), ["x"], launcher="torchrun")
+    assert words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"] and "--rdzv-endpoint=a:29400" in words
+    assert launch_command(read_allocation(SLURM, 0), ["x"], launcher="mpiexec") == [
+        "mpiexec",
+        "-n",
+        "8",
+        "-ppn",
+        "4",
+        "x",
+    ]
+    with refused("PBS", "mpiexec or torchrun"):
+        launch_command(Allocation("pbs", "7", ("a",), (1,), "F"), ["x"], launcher="srun")
+    with refused("--per-host"):
+        launch_command(Allocation("slurm", "7", ("a", "b"), (2, 1)), ["x"], launcher="torchrun")
+
+
+def test_how_the_ranks_ended(tmp_path):
+    """torchrun turns each code into 1; where all failures are lost contacts, or ranks that fell silent, a host was lost."""
+    silent, late = ({"secondary": x, "lost": not x} for x in (False, True))
+    assert outcome(1, tmp_path) == 1
+    for rank, failure in enumerate((silent, late)):
+        (tmp_path / f"failure-{rank}.json").write_text(json.dumps(failure))
+    assert (outcome(0, tmp_path), outcome(137, tmp_path)) == (0, 69)
+    (tmp_path / "failure-2.json").write_text(json.dumps({"secondary": False, "lost": False}))
+    assert outcome(9, tmp_path) == 9, "one failed, and the others lost it"
+    for code in (46, 2, 75):
+        (tmp_path / f"code-n1-{code}").write_text(str(code))
+        assert outcome(1, tmp_path) == code
+
+
+def test_a_launcher_that_waits_for_a_lost_host_is_ended(tmp_path):
+    (tmp_path / "failure-0.json").touch()
+    child = subprocess.Popen(["sleep", "60"])
+    assert wait_for_ranks(child, tmp_path, seconds=0.1) == -9
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)")
+def test_the_tables_of_launch(tmp_path):
+    """Exercise D: 8 ranks on two hosts of PBS; the command alone on stdout."""
+    (tmp_path / "nodes").write_text("x1\n" * 4 + "x2\n" * 4)
+    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    done = windlass("launch", "--print", "--", "python", "train.py", cwd=tmp_path, env=job)
+    wanted = f"mpiexec -n 8 -ppn 4 --hostfile {tmp_path}/nodes python train.py"
+    assert done.stdout.strip() == wanted.replace("-ppn 4", "--map-by ppr:4:node") or done.stdout.strip() == wanted
+    rows = [line.split() for line in done.stderr.splitlines()]
+    assert ["x1", "4", "0-3"] in rows and ["x2", "4", "4-7"] in rows and ["world", "8"] in rows
+    assert ["host", "file", str(tmp_path / "nodes")] in rows and ["launcher", "mpiexec"] in rows
 
 
 def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):

@@ -37,7 +37,7 @@ def test_the_header_for_slurm(tmp_path):
         f"--output={tmp_path}/logs/%x_%A_%a.out", "--open-mode=append", "--requeue", "--signal=B:USR1@120",
         "--exclusive", "--job-name=mine",
     )]  # fmt: skip
-    assert {"module load cuda/12.6", "export NCCL_IB_HCA='mlx5 0'"} <= set(script.splitlines())
+    assert {"module load cuda/12.6 || exit 1", "export NCCL_IB_HCA='mlx5 0'"} <= set(script.splitlines())
 
 
 def test_the_header_for_pbs(tmp_path):
@@ -48,11 +48,22 @@ def test_the_header_for_pbs(tmp_path):
         for array in ([0, 2, 3], [3], [])
     )
     assert header(none) == [f"#PBS {x}" for x in (
-        "-N run", "-l select=2:ncpus=32:ngpus=4:mpiprocs=4:system=polaris", "-l walltime=01:00:00", "-q gpu", "-A lab",
+        "-N run", "-l select=2:ncpus=32:ngpus=4:mpiprocs=4:system=polaris", "-l place=scatter", "-l walltime=01:00:00", "-q gpu", "-A lab",
         "-M me@site.org", "-m ae", "-r y", "-j oe", "-o /dev/null",
     )]  # fmt: skip
     assert set(header(many)) - set(header(none)) == {"#PBS -J 0-3"} and header(one) == header(none)
     assert 'case "$task" in 1) exit 0' in many and "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
+
+
+def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
+    site = Site(launcher="torchrun", cells_at_once=2)
+    job = job_of(tmp_path, "train", INDEX, array=[0, 2])
+    assert "export WINDLASS_LAUNCHER=torchrun" in render(job, site, "slurm").splitlines()
+    assert "#SBATCH --array=0,2%2" in header(render(job, site, "slurm"))
+    assert "#PBS -J 0-2%2" in header(render(job, site, "pbs"))
+    spaced = Job("a run", ["train"], tmp_path, tmp_path / "a run", tmp_path / "submit.sh")
+    assert f'#SBATCH --output="{tmp_path}/a run/%x_%j.out"' in header(render(spaced, site, "slurm"))
+    assert "#PBS -N a_run" in header(render(spaced, site, "pbs"))
 
 
 @pytest.fixture
@@ -61,7 +72,9 @@ def run_script(tmp_path, monkeypatch):
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "qsub").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/queued\ncat >>{tmp_path}/queued\n')
-    (tools / "qsub").chmod(0o755)
+    (tools / "qrerun").write_text(f'#!/bin/sh\n[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
     (tmp_path / "logs").mkdir()
 
     def start(body: str, **more) -> subprocess.Popen:
@@ -101,6 +114,24 @@ def test_any_other_end_is_an_end(run_script, tmp_path, code):
     assert not (tmp_path / "queued").exists()
 
 
+@pytest.mark.parametrize("operator", [False, True])
+def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operator):
+    """By `qrerun` where PBS allows that, else by a job that follows; the count goes on in that job."""
+    if operator:
+        (tmp_path / "operator").touch()
+    for times in (1, 2, 2):
+        assert run_script("exit 69", max_restarts=2).wait(20) == 69
+        text = (tmp_path / "queued").read_text()
+        assert (text.count("rerun 7.server"), text.count("afterany:7.server")) == (
+            (times, 0) if operator else (0, times)
+        )
+    assert run_script("exit 69", max_restarts=2).wait(20) == 69, "the count began anew after the job had ended"
+    process = run_script("trap 'exit 69' TERM; touch up; while :; do sleep 0.05; done", max_restarts=9)
+    wait_for((tmp_path / "up").exists, 20)
+    process.terminate()
+    assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3, "ended by a person"
+
+
 @pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (75, False)])
 def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
     """As the synchronisation of offline trackers; not before the run has ended."""
@@ -110,11 +141,12 @@ def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
 
 def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb"]'])
-    for mode in ("offline", "online"):
-        site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode})
+    recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb", "mlflow", "tensorboard"]'])
+    for mode, uri in (("offline", "sqlite:///x.db"), ("online", "http://127.0.0.1:5000")):
+        site = Site(gpus_per_node=1, environment={"WANDB_MODE": mode, "MLFLOW_TRACKING_URI": uri})
         script, _ = submit_run(recipe, "quickstart", [], scheduler="slurm", site=site, dry_run=True)
-        assert ("WANDB_MODE=online" in script and "track" in script and "--to wandb" in script) == (mode == "offline")
+        assert ("WANDB_MODE=online" in script and "--to wandb" in script) == (mode == "offline")
+        assert ("--to mlflow" in script) == (mode == "online") and "--to tensorboard" not in script
 
 
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
@@ -167,6 +199,7 @@ def test_the_site_file(tmp_path, monkeypatch):
     for text, words in (
         ('queue = "x"', ["queue", "partition"]), ("time = 4", ["time"]), ("a =", ["site.toml"]),
         ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]), ('scheduler = "lsf"', ["scheduler", "lsf"]),
+        ('launcher = "ssh"', ["launcher", "ssh"]),
     ):  # fmt: skip
         path.write_text(text)
         with refused(*words):
@@ -181,6 +214,8 @@ def test_the_site_file(tmp_path, monkeypatch):
     with refused("sbatch"):
         find_scheduler("slurm", Site())
     assert find_scheduler("", Site(scheduler="pbs"), dry_run=True) == "pbs"
+    with refused("launcher", "mpiexec or torchrun"):
+        find_scheduler("pbs", Site(launcher="srun"), dry_run=True)
 
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):

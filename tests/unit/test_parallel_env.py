@@ -90,6 +90,10 @@ def test_srun_with_unequal_hosts():
     assert len({env.port for env in envs}) == 1
     assert 15_000 <= envs[0].port < 30_000
     assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5")) == envs[3]  # PMI of srun's own
+    mpich = detect_env(
+        slurm(0, PMI_RANK="0", PMI_SIZE="10", PMI_LOCAL_SIZE="4")
+    )  # srun started mpiexec's proxies, one a host
+    assert (mpich.launcher, mpich.world, mpich.local_world) == ("mpi", 10, 4)
 
 
 def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():

@@ -20,6 +20,7 @@ def show(console):
         run="runs/x", recipe="quickstart", config_hash="0123abcd", device="cpu", world=2, strategy="ddp",
         precision="fp32", model="10,745,088 parameters", tokens_per_step=4096, first_step=50,
         data={"data": "wiki.txt", "training": "4,096 tokens", "validation": "none", "tokenizer": "byte, 257 ids"}, epochs=2.0,
+        launch={"hosts": ["n1: rank 0, 1 x cpu", "n2: rank 1, 1 x cpu"]},
     )  # fmt: skip
     console.tick(99)
     line = {
@@ -59,6 +60,8 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
         "warning: mlflow: no way",
         r"  | or not \x1b[31mto\x07 be" + "  -x-" * 40,
         "ranks   2 ranks x cpu, ddp, fp32",
+        "hosts   n1: rank 0, 1 x cpu",
+        "        n2: rank 1, 1 x cpu",
         "work    200 steps x 4,096 tokens = 819k tokens, resumed after step 50",
     ):
         assert line in lines

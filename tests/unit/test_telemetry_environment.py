@@ -7,6 +7,7 @@ from windlass.telemetry import environment
 from windlass.telemetry.environment import (
     describe_hosts,
     describe_job,
+    describe_launch,
     describe_places,
     describe_rank,
     scrub,
@@ -98,6 +99,13 @@ def test_hosts_and_places_of_ranks():
         "[cuda:0][rank=0/2][local_rank=0/1][node=0/1] n0", "[cuda:1][rank=1/2][local_rank=1/1][node=0/1] n0",
         "[cuda:0][rank=2/2][local_rank=0/0][node=1/1] n1",
     ]  # fmt: skip
+    launch = {"launcher": "slurm", "world": 3, "nodes": 2, "strategy": "ddp", "backend": "nccl"}
+    launch |= {"versions": {"windlass": "1", "torch": "2.11", "cuda": "12.6", "nccl": "2.27"}}
+    assert describe_launch(launch | {"scheduler": "SLURM", "job": "8", "machine": "alps"}, ranks) == {
+        "job": ["SLURM job 8 on alps"], "launch": ["3 ranks on 2 hosts, started by slurm; nccl between ranks"],
+        "hosts": describe_hosts(ranks), "with": ["windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27"],
+    }  # fmt: skip
+    assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}
     assert describe_job(slurm) == {"scheduler": "SLURM", "job": "8", "machine": "alps"}
     assert describe_job({"PBS_JOBID": "7.s"}) == {"scheduler": "PBS", "job": "7.s"} and describe_job({}) == {}

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from windlass import __version__, errors
+from windlass import __version__, errors, processes
 from windlass.cli import complete
 
 SPIN = "10000"
@@ -86,7 +86,11 @@ def main(arguments: list[str] | None = None) -> None:
         command = app.command(verb, epilog=getattr(module, "EPILOG", None))
         command(getattr(module, "evaluate" if verb == "eval" else verb))
     with _outputs():
-        _run(arguments)
+        try:
+            _run(arguments)
+        except SystemExit as end:
+            processes.report_code(end.code)
+            raise
 
 
 @contextlib.contextmanager
@@ -119,7 +123,7 @@ def _run(arguments: list[str] | None) -> None:
         sys.exit(130)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         print(f"windlass: {as_typed(str(error))}", file=sys.stderr)
-        kinds = {errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
+        kinds = {errors.HostLost: errors.LOST, errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
         sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
     except Exception as error:
         if not hasattr(error, "show"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -20,6 +21,7 @@ from windlass.errors import DONE, FAILED, NOT_MEASURED, STOPPED, TOO_SLOW, RunFa
 from windlass.processes import WINDLASS
 
 if TYPE_CHECKING:
+    from windlass.launch.allocation import Allocation
     from windlass.preflight.check import Check
 
 
@@ -27,44 +29,79 @@ def launch(
     command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank.", show_default=False),
     ranks: int = typer.Option(0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."),
     per_host: int = typer.Option(0, min=0, help="Ranks on each host."),
-    print_: bool = typer.Option(False, "--print", help="Print the command and run nothing."),
+    launcher: str = typer.Option(
+        "",
+        envvar="WINDLASS_LAUNCHER",
+        metavar="srun|mpiexec|torchrun",
+        help="Default: the site's, or the scheduler's own.",
+    ),
+    print_: bool = typer.Option(
+        False, "--print", help="Print the command, and tables of hosts and ranks; run nothing."
+    ),
 ) -> int:
     """Run a command on every rank of the allocation: by srun under SLURM, by mpiexec under PBS, else as local processes.
 
-    The exit code is that of the command: 75 where a signal stopped it with everything saved. A signal to this process reaches
-    every rank.
+    The exit code is that of the command: 75 where a signal stopped it with everything saved; 69 where a host of a job was
+    lost. A signal to this process reaches every rank.
     """
     from windlass import processes
     from windlass.launch import allocation as here
+    from windlass.launch.submit import read_site
 
     if parent := os.environ.pop(processes.PARENT, ""):  # a cell ends with its sweep; its ranks have other parents
         processes.exit_with_parent(int(parent))
     allocation = here.read_allocation(os.environ, len(processes.visible_gpus())).with_ranks(ranks, per_host)
-    flavor = here.mpi_flavor() if allocation.scheduler == "pbs" else ""
+    launcher = launcher or read_site().launcher
+    if launcher not in ("", *here.LAUNCHERS):
+        raise UserError(f"--launcher {launcher}: there are {', '.join(here.LAUNCHERS)}")
+    by_mpi = allocation.scheduler == "pbs" or (allocation.scheduler != "none" and launcher == "mpiexec")
+    flavor = here.mpi_flavor() if by_mpi else ""
     if port := here.free_port(allocation.hosts[0]):  # this is the host of rank 0: all ranks meet there
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
-    words = here.launch_command(allocation, command, flavor, os.environ)
+    words = here.launch_command(allocation, command, flavor, os.environ, launcher)
+    if print_:
+        _show_allocation(allocation, launcher, len(processes.visible_gpus()))
+        typer.echo(shlex.join(words))
+        return DONE
     if allocation.scheduler == "none":
         from windlass.launch.local import launch as launch_local
 
-        if print_:
-            typer.echo(f"{shlex.join(words)}   # {allocation.ranks} processes on this machine")
-            return DONE
         return launch_local(words, allocation.ranks)
-    typer.echo(shlex.join(words), err=not print_)
-    if print_:
-        return DONE
-    try:
-        child = subprocess.Popen(words, preexec_fn=processes.kill_with_parent)  # noqa: PLW1509 - no threads here
-    except OSError as error:
-        raise UserError(f"{words[0]} cannot be started: {error.strerror}; load the machine's module for it") from None
-    # srun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
-    code = child.wait()
-    return code if code >= 0 else 128 - code
+    typer.echo(shlex.join(words), err=True)
+    with here.reports_dir() as reports:
+        environ = os.environ | {processes.REPORTS: reports}
+        try:
+            child = subprocess.Popen(words, env=environ, preexec_fn=processes.kill_with_parent)  # noqa: PLW1509 - no threads here
+        except OSError as error:
+            raise UserError(
+                f"{words[0]} cannot be started: {error.strerror}; load the machine's module for it"
+            ) from None
+        # srun, torchrun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
+        code = here.wait_for_ranks(child, Path(reports))
+        return here.outcome(code if code >= 0 else 128 - code, Path(reports))
+
+
+def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
+    """Its hosts and ranks as tables, on stderr: the command alone is on stdout."""
+    from windlass.launch.allocation import starter
+    from windlass.telemetry.terminal import pairs, rich_console, table
+
+    console, firsts = rich_console(sys.stderr), list(itertools.accumulate(allocation.per_host, initial=0))
+    rows = [
+        (host, str(count), f"{first}-{first + count - 1}" if count > 1 else str(first))
+        for host, count, first in zip(allocation.hosts, allocation.per_host, firsts, strict=False)
+    ]
+    console.print(table(["host", "ranks", "numbers"], rows, console.width, text=["host"]))
+    facts = {
+        "scheduler": allocation.scheduler, "job": allocation.job, "host file": allocation.hostfile,
+        "hosts": str(len(allocation.hosts)), "GPUs per host": f"{gpus} (here)", "world": str(allocation.ranks),
+        "launcher": (allocation.scheduler != "none" and launcher) or starter(allocation.scheduler) or "local processes",
+    }  # fmt: skip
+    console.print(pairs([(name, value) for name, value in facts.items() if value]))
 
 
 def env(

@@ -6,18 +6,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.errors import UserError
+from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import write_atomic
 from windlass.variables import SECRET_NAME, expand_counts, expand_hosts
 
@@ -29,6 +33,10 @@ OF_ONE_TASK = re.compile(
 PASSED_ON = re.compile(
     r"(NCCL|TORCH|OMP|GOMP|CUDA|HF|WANDB|MLFLOW|WINDLASS|MASTER|GLOO|PYTHON)|(PATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
 )
+JOB_DIR = "WINDLASS_JOB_DIR"  # set by a batch script: its log directory, which all hosts see
+LAUNCHER_SECONDS = 120.0  # srun and mpiexec have ended by then
+TORCHRUN_PORT = 29_400
+LAUNCHERS = ("srun", "mpiexec", "torchrun")
 FLAVORS = {"openmpi": r"open ?mpi|openrte|prrte", "pals": r"\bpals\b|cray", "mpich": r"hydra|mpich|intel\(r\) mpi"}
 """What `mpiexec --version` prints, by implementation; they have different names for ranks per host."""
 
@@ -92,21 +100,44 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
 
 
 def launch_command(
-    allocation: Allocation, command: Sequence[str], flavor: str = "mpich", environ: Mapping[str, str] | None = None
-) -> list[str]:
+    allocation: Allocation, command: Sequence[str], flavor: str = "mpich", environ: Mapping[str, str] | None = None,
+    launcher: str = "",
+) -> list[str]:  # fmt: skip
     """The `srun` or `mpiexec` that runs `command` on all ranks; the bare command where there is no scheduler.
 
+    `launcher` is `srun`, `mpiexec` or `torchrun` (which one of those starts on each host); by default that of the scheduler.
     `flavor` is the implementation of `mpiexec`: `mpich`, `openmpi` or `pals`; `environ` is what its ranks are to have. Unequal
     hosts get their numbers of ranks from the host file, as PBS writes it.
     """
     hosts, ranks, per_host = allocation.hosts, allocation.ranks, allocation.per_host
     if allocation.scheduler == "none":
         return list(command)
-    if allocation.scheduler == "slurm":
+    if launcher == "torchrun":
+        if len(set(per_host)) > 1:
+            raise UserError(
+                "torchrun starts as many ranks on each host, and this job's hosts differ: give --per-host N"
+            )
+        environ = environ or {}
+        where = f"{environ.get('MASTER_ADDR', hosts[0])}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}"
+        words = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--nproc-per-node={per_host[0]}",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={allocation.job}",
+            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--no-python", *command,
+        ]  # fmt: skip
+        if "SLURM_CPUS_PER_TASK" in environ:  # of a rank
+            environ = {**environ, "SLURM_CPUS_PER_TASK": str(int(environ["SLURM_CPUS_PER_TASK"]) * per_host[0])}
+        return launch_command(replace(allocation, per_host=(1,) * len(hosts)), words, flavor, environ)
+    if (launcher or starter(allocation.scheduler)) == "srun":
+        if allocation.scheduler == "pbs":
+            raise UserError(f"job {allocation.job} is one of PBS, which has no srun: launcher = mpiexec or torchrun")
         # Ranks that stop exit with 75, one after another: the first must not end the others (--kill-on-bad-exit). One that
         # is lost is seen by the others, and what is left of them ends 60 s after the first.
         spread = f"--ntasks-per-node={per_host[0]}" if len(set(per_host)) == 1 else "--distribution=block"
         size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", spread]
+        if cores := (environ or {}).get(
+            "SLURM_CPUS_PER_TASK"
+        ):  # srun does not take it from the job (SLURM 22.05 and later)
+            size.append(f"--cpus-per-task={cores}")
         return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
     equal = len(set(per_host)) == 1
     if flavor == "openmpi":
@@ -114,7 +145,49 @@ def launch_command(
         options += environment_options(environ or {})
     else:
         options = ["-ppn", str(per_host[0])] if equal else []
-    return ["mpiexec", "-n", str(ranks), *options, "--hostfile", allocation.hostfile, *command]
+    hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []  # under SLURM mpiexec asks SLURM
+    return ["mpiexec", "-n", str(ranks), *options, *hostfile, *command]
+
+
+def starter(scheduler: str) -> str:
+    """What starts processes on the hosts of a job where nothing else is asked for."""
+    return {"slurm": "srun", "pbs": "mpiexec"}.get(scheduler, "")
+
+
+def reports_dir() -> tempfile.TemporaryDirectory[str]:
+    """A directory where the ranks of a job leave how they ended: that of the batch script, else one at home."""
+    base = Path(os.environ.get(JOB_DIR) or jobs_dir())
+    with contextlib.suppress(OSError):
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return tempfile.TemporaryDirectory(prefix=".ends-", dir=base, ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix="windlass-")
+
+
+def wait_for_ranks(child: subprocess.Popen[bytes], reports: Path, seconds: float = LAUNCHER_SECONDS) -> int:
+    """The exit code of `srun` or `mpiexec`; killed where it still waits for a lost host so long after a rank has failed."""
+    failed_at = None
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(2.0)
+        if failed_at is None and any(reports.glob("failure-*")):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > seconds:
+            child.kill()
+
+
+def outcome(code: int, reports: Path) -> int:
+    """The exit code of a launch, from that of its command and from what its ranks left in `reports`.
+
+    torchrun turns every code into 1, and mpiexec some: a stop, bad input and the codes of a check come from the ranks. 69
+    where ranks ended only because others fell silent: a host was lost, or a rank killed.
+    """
+    codes = {path.read_text() for path in reports.glob("code-*")}
+    for known in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
+        if str(known) in codes:
+            return known
+    failures = [json.loads(path.read_text()) for path in reports.glob("failure-*.json")]
+    only_lost = bool(failures) and all(failure["secondary"] or failure["lost"] for failure in failures)
+    return LOST if code and only_lost else code
 
 
 def environment_options(environ: Mapping[str, str]) -> list[str]:

@@ -50,6 +50,10 @@ class Site(BaseModel):
     """Lines of shell to run first, as `source ~/venv/bin/activate`."""
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
+    launcher: str = Field("", pattern="^(srun|mpiexec|torchrun)?$")
+    """What starts the ranks: `srun`, `mpiexec` or `torchrun` (one on each host); empty: `srun` under SLURM, `mpiexec` under PBS."""
+    cells_at_once: int = Field(0, ge=0)
+    """Most cells of a study that run at the same time (the limit of an array); 0: as many as the scheduler starts."""
     scratch: str = ""
     """Directory in which jobs run and below which relative run directories are; empty: where `submit` is called."""
 
@@ -91,35 +95,46 @@ def render(job: Job, site: Site, scheduler: str) -> str:
 
 def slurm_header(job: Job, site: Site) -> list[str]:
     """The options of `sbatch`, one a line."""
-    output = "%x_%A_%a.out" if job.array else "%x_%j.out"
+    output, at_once = (
+        "%x_%A_%a.out" if job.array else "%x_%j.out",
+        f"%{site.cells_at_once}" if site.cells_at_once else "",
+    )
     optional = {
-        "--array": ",".join(map(str, job.array)), "--gpus-per-node": job.gpus_per_node, "--time": job.time or site.time,
+        "--array": f"{','.join(map(str, job.array))}{at_once}" if job.array else "", "--gpus-per-node": job.gpus_per_node, "--time": job.time or site.time,
         "--partition": site.partition, "--account": site.account, "--constraint": site.constraint, "--mail-user": site.mail,
         "--mail-type": "END,FAIL" if site.mail else "",
     }  # fmt: skip
     return [
-        f"--job-name={job.name}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}",
+        f"--job-name={_quoted(job.name)}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}",
         f"--cpus-per-task={site.cpus_per_rank}", *(f"{name}={value}" for name, value in optional.items() if value),
-        f"--output={job.logs}/{output}", "--open-mode=append", "--requeue", f"--signal=B:USR1@{GRACE_SECONDS}",
+        f"--output={_quoted(f'{job.logs}/{output}')}", "--open-mode=append", "--requeue", f"--signal=B:USR1@{GRACE_SECONDS}",
     ]  # fmt: skip
 
 
+def _quoted(value: str) -> str:
+    """A value as sbatch reads it."""
+    return f'"{value}"' if re.search(r"\s", value) else value
+
+
 def pbs_header(job: Job, site: Site) -> list[str]:
-    """The options of `qsub`, one a line. PBS has no array of one task, and names of at most 15 characters."""
+    """The options of `qsub`, one a line. PBS has no array of one task, and names of at most 15 characters without spaces."""
+    at_once = f"%{site.cells_at_once}" if site.cells_at_once else ""
     gpus = f":ngpus={job.gpus_per_node}" if job.gpus_per_node else ""
     cores = site.cpus_per_rank * job.ranks_per_node
     select = f"-l select={job.nodes}:ncpus={cores}{gpus}:mpiprocs={job.ranks_per_node}"
     optional = {
-        "-J": f"{job.array[0]}-{job.array[-1]}" if len(job.array) > 1 else "", "-l walltime=": job.time or site.time,
+        "-J": f"{job.array[0]}-{job.array[-1]}{at_once}" if len(job.array) > 1 else "", "-l walltime=": job.time or site.time,
         "-q": site.partition, "-A": site.account, "-M": site.mail, "-m": "ae" if site.mail else "",
     }  # fmt: skip
     given = [f"{name}{'' if name.endswith('=') else ' '}{value}" for name, value in optional.items() if value]
     select += f":{site.constraint}" if site.constraint else ""
-    return [f"-N {job.name[:15]}", select, *given, "-r y", "-j oe", "-o /dev/null"]
+    scatter = ["-l place=scatter"] if job.nodes > 1 else []  # else PBS may put two chunks on one host
+    name = re.sub(r"[^\w.+-]", "_", job.name)[:15]
+    return [f"-N {name}", select, *scatter, *given, "-r y", "-j oe", "-o /dev/null"]
 
 
 START = """\
-# An attempt that never came to its end lost a host.
+# An attempt that never came to its end, or ended with 69, lost a host.
 open={open}
 lost=$([ -e "$open" ] && echo $(($(cat "$open") + 1)) || echo 0)
 if [ "$lost" -gt {most} ]; then
@@ -130,17 +145,24 @@ echo "$lost" >"$open"
 """
 WAIT = """\
 child=$!
+again() {{
+  {again}
+}}
 limit= ended= timer=
 trap 'limit=1; kill -TERM $child' USR1  # the time limit is near
-trap 'ended=1; kill -TERM $child' TERM  # ended by a person, or by a scheduler that starts it again by itself
+trap 'ended=1; kill -TERM $child' TERM USR2  # ended by a person, or by a scheduler that starts it again by itself
 {timer}
 wait $child; code=$?
 while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done
 [ $code -gt 128 ] && {{ wait $child; code=$?; }}  # a signal cut the wait short, not the command
 [ $timer ] && kill $timer 2>/dev/null
 rm -f "$open"
-if [ $code = 75 ] && [ $limit ] && [ ! $ended ]; then
-  {again}
+if [ ! $ended ] && [ $code = 75 ] && [ $limit ]; then
+  again
+elif [ ! $ended ] && [ $code = 69 ] && [ "$lost" -lt {most} ]; then
+  echo "windlass: a host or rank was lost; the job is started again"
+  echo "$lost" >"$open"  # the next start counts this one
+  again
 fi
 """
 
@@ -154,7 +176,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     command = shlex.join(job.command).replace(shlex.quote(INDEX), '"$task"')
     left_out = set(range(job.array[0], job.array[-1])) - set(job.array) if job.array and not slurm else set()
     limit = seconds(job.time or site.time)
-    log = f'{shlex.quote(str(job.logs))}/"{job.name}_{job_id}.out"'
+    log = f'{shlex.quote(str(job.logs / job.name))}_"{job_id}.out"'
     # A new job that follows this one, where it cannot be put back: PBS lets only its operators do that, and a new job for
     # one task of an array is not an array.
     if slurm:
@@ -165,22 +187,27 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
             f'qrerun "$PBS_JOBID" 2>/dev/null || '
             f'sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task"'
         )
+    exported = {
+        "WINDLASS_JOB_DIR": str(job.logs),
+        **({"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}),
+        **site.environment,
+    }
     done = "|".join(map(str, sorted(left_out)))
     return [
         *([] if slurm else [f"exec >>{log} 2>&1"]),
         f"task={index}",
         *([f'case "$task" in {done}) exit 0;; esac  # cells that are done'] if left_out else []),
         f"cd {shlex.quote(str(job.directory))} || exit 1",
-        *([f"module load {shlex.join(site.modules)}"] if site.modules else []),
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(site.environment.items())),
+        *(['[ "$(type -t module)" ] || . /etc/profile', f"module load {shlex.join(site.modules)} || exit 1"] if site.modules else []),
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())),
         *site.setup,
         "",
-        *START.format(open=f'{shlex.quote(str(job.logs))}/".open-{job_id}"', most=job.max_restarts).splitlines(),
+        *START.format(open=f'{shlex.quote(str(job.logs))}/".open-${{task:-run}}"', most=job.max_restarts).splitlines(),
         *([shlex.join(job.before), "code=$?", '[ $code = 0 ] || { rm -f "$open"; exit $code; }', ""] if job.before else []),
         f"{command} &",
         *WAIT.format(
             timer=f"(sleep {max(1, limit - GRACE_SECONDS)}; kill -USR1 $$) 2>/dev/null & timer=$!" if limit and not slurm else "",
-            again=again,
+            again=again, most=job.max_restarts,
         ).splitlines(),
         *(f"[ $code = 75 ] || {shlex.join(command)}" for command in job.after),
         "exit $code",

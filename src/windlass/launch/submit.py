@@ -78,6 +78,8 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
             "neither sbatch (SLURM) nor qsub (PBS) is on this machine: submit from a login node; --scheduler NAME --dry-run "
             "prints the script"
         )
+    if chosen == "pbs" and site.launcher == "srun":
+        raise UserError("launcher = srun in the site file is SLURM's, and PBS has none: write mpiexec or torchrun")
     if chosen not in installed and not dry_run:
         raise UserError(f"there is no {SCHEDULERS[chosen]} here: submit from a login node, or look with --dry-run")
     return chosen
@@ -123,10 +125,13 @@ def submit_run(
     command = [*WINDLASS, "launch", "--", *WINDLASS, "train", typed, *given, f"run.dir='{run.path}'"]
     job = make_job(run.name, command, run.path, site, asked, recipe.parallel.device == "cpu")
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided
-    wandb_mode = site.environment.get("WANDB_MODE", os.environ.get("WANDB_MODE"))
-    if "wandb" in recipe.telemetry.trackers and wandb_mode == "offline":
-        synchronise = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", str(run.path), "--to", "wandb")
-        job = replace(job, after=[synchronise])
+    # W&B offline is sent when the run has ended, and so is what an MLflow server did not get. Local files need nothing.
+    environ = os.environ | site.environment
+    behind = {
+        "wandb": environ.get("WANDB_MODE") == "offline", "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
+    }  # fmt: skip
+    track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", str(run.path), "--to")
+    job = replace(job, after=[(*track, name) for name in recipe.telemetry.trackers if behind.get(name)])
     if run.path.exists() and not dry_run:
         job_id, state = _queued(run.path)
         if state:
@@ -141,6 +146,8 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
         return script, ""
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
+        for mark in job.logs.glob(".open-*"):  # of an earlier job: its lost hosts do not count in this one
+            mark.unlink(missing_ok=True)
         job.script.write_text(script, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{job.script} cannot be written: {error.strerror}; give another run.dir") from None
@@ -183,6 +190,8 @@ def cancel(directory: Path) -> str:
         raise UserError(f"job {job} of {directory} is over: there is nothing to cancel")
     # The batch shell gets the signal, too: it passes it on to the ranks, which save, and requeues nothing.
     program = ["scancel", "--full"] if submitted["scheduler"] == "slurm" else ["qdel"]
+    if program == ["qdel"] and state == "running":  # qdel kills after some seconds, by default 10: too soon for a save
+        program = ["qsig", "-s", "SIGUSR2"]
     done = subprocess.run([*program, job], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunFailed(f"{program[0]} {job}: {done.stderr.strip()}")

@@ -80,7 +80,8 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), "slurm" if in_slurm else "none")
     if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
-    if in_slurm and environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and "RANK" not in environ:
+    own_pmi = (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (environ.get("SLURM_PROCID"), str(tasks))
+    if in_slurm and own_pmi and "RANK" not in environ:
         launcher = "slurm"  # PMI is srun's own, and names no hosts
     if launcher == "none":
         return DistEnv()

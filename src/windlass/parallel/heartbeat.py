@@ -121,7 +121,7 @@ class Heartbeat:
 
 
 def _failure(beat: dict[str, Any], why: str) -> Failure:
-    return Failure(beat["rank"], beat["host"], beat["step"], beat["phase"], why, time.time())
+    return Failure(beat["rank"], beat["host"], beat["step"], beat["phase"], why, time.time(), lost=True)
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from windlass.checkpoint.retention import better
-from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped, UserError, require
+from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, require
 from windlass.processes import WINDLASS, thread_share, visible_gpus
 from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
@@ -95,6 +95,7 @@ class Sweep:
     running: list[CellProcess] = field(default_factory=list)
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
+    lost: str = ""  # why a cell lost a host
 
     def __post_init__(self) -> None:
         on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
@@ -122,6 +123,8 @@ class Sweep:
         self.show(self.study)
         if self.stopping:
             raise Stopped("stopped with everything saved; start the sweep again to continue")
+        if self.lost:
+            raise HostLost(self.lost)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.stopping and number == signal.SIGINT:  # a second Ctrl-C does not wait for saves
@@ -198,12 +201,15 @@ class Sweep:
         if self.study.status(cell) not in ("", "interrupted"):
             return False
         reason = process.failure(code)
-        if code == STOPPED or code < 0 or OCCUPIED in reason:
+        if code == LOST:  # not here again: its job is started again, on other hosts
+            self.lost = reason
+            self.study.set_status(cell, "interrupted", reason)
+        elif code == STOPPED or code < 0 or OCCUPIED in reason:
             times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
             reason = reason or "stopped by a signal"
             self.study.set_status(cell, "interrupted", f"{reason} ({times} times)" if times > 1 else reason)
             return times <= RETRIES
-        if code != DONE:
+        elif code != DONE:
             self.study.set_status(cell, "diverged" if result.divergence and code != BAD_INPUT else "failed", reason)
         elif result.divergence and result.state != "finished":
             self.study.set_status(cell, "diverged", result.divergence)

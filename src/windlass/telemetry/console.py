@@ -63,7 +63,7 @@ class Console:
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
         model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "", first_step: int = 0,
-        threads: str = "", hosts: Sequence[str] = (), job: Mapping[str, str] | None = None,
+        threads: str = "", launch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens, about = short(self.steps * tokens_per_step), "about " * ("lengths" in data)  # rows differ in length
@@ -73,8 +73,7 @@ class Console:
         facts = {
             "run": run, "recipe": f"{recipe} ({config_hash})",
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
-            **({"hosts": "; ".join(hosts)} if hosts else {}),
-            **({"job": " ".join(job.values())} if job else {}),
+            **{name: "\n".join(lines) for name, lines in (launch or {}).items()},
             **({"threads": threads} if threads else {}),
             "model": model,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
@@ -83,7 +82,9 @@ class Console:
             **({"eval": evaluation} if evaluation else {}),
         }  # fmt: skip
         for name, fact in facts.items():
-            self._print(f"{name:<8}{fact}", {"run": "bold", "cut": "yellow"}.get(name, ""), indent=" " * 8)
+            for number, line in enumerate(fact.split("\n")):
+                style = {"run": "bold", "cut": "yellow"}.get(name, "")
+                self._print(f"{'' if number else name:<8}{line}", style, indent=" " * 8)
         if self._terminal is not None:
             from rich.live import Live
 

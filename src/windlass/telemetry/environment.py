@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from windlass import __version__
 from windlass.fileio import write_atomic
 from windlass.telemetry.ledger import now
 from windlass.variables import SECRET_NAME
@@ -93,6 +94,14 @@ def describe_rank(rank: int, device: Any = "cpu", local_rank: int = 0, node: int
     return about | {"name": properties.name, "memory_mb": memory_mb, "cuda": torch.version.cuda, "nccl": nccl}
 
 
+def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Of Windlass, Python and torch; on GPUs of CUDA and NCCL."""
+    import torch
+
+    own = {"windlass": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return own | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
+
+
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
     """The scheduler, the job's id and the machine's name as the scheduler has it; empty outside of a job."""
     for scheduler, (job, name) in SCHEDULERS.items():
@@ -114,6 +123,21 @@ def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
         numbers = f"{first}-{last}" if consecutive and len(own) > 1 else ", ".join(str(rank["rank"]) for rank in own)
         lines.append(f"{host}: rank{'s' * (len(own) > 1)} {numbers}, {len(own)} x {own[0]['name']}")
     return lines
+
+
+def describe_launch(launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What is shown where several ranks train, or a job: name and lines; `launch` is that of environment.json."""
+    hosts = f"{launch['nodes']} host{'s' * (launch['nodes'] != 1)}"
+    backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
+    by = "as one process" if launch["launcher"] == "none" else f"by {launch['launcher']}"
+    words = {"cuda": "CUDA", "nccl": "NCCL"}
+    versions = ", ".join(f"{words.get(name, name)} {version}" for name, version in launch["versions"].items())
+    machine = f" on {launch['machine']}" if "machine" in launch else ""
+    return {
+        **({"job": [f"{launch['scheduler']} job {launch['job']}{machine}"]} if "job" in launch else {}),
+        "launch": [f"{launch['world']} rank{'s' * (launch['world'] != 1)} on {hosts}, started {by}; {backend}"],
+        "hosts": describe_hosts(ranks), "with": [versions],
+    }  # fmt: skip
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

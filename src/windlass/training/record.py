@@ -135,13 +135,17 @@ class Recorder:
         self.console = Console(horizon.steps, ranks.rank, run.log_path)
         stack.callback(self.console.close)
         env = ranks.env
+        self.launch = dict[str, list[str]]()  # rank 0's, for the header
         about = environment.describe_rank(ranks.rank, ranks.device, env.local_rank, env.node)
         self.placed = ranks.all_gather_object("environment", about)
         if ranks.main:
             launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes, "strategy": ranks.strategy}
             backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
-            launch |= {"backend": backend} | environment.describe_job(os.environ)
+            launch |= {"backend": backend, "versions": environment.versions(self.placed)}
+            launch |= environment.describe_job(os.environ)
             environment.write_environment(run.path, self.placed, launch=launch, **origin)
+            alone = ranks.world == 1 and "job" not in launch
+            self.launch = {} if alone else environment.describe_launch(launch, self.placed)
         self.sampler = DeviceSampler(
             run.devices_dir, rank=ranks.rank, world=ranks.world, device=ranks.device, every=settings.sample_seconds,
             attempt=attempt, phases=goodput.seconds,
@@ -167,8 +171,7 @@ class Recorder:
             tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)),
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads,
-            hosts=environment.describe_hosts(self.placed) if self.ranks.world > 1 else (),
-            job=environment.describe_job(os.environ), **shared,
+            launch=self.launch, **shared,
         )  # fmt: skip
         self.console.log(environment.describe_places(self.placed))
         for note in notes:

@@ -21,7 +21,7 @@ from windlass.checkpoint.reshard import gather_state, restore
 from windlass.checkpoint.retention import policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.data.facts import describe
-from windlass.data.prepare import Data, open_data
+from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
 from windlass.errors import UserError
 from windlass.estimate.milestones import checkpoints_to_come
@@ -109,7 +109,7 @@ def set_up(
     """Make every part of a training, in order; `stack` ends them in the reverse order."""
     recipe, goodput = plan.recipe, Goodput()
     ranks = stack.enter_context(init_store(detect_env(), recipe))
-    data = open_data(recipe) if data is None else data
+    data = open_shared(plan, ranks, data)
     init_process_group(ranks, recipe)
     batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
     built = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path) if custom is None else custom
@@ -162,6 +162,12 @@ def set_up(
         suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe), data.train),
         recorder=recorder, callbacks=callbacks, stop_at=stop_at,
     )  # fmt: skip
+
+
+def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
+    """The user's own data, or the recipe's, once run and data directory are known to be seen by all hosts."""
+    start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
+    return open_data(plan.recipe) if data is None else data
 
 
 def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
+from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.optim.schedule import phases
@@ -41,7 +43,7 @@ Value = TypeVar("Value")
 BRANCH_MAY_CHANGE = ("optim.", "train.steps", "train.on_", "train.spike_sigmas", "train.max_skips", "train.grad_clip")
 LEFT_OVER = {
     LOCK, "heartbeat", LINEAGE, f".{LINEAGE}.new", ".recipe.toml.new", ".recipe.toml.partial", "log.txt", "tokenizer",
-    "submit.sh", "job.json", ".open-*", "*.out",
+    "submit.sh", "job.json", ".open-*", ".ends-*", "*.out",
 }  # fmt: skip
 """What a start that failed before it wrote its recipe, or `windlass submit`, leaves behind; a new run may begin among these."""
 LOCK_WAIT_SECONDS = 10.0  # for the lock of a run directory: a process that was just killed may still be ending
@@ -194,6 +196,40 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
     if error:
         raise RunFailed(error) if failed else UserError(error)
     return value  # type: ignore[return-value]
+
+
+def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
+    """Refuse directories that not every host sees, before anything slow: what rank 0 creates there must be there for all.
+
+    A host may have prepared data of its own, on its own disk, in place of shared ones.
+    """
+    if ranks.env.nodes == 1:
+        return
+    places = {"run.dir": run.absolute(), **({"data.dir": data.absolute()} if data is not None else {})}
+
+    def create() -> dict[str, str]:
+        marks = {}
+        for key, place in places.items():
+            there = next(path for path in (place, *place.parents) if path.is_dir())
+            descriptor, marks[key] = tempfile.mkstemp(
+                prefix=".windlass-", dir=there
+            )  # a new name: no cache of NFS has it
+            os.close(descriptor)
+        return marks
+
+    marks = decide_on_rank_0(ranks, "shared", create)
+    has_data = data is not None and Index.load(data) is not None
+    missing = [key for key, mark in marks.items() if not Path(mark).exists() and not (key == "data.dir" and has_data)]
+    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
+    for mark in marks.values() if ranks.main else ():
+        Path(mark).unlink(missing_ok=True)
+    ranks.broadcast_object("removed")  # nobody goes on while they lie there
+    for key, place in places.items():
+        if blind := sorted({f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}):
+            raise UserError(
+                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by {', '.join(blind)}: put it on a file system that all "
+                f"hosts share ({key}=PATH)"
+            )
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:

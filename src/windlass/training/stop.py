@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from windlass import processes
 from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # of people, SLURM, PBS
@@ -63,6 +64,7 @@ class StopSignals:
             os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {message}\n").encode())
             if name:
                 self.before_exit(name)
+        processes.report_code(code)
         os._exit(code)
 
     def seconds_since(self) -> float:
