@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import start
+from helpers import start, wait_for
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import Ledger
@@ -24,11 +24,13 @@ PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
 HEADLINE = {"final_train_loss": 1 / 3, "best_val_loss": 0.25, "duration_s": 98.5}
 
+FACTS = {"parameters": 28_952_064, "device": "NVIDIA A100-SXM4-40GB", "precision": "bf16"}
+
 
 def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None:
     """What training writes: losses of which no two are equal, an evaluation and a sample every 4 steps."""
     ledger = Ledger(run / "metrics.jsonl", attempt, stamp=lambda: {"seconds": {"train": 1.5}})
-    ledger.write("event", first, event="resumed" if attempt else "started", world=2, steps=12)
+    ledger.write("event", first, event="resumed" if attempt else "started", world=2, steps=12, **FACTS)
     for step in range(first + 1, last + 1):
         loss = 5 / step + attempt / 7
         ledger.write(
@@ -66,11 +68,30 @@ def finished(tmp_path_factory):
         for attempt in ((0, 0, 8), (1, 5, 12, "finished")):
             trackers = Trackers(Path("runs/the-run"), NAMES, 120.0)
             train(run, *attempt)
+            if attempt[0] == 0:
+                wait_for(lambda: shown_so_far(top, run), 200)
+                under_way = shown_so_far(top, run)
             notes += trackers.finish(120)
         text = "\n".join(note.text for note in notes)
         assert "tensorboard --logdir runs/" in text and "mlflow ui --backend" in text and "wandb sync runs/" in text
         assert not any(note.warning for note in notes)
+        (top / "under_way.json").write_text(json.dumps(under_way))
         yield top, run
+
+
+def shown_so_far(top, run):
+    """What MLflow and W&B have of a run that goes on: hyper-parameters, and the last loss; None before there is one."""
+    try:
+        _, stored, curves = from_mlflow(top)
+        records, rows = from_wandb(run)
+        (config,) = [config_of(record.run) for record in records if record.WhichOneof("record_type") == "run"]
+        return stored.data.params, curves["train/loss"][-1], stored.info.status, config, rows[-1]["train/loss"]
+    except (AttributeError, ValueError, AssertionError, LookupError, struct.error):  # not written yet
+        return None
+
+
+def config_of(run):
+    return {item.key: json.loads(item.value_json) for item in run.config.update}
 
 
 def curves_of(lines):
@@ -165,6 +186,15 @@ def test_mlflow_holds_each_step_once(finished):
     assert "samples/0/step-00000012.txt" in artifacts
 
 
+def test_while_the_run_goes_on_each_has_its_parameters_device_and_settings(finished):
+    top, _ = finished
+    params, loss, status, config, offline_loss = json.loads((top / "under_way.json").read_text())
+    assert {name: params[name] for name in FACTS} == {name: str(value) for name, value in FACTS.items()}
+    assert {name: config[name] for name in FACTS} == FACTS and params["optim.lr"] == "0.001" == str(config["optim.lr"])
+    assert (params["world"], config["world"], config["steps"], status) == ("2", 2, 12, "RUNNING")
+    assert loss == [8, 5 / 8] and offline_loss in (5 / 7, 5 / 8), "W&B writes a step's row when the next one comes"
+
+
 def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     _, run = finished
     records, rows = from_wandb(run)
@@ -179,7 +209,7 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     pages = sorted(run.glob("wandb/offline-run-*/files/media/html/samples/0_*.html"), key=lambda x: x.stat().st_mtime)
     assert "To &lt;be&gt;\nor **not** 12 \N{SNOWMAN}" in pages[-1].read_text()
     (begin,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    config = {item.key: json.loads(item.value_json) for item in begin.config.update}
+    config = config_of(begin)
     assert config["optim.lr"] == 1e-3 and begin.display_name == "the-run" and begin.project == PROJECT
     updates = [record.summary.update for record in records if record.WhichOneof("record_type") == "summary"]
     summary = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for update in updates for x in update}

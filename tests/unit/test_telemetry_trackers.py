@@ -1,5 +1,6 @@
 """From the ledger to a tracker: names, each step once, W&B online, and the verb `track`."""
 
+import json
 import math
 import os
 import sys
@@ -13,7 +14,7 @@ from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import Follower, point, replay
+from windlass.telemetry.trackers import DeviceReader, Follower, point, replay
 
 TIME = "2026-01-01T00:00:00.000Z"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -204,3 +205,83 @@ def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = windlass("track", run.path, "--to", "mlflow", "--timeout", str(timeout), code=1)
     assert "trackers/mlflow.log" in done.stderr and ("broken" in done.stderr) == ("broken" in fault)
+
+
+def sample(rank, second, **fields):
+    time = f"2026-01-01T00:00:{second:02d}.000Z"
+    return json.dumps({"time": time, "rank": rank, "attempt": 0, "phase": "train"} | fields) + "\n"
+
+
+def write_samples(run, ranks=2):
+    """Allocated memory of rank r in second s: 100 r + s; utilisation 90 + r, and 5 in the evaluation of the third second."""
+    run.devices_dir.mkdir()
+    for rank in range(ranks):
+        rows = [
+            json.dumps({"time": TIME, "kind": "start", "rank": rank, "attempt": 0, "memory_mb": 80_000}) + "\n",
+            '{"torn\n',
+        ]
+        for s in range(1, 7):
+            use = {"phase": "eval", "util_pct": 5.0} if s == 3 else {"util_pct": 90.0 + rank}
+            rows.append(sample(rank, s, mem_alloc_mb=100.0 * rank + s, mem_reserved_mb=500.0, **use))
+        rows.append(sample(rank, 6, mem_alloc_mb=9e9, attempt=1))  # of a start that came later
+        (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(rows) + '{"is being wr')
+
+
+def train_line(second):
+    return {"kind": "train", "step": second, "attempt": 0, "time": f"2026-01-01T00:00:{second:02d}.500Z"}
+
+
+def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
+    write_samples(run)
+    reader = DeviceReader(run)
+    assert reader.read(train_line(1)) == {}, "the files are not there yet"
+    reader.find()
+    assert reader.read(train_line(2)) == {
+        "device/rank0/util_pct": 90.0, "device/rank0/mem_alloc_mb": 1.5, "device/rank0/mem_reserved_mb": 500.0,
+        "device/rank1/util_pct": 91.0, "device/rank1/mem_alloc_mb": 101.5, "device/rank1/mem_reserved_mb": 500.0,
+    }  # fmt: skip
+    during_evaluation = reader.read(train_line(3))
+    assert during_evaluation["device/rank0/mem_alloc_mb"] == 3.0 and "device/rank0/util_pct" not in during_evaluation
+    assert reader.read(train_line(3)) == {}, "each sample counts once"
+    assert reader.read(train_line(9))["device/rank1/mem_alloc_mb"] == 105.0, "without the later start's"
+    reader.close()
+
+
+def test_of_many_ranks_there_are_mean_lowest_and_highest(run):
+    write_samples(run, ranks=9)
+    reader = DeviceReader(run)
+    reader.find()
+    found = reader.read(train_line(1))
+    assert {name: found[f"device/mem_alloc_mb_{name}"] for name in ("mean", "min", "max")} == {
+        "mean": 401,
+        "min": 1,
+        "max": 801,
+    }
+    assert len(found) == 9
+    reader.close()
+
+
+def test_a_tracker_is_opened_when_the_parameters_are_known(run):
+    """A warning of the start-up comes before the event that has them."""
+    seen = []
+
+    class Tracker(FakeTracker):
+        def connect(self, run, id, settings, started):
+            seen.append(settings)
+            return super().connect(run, id, settings, started)
+
+    live = Follower(run, Tracker().connect)
+    ledger = Ledger(run.metrics_path, 0)
+    ledger.write("event", 0, event="warning", reason="the clock is slow")
+    live.flush()
+    assert not seen
+    ledger.write(
+        "event", 0, event="started", world=2, parameters=28_952_064, device="NVIDIA A100", precision="bf16", steps=4400
+    )
+    ledger.close()
+    live.flush()
+    (settings,) = seen
+    assert (settings["parameters"], settings["device"], settings["precision"], settings["steps"]) == (
+        28_952_064, "NVIDIA A100", "bf16", 4400,
+    )  # fmt: skip
+    assert settings["optim.lr"] == 1e-3 and settings["world"] == 2 and "trained" not in settings

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
-from windlass.run import Line, Run, effective, timestamp
+from windlass.run import STARTS, Line, Run, effective, last_start, timestamp
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.environment import scrub
 
@@ -48,6 +48,13 @@ NO_SCORE = {
     "kind", "step", "time", "attempt", "suite", "epoch", "samples", "samples_trained", "tokens", "items", "examples",
     "runtime_s", "samples_per_s", "tokens_per_s", "train_tokens", "train_samples",
 }  # fmt: skip
+
+
+STARTED = ("parameters", "trained", "steps", "precision", "device")
+"""What it gets of the event of starting, as hyper-parameters beside the recipe's."""
+DEVICE = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "rss_mb", "power_w")
+"""What it gets of the samples of devices: with a `train` line their means since the line before."""
+EACH_RANK = 8  # ranks that have curves of their own; of more there are mean, lowest and highest
 
 
 class Note(NamedTuple):
@@ -176,12 +183,63 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(v) for key, v in numeric.items() if not isinstance(v, bool)}
 
 
+class DeviceReader:
+    """What the ranks' samples of their devices say between one `train` line and the next."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self._files: dict[Path, Any] = {}
+        self._next: dict[Path, Line] = {}  # by file the sample that was read ahead
+
+    def find(self) -> None:
+        """Open the files that have come: those of ranks on other hosts may be late."""
+        for path in sorted(self.run.devices_dir.glob("rank-*.jsonl")):
+            if path not in self._files:
+                self._files[path] = path.open("rb")
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _until(self, path: Path, time: str) -> Iterator[Line]:
+        """The samples of a file up to a time (UTC, as text), each given once."""
+        while True:
+            if path not in self._next:
+                at = self._files[path].tell()
+                if not (text := self._files[path].readline()).endswith(b"\n"):
+                    self._files[path].seek(at)  # is being written
+                    return
+                with contextlib.suppress(ValueError):  # torn by a kill
+                    self._next[path] = json.loads(text)
+                continue
+            if self._next[path].get("time", "") > time:
+                return
+            yield self._next.pop(path)
+
+    def read(self, line: Line) -> dict[str, float]:
+        """Means by name for a `train` line; those of utilisation over the samples of training steps."""
+        means: dict[str, list[float]] = {}
+        for path in self._files:
+            own = [x for x in self._until(path, line["time"]) if x.get("attempt") == line.get("attempt")]
+            for field in DEVICE:
+                samples = [x for x in own if field in x and (field != "util_pct" or x.get("phase") == "train")]
+                if samples:
+                    mean = sum(x[field] for x in samples) / len(samples)
+                    each = f"device/rank{samples[0].get('rank', 0)}/{field}"
+                    means.setdefault(each if len(self._files) <= EACH_RANK else f"device/{field}", []).append(mean)
+        if len(self._files) <= EACH_RANK:
+            return {name: value for name, (value,) in means.items()}
+        statistics = {"mean": lambda x: sum(x) / len(x), "min": min, "max": max}
+        return {f"{name}_{what}": of(values) for name, values in means.items() for what, of in statistics.items()}
+
+
 class Follower:
     """Sends what is new in a run's ledger to a backend, each step once; `connect` is called again after a failure."""
 
     def __init__(self, run: Run, connect: Callable[..., Any]):
         self.run, self.connect = run, connect
         self.backend: Any = None
+        self._devices = DeviceReader(run)
         self._raw: list[Line] = []
         self._offset = self._sent = self._attempt = 0
 
@@ -195,7 +253,8 @@ class Follower:
                 self._offset += len(text)
                 with contextlib.suppress(ValueError):  # torn by a kill
                     self._raw.append(json.loads(text))
-        if not self._raw:
+        begun = any(x["kind"] == "event" and x.get("event") in STARTS for x in self._raw)  # a warning may come before
+        if not self._raw or not (begun or self.backend or last):
             return
         first, newest = self._raw[0], self._raw[-1]
         began, latest = map(timestamp, (first, newest))
@@ -206,20 +265,26 @@ class Follower:
         lines = self._raw[self._sent :]
         if self.backend is None:
             lines, recipe = effective(self._raw), self.run.recipe
+            self._devices.close()
+            self._devices, start = DeviceReader(self.run), last_start(lines)
             world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
             settings = {key: scrub(value) if isinstance(value, str) else value for key, value in recipe.flat().items()}
             study = self.run.path.resolve().parents[1]
             if (study / "study.json").is_file():
                 settings["telemetry.group"] = settings["telemetry.group"] or study.name
             settings |= {"world": world, "strategy": recipe.strategy(world), "config_hash": recipe.config_hash}
+            settings |= {name: start[name] for name in STARTED if start.get(name) is not None}
             # the run's id in every tracker is a hash of its ledger's very first line, which no resume changes
-            id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
-            self.backend = self.connect(self.run, id, settings, began)
+            run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
+            self.backend = self.connect(self.run, run_id, settings, began)
         self._sent, self._attempt = len(self._raw), newest["attempt"]
         marks = self.backend.marks
+        self._devices.find()
+        devices = {id(x): self._devices.read(x) for x in lines if x["kind"] == "train"}
         if lines := [x for x in lines if x["kind"] != "event" and x["step"] > marks.get(stream(x), -1)]:
             marks |= {stream(line): line["step"] for line in lines}
-            self.backend.write(map(point, lines))
+            points = ((point(line), devices.get(id(line), {})) for line in lines)
+            self.backend.write(one._replace(scalars=one.scalars | more) for one, more in points)
         if last:
             self.backend.close(self.run.state, latest)
 
