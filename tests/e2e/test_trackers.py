@@ -2,9 +2,11 @@
 
 import json
 import math
+import sqlite3
 import struct
 import sys
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -82,11 +84,14 @@ def finished(tmp_path_factory):
 def shown_so_far(top, run):
     """What MLflow and W&B have of a run that goes on: hyper-parameters, and the last loss; None before there is one."""
     try:
+        with closing(sqlite3.connect(f"file:{top}/runs/mlflow.db?mode=ro", uri=True)) as store:
+            if not store.execute("select count(*) from metrics").fetchone()[0]:
+                return None  # its client would create the tables itself, at the same time as the exporter
         _, stored, curves = from_mlflow(top)
         records, rows = from_wandb(run)
         (config,) = [config_of(record.run) for record in records if record.WhichOneof("record_type") == "run"]
         return stored.data.params, curves["train/loss"][-1], stored.info.status, config, rows[-1]["train/loss"]
-    except (AttributeError, ValueError, AssertionError, LookupError, struct.error):  # not written yet
+    except (AttributeError, ValueError, AssertionError, LookupError, struct.error, sqlite3.Error):  # not written yet
         return None
 
 
