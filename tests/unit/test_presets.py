@@ -54,6 +54,18 @@ def test_fine_tuning_is_evaluated_and_saved_at_each_epoch(preset, batch, steps, 
     assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.train.precision) == (5e-5, 0.01, "auto")
 
 
+def test_a_short_run_of_shakespeare_keeps_the_schedule_of_the_long_one():
+    """The published run stops at step 100 of 5,000, where the warm-up has just ended; alone it would end at a tenth."""
+    recipe = Recipe.load("shakespeare-char", ["train.global_batch=512", "train.steps=100", "optim.schedule.steps=5000"])
+    whole = Recipe.load("shakespeare-char")
+    short, long = Horizon(100, 3921, 512), Horizon(5000, 3921, 64)
+    assert recipe.batch(8).tokens_per_step == 131_072 and recipe.train.global_batch == 8 * 64
+    for step in (0, 50, 99):
+        expected = factor(whole.optim.schedule, long, step)
+        assert factor(recipe.optim.schedule, short, step) == pytest.approx(expected), step
+    assert factor(recipe.optim.schedule, short, 99) == 1.0 and factor(whole.optim.schedule, short, 99) < 0.2
+
+
 def test_quotas_of_gpt2_124m():
     """The last ten, the best, one an epoch and two of stops, which alone come at no multiple of 250."""
     recipe = Recipe.load("gpt2-124m")
