@@ -29,7 +29,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
     parts: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     parts |= {
         "recipe": recipe, "ranks": ranks, "model": model, "state": state, "scaler": scaler, "recorder": recorder,
-        "optimizer": build_optimizer(unwrap(model), recipe.optim, ranks.device.type),
+        "optimizer": build_optimizer(unwrap(model), recipe.optim, ranks.device.type, mesh=ranks.mesh),
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),

@@ -184,7 +184,7 @@ def resume_exact(bench: Bench) -> Outcome:
 
 def strategies_agree(bench: Bench) -> Outcome:
     """Each strategy in float64 against one process, with the recipe's dropout: the micro-batches are equal."""
-    worlds = {"ddp": 2, "full_shard": 2, "shard_grad_op": 2, "hybrid_shard": 4}
+    worlds = {"ddp": 2, "shard_optim": 2, "full_shard": 2, "shard_grad_op": 2, "hybrid_shard": 4}
     cells = {strategy: world for strategy, world in worlds.items() if world in bench.worlds}
     if not cells:
         return None, "only one rank is possible here"

@@ -82,7 +82,8 @@ def measured(join: Any, r: Recipe, vocab: int, micro: int, accumulation: int) ->
     with join(r) as ranks, MemoryMeter() as meter:
         model = parallelize(build_model(r, vocab), ranks, r)
         initialise(unwrap(model), 0)
-        optimizer, parameters = build_optimizer(unwrap(model), r.optim, "cpu"), list(model.parameters())
+        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", None, ranks.mesh)
+        parameters = list(model.parameters())
         tokens = torch.arange(micro * r.model.context).remainder(vocab).view(micro, -1)
         rest, peaks = 0, list[int]()
         for _ in range(5):

@@ -27,7 +27,7 @@ from windlass.recipe import Horizon
 
 STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
 ACCUMULATIONS = (1, 2, 4)
-CELLS = {2: ("ddp", "full_shard", "shard_grad_op"), 4: ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")}
+CELLS = {2: ("ddp", "shard_optim", "full_shard", "shard_grad_op"), 4: ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")}
 
 
 def rows() -> Rows:

@@ -54,7 +54,9 @@ def test_one_rank(shape, settings):
 
 
 SEVERAL_RANKS = [
-    *({"parallel__strategy": strategy} for strategy in ("ddp", "full_shard", "shard_grad_op")),
+    *({"parallel__strategy": strategy} for strategy in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
+    slow({"parallel__strategy": "shard_optim", "accumulation": 2}),
+    slow({"parallel__strategy": "shard_optim", "optim__kind": "muon"}),
     slow({"parallel__strategy": "ddp", "accumulation": 2}),
     slow({"parallel__strategy": "full_shard", "accumulation": 2}),
     slow({"parallel__strategy": "full_shard", "accumulation": 2, "parallel__reduce_each_micro_batch": True}),

@@ -22,6 +22,7 @@ from windlass.checkpoint.load import choose, open_checkpoint
 from windlass.checkpoint.reshard import gather_state, named_state, restore
 from windlass.checkpoint.save import Saver
 from windlass.optim.muon import Muon
+from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 
 HYBRID_MESH = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
 
@@ -32,7 +33,7 @@ def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.opt
     if variant == "frozen":
         model.layers[1].requires_grad_(False)
         model.embedding.requires_grad_(False)
-    if strategy == "ddp":
+    if strategy in ("ddp", "shard_optim"):
         model = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     else:
         mesh = init_device_mesh("cpu", (world,))
@@ -41,11 +42,17 @@ def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.opt
         for block in model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained, rows = [p for p in model.parameters() if p.requires_grad], {}
+    if strategy == "shard_optim":
+        mesh = init_device_mesh("cpu", (world,))
+        rows = {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row=p.dim() == 2))) for p in trained}
+        trained = list(rows.values())
     if variant == "muon":
         split = {matrices: [p for p in trained if (p.ndim == 2) is matrices] for matrices in (True, False)}
-        return model, Muon({"params": p, "muon": m, "lr": 1e-2, "weight_decay": 0.1} for m, p in split.items())
-    return model, torch.optim.AdamW(trained, lr=1e-2, fused=strategy != "ddp")
+        optimizer: Any = Muon({"params": p, "muon": m, "lr": 1e-2, "weight_decay": 0.1} for m, p in split.items())
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=strategy != "ddp")
+    return model, ShardedOptimizer(rows, optimizer, mesh) if rows else optimizer
 
 
 def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -117,10 +124,10 @@ def check_matrix(folder: Path, variant: str, saved: list[tuple[str, int]], loade
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("variant", "saved", "loaded"), [
-    ("untied", [("full_shard", 4), ("hybrid_shard", 4)], [("ddp", 1), ("full_shard", 4)]),
-    ("tied", [("ddp", 2), ("full_shard", 3)], [("hybrid_shard", 4)]),
+    ("untied", [("full_shard", 4), ("hybrid_shard", 4), ("shard_optim", 2)], [("ddp", 1), ("full_shard", 4)]),
+    ("tied", [("ddp", 2), ("full_shard", 3)], [("hybrid_shard", 4), ("shard_optim", 3)]),
     ("frozen", [("full_shard", 2)], [("ddp", 1), ("full_shard", 4)]),
-    ("muon", [("hybrid_shard", 4)], [("ddp", 1), ("full_shard", 4)]),
+    ("muon", [("hybrid_shard", 4), ("shard_optim", 3)], [("ddp", 1), ("full_shard", 4), ("shard_optim", 2)]),
 ])  # fmt: skip
 def test_sample(tmp_path: Path, variant: str, saved: list[tuple[str, int]], loaded: list[tuple[str, int]]) -> None:
     check_matrix(tmp_path, variant, saved, loaded)
@@ -130,5 +137,5 @@ def test_sample(tmp_path: Path, variant: str, saved: list[tuple[str, int]], load
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["untied", "tied", "frozen", "muon"])
 def test_every_world_and_strategy_to_every_other(tmp_path: Path, variant: str) -> None:
-    cells = list(itertools.product(("ddp", "full_shard", "hybrid_shard"), (1, 2, 3, 4)))
+    cells = list(itertools.product(("ddp", "shard_optim", "full_shard", "hybrid_shard"), (1, 2, 3, 4)))
     check_matrix(tmp_path, variant, cells, cells)

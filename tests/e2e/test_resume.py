@@ -18,7 +18,7 @@ from windlass.run import Run
 __all__ = ["corpus"]
 
 CASES = [
-    ("single", 1, 4), ("ddp", 2, 2), ("full_shard", 2, 2), ("shard_grad_op", 2, 4),
+    ("single", 1, 4), ("ddp", 2, 2), ("shard_optim", 2, 2), ("full_shard", 2, 2), ("shard_grad_op", 2, 4),
     pytest.param("hybrid_shard", 4, 2, marks=pytest.mark.full), pytest.param("full_shard", 4, 1, marks=pytest.mark.full),
 ]  # fmt: skip
 
@@ -40,12 +40,15 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(corpus, tmp_path, strategy, 
 
 
 @pytest.mark.dist
-def test_a_checkpoint_of_two_ranks_is_resumed_by_one_and_by_four(corpus, tmp_path):
+@pytest.mark.parametrize("moves", [
+    [(2, "shard_optim", 4), (1, "full_shard", 7), (4, "ddp", 0)],
+    pytest.param([(2, "full_shard", 3), (2, "shard_optim", 5), (1, "single", 7), (4, "shard_optim", 0)], marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_checkpoint_is_resumed_by_other_ranks_and_under_other_strategies(corpus, tmp_path, moves):
     """The same samples and, to rounding, the same losses: with equal micro-batches, also the same dropout masks."""
     reference, run = tmp_path / "one", tmp_path / "moving"
     assert start(1, settings(corpus, reference, micro=1)) == 0
-    for world, stop in ((2, 4), (1, 7), (4, 0)):
-        strategy = "single" if world == 1 else "full_shard" if world == 2 else "ddp"
+    for world, strategy, stop in moves:
         overrides = settings(corpus, run, strategy, micro=1)
         command = [sys.executable, "-m", "windlass", "train", "quickstart", "--stop-at", str(stop), *overrides]
         assert launch(command, world) in (0, 75)

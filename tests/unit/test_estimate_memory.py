@@ -9,10 +9,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from windlass.estimate.memory import CHUNK_BYTES, Layout, Step, memory, memory_rows, recommend
+from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory, memory_rows, recommend
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
+from windlass.optim import shard
 from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
 
@@ -85,7 +86,7 @@ def test_checkpointed_blocks_save_less(how, over):
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])
 def test_the_peak_of_a_chunked_loss(over):
     """All that the allocator gave out while the loss was computed in chunks, on top of weights and hidden states."""
-    assert CHUNK_BYTES == loss.CHUNK_BYTES
+    assert CHUNK_BYTES == loss.CHUNK_BYTES and GATHER_BYTES == shard.GATHER_BYTES
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
     step = Step(settings, vocab, Layout("single", micro_batch=4))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)
@@ -111,12 +112,16 @@ def test_static_memory_by_hand():
     whole, sharded = gpt2_memory(), gpt2_memory(strategy="full_shard", world=8, shard=8)
     assert (whole.parameters, whole.optimizer) == (4 * n, 8 * n)
     assert (sharded.parameters, sharded.optimizer) == (-(-4 * n // 8), n)
+    zero1 = gpt2_memory(strategy="shard_optim", world=8, shard=8)
+    assert (zero1.parameters, zero1.optimizer) == (4 * n, n)
     assert gpt2_memory(strategy="hybrid_shard", world=8, shard=4).parameters == n
     offloaded = gpt2_memory(strategy="full_shard", world=8, shard=8, offload=True, device="cuda")
     assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.host == pytest.approx(2 * n, rel=1e-6)
     sizes = CountedSizes(total=10**6, trained=10**5, vocab=1000)  # gradients and moments of what is trained
     whole = memory(sizes, 1000, Layout("ddp", 4))
     assert (whole.parameters, whole.gradients, whole.optimizer, whole.activations) == (4e6, 4e5, 8e5, 0)
+    zero1 = memory(sizes, 1000, Layout("shard_optim", 4, 4))
+    assert (zero1.parameters, zero1.gradients, zero1.optimizer) == (4e6, 4e5, 2e5)
     assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
     assert memory(sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0
 

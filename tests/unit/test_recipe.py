@@ -160,6 +160,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (["train.global_batch=10", "train.micro_batch=4"], "train.micro_batch", "nearest that does is 5"),
         (["model.vocab=200"], "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
         (["parallel.offload=true"], "parallel.offload", "FSDP2"),
+        (["parallel.offload=true", "parallel.strategy=shard_optim"], "parallel.offload", "FSDP2"),
         (["model.kind=hf"], "model.name", "directory"),
         (["data.source=https://x.example/a.txt"], "data.sha256", "SHA-256"),
         (["data.source="], "data.source", "empty"),

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import Checkpoint
 from windlass.errors import UserError
+from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.parallelize import unwrap
 
 MODEL, OPTIM = "model/", "optim/"
@@ -198,9 +199,11 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 
 def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
-    """The parameters that the optimizer trains, in the order of the model's names."""
+    """The parameters that the optimizer trains, in the order of the model's names; with `shard_optim` this rank's rows."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
-    parameters = [(name, p) for name, p in unwrap(model).named_parameters() if id(p) in trained]
+    rows = optimizer.rows if isinstance(optimizer, ShardedOptimizer) else {}
+    named = [(name, rows.get(p, p)) for name, p in unwrap(model).named_parameters()]
+    parameters = [(name, p) for name, p in named if id(p) in trained]
     assert len(parameters) == len(trained), "the optimizer has parameters that the model has not"
     return parameters
 

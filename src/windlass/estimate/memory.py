@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from windlass.estimate.devices import USABLE
 from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
 from windlass.recipe.network import ModelSettings
-from windlass.recipe.settings import SHARDED
+from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -28,6 +28,8 @@ CHECKPOINTING = ("none", "selective", "full")
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
 """Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the two equal."""
+GATHER_BYTES = 2**25
+"""Parameters that `windlass.optim.shard` gathers at a time; likewise."""
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
 """The generators' states that activation checkpointing saves for each block."""
 
@@ -38,7 +40,7 @@ class Layout:
 
     strategy: str
     world: int = 1
-    shard: int = 1  # ranks among which parameters, gradients and optimizer state are divided
+    shard: int = 1  # ranks among which the optimizer state is divided; with FSDP2 also parameters and gradients
     precision: str = "fp32"
     checkpointing: str = "none"
     offload: bool = False
@@ -83,23 +85,30 @@ def shard_size(strategy: str, world: int, setting: int = 0) -> int:
     """Ranks in a sharding group; for `hybrid_shard` without `parallel.shard_size` half of all, as on two hosts."""
     if strategy == "hybrid_shard":
         return setting or max(1, world // 2)
-    return world if strategy in SHARDED else 1
+    return world if strategy in (*SHARDED, SHARD_OPTIM) else 1
 
 
 def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
     """The memory of one rank at the peak of a step; of a model of `transformers` without activations."""
     if isinstance(model, CountedSizes):  # AdamW; frozen weights have neither gradients nor optimizer state
         master = max(4, COMPUTE_BYTES[layout.precision])
-        weights, trained = (-(-n // layout.shard) for n in (model.weight_bytes(master), master * model.trained))
+        weights, trained, state = model.weight_bytes(master), master * model.trained, 2 * master * model.trained
+        if layout.strategy in SHARDED:
+            weights, trained = -(-weights // layout.shard), -(-trained // layout.shard)
+        state = -(-state // layout.shard)
         if layout.offload:
-            return Memory(host=weights + 3 * trained, at="states alone")
-        return Memory(weights, trained, 2 * trained, at="states alone")
+            return Memory(host=weights + trained + state, at="states alone")
+        return Memory(weights, trained, state, at="states alone")
     step = Step(model, vocab, layout, optimizer)
     moments = 2 * count(model, vocab).total - (model.layers * block_matrices(model) if optimizer == "muon" else 0)
-    parameters, state, host = -(-step.weights // layout.shard), -(-step.master * moments // layout.shard), 0
+    sharded = layout.strategy in SHARDED
+    parameters, state, host = (
+        -(-step.weights // (layout.shard if sharded else 1)),
+        -(-step.master * moments // layout.shard),
+        0,
+    )
     if layout.offload:  # parameters, optimizer state and reduced gradients
         host, parameters, state = 2 * parameters + state, 0, 0
-    sharded = layout.strategy in SHARDED
     always = 16 * step.n  # tokens and labels, int64
     peak = max(_fsdp_events(step) if sharded else _plain_events(step), key=lambda event: event.total)
     return replace(peak, parameters=parameters, optimizer=state, host=host, buffers=peak.buffers + always)
@@ -120,12 +129,13 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     """A row for each layout that the world of `base` allows, the cheapest in time first, with its micro-batch.
 
     Recomputation costs up to a third more arithmetic. Sharding moves parameters over the network: `shard_grad_op` less than
-    `full_shard`; `hybrid_shard` gathers among half of the ranks. Offload moves everything over the host's bus.
+    `full_shard`; `hybrid_shard` gathers among half of the ranks; `shard_optim` moves half as much again as `ddp`, the parameters
+    while nothing is computed. Offload moves everything over the host's bus.
     """
     # Else activations are unknown: states may be too large, and never surely fit.
     ours = not isinstance(model, CountedSizes)
     base = base if ours else replace(base, checkpointing="none")
-    several = ["ddp", "shard_grad_op", *["hybrid_shard"] * (base.world > 3), "full_shard"]
+    several = ["ddp", "shard_grad_op", "shard_optim", *["hybrid_shard"] * (base.world > 3), "full_shard"]
     strategies = several if base.world > 1 else ["single"]
     kinds = [(c, s, False) for c, s in product(CHECKPOINTING if ours else ("none",), strategies)]
     if base.device == "cuda" and ours:
@@ -192,6 +202,9 @@ class Step:
         self.largest = max(model.ff_width_, model.width + 2 * self.kv) * model.width * self.master
         # Beside weights, gradients and state in the update.
         self.update = 6 * self.largest if optimizer == "muon" else 0
+        if layout.strategy == SHARD_OPTIM and layout.shard > 1:  # rows to send, what is received, and a copy of a part
+            bucket = min(self.weights, max(self.head, GATHER_BYTES))
+            self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
         # Autocast's copies of a block's matrices, which the backward pass needs.
         self.copies = block_matrices(model) * self.compute if self.compute < self.master else 0
 
@@ -290,7 +303,7 @@ class Step:
 def _plain_events(step: Step) -> Iterator[Memory]:
     """One process, or DDP, which has the gradients in its buckets all the time."""
     layers, whole = step.model.layers, step.weights
-    ddp, several = step.layout.strategy == "ddp", step.layout.accumulation > 1
+    ddp, several = step.layout.strategy in ("ddp", SHARD_OPTIM), step.layout.accumulation > 1
     copied = step.layout.checkpointing == "none"  # else autocast's copies are made again in the backward pass
     lasting = whole * (ddp + several)  # between micro-batches DDP has gradients of its own beside its buckets
     for event in step.loss():
@@ -302,7 +315,7 @@ def _plain_events(step: Step) -> Iterator[Memory]:
         yield Memory(0, lasting + new + step.largest, 0, activations, buffers=buffers, at=f"backward of block {left}")
     gradients = (lasting or whole) + step.embedding(bool(lasting))
     yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")
-    yield Memory(gradients=lasting if ddp and not several else max(lasting, whole), buffers=step.update, at="update")
+    yield Memory(gradients=whole if ddp else max(lasting, whole), buffers=step.update, at="update")
 
 
 def _fsdp_events(step: Step) -> Iterator[Memory]:

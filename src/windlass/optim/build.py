@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError, did_you_mean
+from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}  # with PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster
@@ -17,8 +19,9 @@ Group = dict[str, Any]  # `name`, `params`, `base_lr`, `lr`, `weight_decay`, and
 
 
 def build_optimizer(
-    model: nn.Module, settings: OptimSettings, device_type: str, group: torch.distributed.ProcessGroup | None = None
-) -> torch.optim.Optimizer:
+    model: nn.Module, settings: OptimSettings, device_type: str, group: torch.distributed.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer of a recipe, for a model that is already parallelized; `set_lr` sets its learning rate.
 
     Args:
@@ -26,18 +29,28 @@ def build_optimizer(
         settings: The recipe's `optim`.
         device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
         group: With `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
+        mesh: Ranks that hold plain parameters alike, and among which the optimizer's state is divided (`shard_optim`).
     """
-    if settings.kind.startswith("torch.optim."):
-        return build_torch_optimizer(model, settings)
-    devices = {p.device.type for p in model.parameters() if p.requires_grad}
+    groups = (muon_groups if settings.kind == "muon" else adamw_groups)(model, settings)
+    devices = {p.device.type for g in groups for p in g["params"]}
     assert devices, "a model without trained parameters"
+    rows: dict[nn.Parameter, nn.Parameter] = {}
+    in_lines = device_type == "cpu" and (settings.kind in ("adamw", "muon") or settings.options.get("fused"))
+    for g in groups if mesh is not None else ():
+        any_row, whole = not in_lines or g.get("muon", False), [p for p in g["params"] if not isinstance(p, DTensor)]
+        rows |= {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row))) for p in whole}
+        g["params"] = [rows.get(p, p) for p in g["params"]]
     adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": devices <= FUSED_DEVICES}
     if settings.kind == "muon":
         from windlass.optim.muon import Muon
 
-        groups, momentum = muon_groups(model, settings), settings.muon_momentum
-        return Muon(groups, momentum=momentum, **adam, device_type=device_type, group=group)
-    return torch.optim.AdamW(adamw_groups(model, settings), lr=settings.lr, **adam)
+        momentum = settings.muon_momentum
+        optimizer: torch.optim.Optimizer = Muon(groups, momentum=momentum, **adam, device_type=device_type, group=group)
+    elif settings.kind == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=settings.lr, **adam)
+    else:
+        optimizer = build_torch_optimizer(groups, settings)
+    return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
 
 
 def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
@@ -73,18 +86,22 @@ def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def build_torch_optimizer(model: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
+def build_torch_optimizer(groups: list[Group], settings: OptimSettings) -> torch.optim.Optimizer:
     """An optimizer of `torch.optim`; UserError where its state cannot be sharded like the parameters and they are."""
     optimizer: Any = torch_optimizer(settings)
-    groups = adamw_groups(model, settings)
-    sharded = next((p for g in groups for p in g["params"] if isinstance(p, DTensor)), None)
-    probe = nn.Parameter(torch.zeros(3, 2))
-    shapes = {tuple(x.shape) for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))}
-    if sharded is not None and sharded.device_mesh.size() > 1 and shapes - {(), (3, 2)}:
-        raise UserError(
-            f"optim.kind: the state of {settings.kind} has not the shape of its parameters, so that it cannot be sharded: "
-            'write parallel.strategy = "ddp", or another optimizer'
-        )
+    sharded = next((p for g in groups for p in g["params"] if isinstance(p, DTensor) and p.dim()), None)
+    if sharded is not None and sharded.device_mesh.size() > 1:
+        some = torch.zeros(3, 2, device=sharded.device)
+        probe = nn.Parameter(DTensor.from_local(some, sharded.device_mesh, sharded.placements, run_check=False))
+        try:
+            shapes = {x.shape for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))}
+        except RuntimeError:  # torch has not written one of its operations for tensors that are sharded
+            shapes = {torch.Size([0])}
+        if shapes - {torch.Size(), probe.shape}:  # also rows of a matrix have not all that its factors are made of
+            raise UserError(
+                f"optim.kind: {settings.kind} needs whole parameters, and here each rank updates rows of them: "
+                'write parallel.strategy = "ddp", or another optimizer'
+            )
     try:
         built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
     except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from windlass.parallel.dist import Ranks
+from windlass.recipe.settings import SHARDED
 
 CHUNK = 4096  # elements of a gradient whose squares are added in the gradient's own precision (on a CPU)
 
@@ -78,7 +79,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor
     grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
     is_shard = [isinstance(g, DTensor) and any(isinstance(p, Shard) for p in g.placements) for g in grads]
     total = _square_sum([g for g, shard in zip(grads, is_shard, strict=True) if shard], ranks.device)
-    if ranks.mesh is not None and ranks.world > 1:
+    if ranks.mesh is not None and ranks.world > 1 and ranks.strategy in SHARDED:
         dist.all_reduce(total, group=ranks.mesh.get_group("shard"))
     total += _square_sum([g for g, shard in zip(grads, is_shard, strict=True) if not shard], ranks.device)
     return total.sqrt().to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)

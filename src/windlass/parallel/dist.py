@@ -32,7 +32,7 @@ from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, fi
 from windlass.parallel.env import DistEnv, interface_to
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
-from windlass.recipe.settings import SHARDED
+from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
 EXIT_SECONDS = 10.0  # a rank that failed has ended after this long, also where its communicators still wait
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
@@ -52,8 +52,8 @@ class Ranks:
 
     Attributes:
         device: this rank's device; the CPU before `init_process_group`.
-        strategy: `single`, `ddp`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
-        mesh: with a sharded strategy, one dimension `shard` or two, `replicate` and `shard`; else None.
+        strategy: `single`, `ddp`, `shard_optim`, `full_shard`, `shard_grad_op` or `hybrid_shard`.
+        mesh: where anything is sharded, one dimension `shard` or two, `replicate` and `shard`; else None.
         store: the key-value store of this attempt; None with the strategy `single`.
         control: a gloo group for small exchanges that never touch the device's stream; None in a world of 1.
         status, mark: where this rank is, for messages; `mark(step, phase)` notes it (on CUDA: where its host is).
@@ -242,7 +242,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     if ranks.strategy == "hybrid_shard":
         size = shard_size(settings.shard_size, env)
         ranks.mesh = init_device_mesh(device.type, (env.world // size, size), mesh_dim_names=("replicate", "shard"))
-    elif ranks.strategy in SHARDED:
+    elif ranks.strategy in (*SHARDED, SHARD_OPTIM):
         ranks.mesh = init_device_mesh(device.type, (env.world,), mesh_dim_names=("shard",))
     ranks.set_timeout(settings.startup_timeout_seconds)
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from windlass.errors import UserError
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
-from windlass.recipe.settings import SHARDED
+from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
 aten = torch.ops.aten
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,6 +76,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         return model
     if ranks.strategy == "single":
         return model
+    for p in model.parameters() if ranks.strategy == SHARD_OPTIM else ():
+        p.data = p.data.contiguous()  # torch's fused optimizers take rows as consecutive numbers
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch >= 2.12
     wrapped = DistributedDataParallel(
         model,

@@ -12,6 +12,7 @@ from windlass.recipe.units import EPOCHS, Duration
 IGNORE_INDEX = -100  # the label of a position that counts in no loss, as in `torch.nn.functional.cross_entropy`
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard")  # values of `parallel.strategy`: those of FSDP2
+SHARD_OPTIM = "shard_optim"  # the one that is DDP with a sharded optimizer state
 SQUAD_SUITE, HELLASWAG_SUITE, LOSS_SUITE = "squad", "hellaswag", "loss"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
@@ -215,10 +216,11 @@ class OptimSettings(Section):
 class ParallelSettings(Section):
     """How the work is spread over ranks."""
 
-    strategy: Literal["auto", "single", "ddp", "full_shard", "shard_grad_op", "hybrid_shard"] = "auto"
-    """`auto`: `single` on one rank, `ddp` on several. `full_shard` (ZeRO-3) shards parameters, gradients and optimizer
-    state; `shard_grad_op` (ZeRO-2) keeps the parameters gathered between forward and backward; `hybrid_shard` shards
-    inside a group of `shard_size` ranks and replicates between the groups."""
+    strategy: Literal["auto", "single", "ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard"] = "auto"
+    """`auto`: `single` on one rank, `ddp` on several. `shard_optim` (ZeRO-1) is `ddp` with the optimizer state sharded.
+    `full_shard` (ZeRO-3) shards parameters, gradients and optimizer state; `shard_grad_op` (ZeRO-2) keeps the parameters
+    gathered between forward and backward; `hybrid_shard` shards inside a group of `shard_size` ranks and replicates
+    between the groups."""
     shard_size: int = Field(0, ge=0)
     """With `hybrid_shard`: ranks in a sharding group; 0: those of one host, or half of the ranks on one host."""
     reduce_each_micro_batch: bool = False

@@ -117,7 +117,7 @@ def set_up(
 
     model, facts = prepare_model(recipe, plan.run, ranks, data, built, custom is not None, choice)
     replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
-    optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated)
+    optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated, ranks.mesh)
     state = TrainState()
     if choice is not None:
         state = load_checkpoint(choice.path, recipe, ranks, data, batch, facts, model, optimizer, notes)
