@@ -15,6 +15,7 @@ from windlass.reports.published import published, specifications, with_units
 from windlass.reports.study import read_study
 from windlass.reports.tables import MEASURES
 from windlass.reports.view import view, views
+from windlass.study.scaling import NAMES
 
 BASELINE = [
     "Train Loss (Final)", "Eval Loss (Epoch 1)", "Eval Loss (Epoch 2)", "Eval Loss (Epoch 3)",
@@ -34,7 +35,7 @@ WEAK = [
     "GPU Utilization (%)", "Loss", "Runtime (s)", "Efficiency (%)",
 ]  # fmt: skip
 SETUP_VALUES = {
-    "setup", "samples_per_s", "speedup", "runtime_factor", "efficiency_pct", "ratio_pct", "gpus", "device_batch", "gpu_util_pct",
+    *NAMES, "setup", "efficiency_pct", "ratio_pct", "gpus", "gpu_util_pct",
     "gpu_hours", "mem_alloc_gb", "driver_mem_gb", "peak_mem_gb", "train_loss_mean", "samples_per_s_whole_run",
 }  # fmt: skip
 
@@ -101,9 +102,10 @@ def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
 
 
 SETUP = {
-    "setup": "1 x 4", "world": 4, "samples_per_s": 60.0, "samples_per_s_whole_run": 41.0, "speedup": 3.5, "runtime_factor": 0.9,
+    "setup": "1 x 4", "world": 4, "samples_per_s": 60.0, "samples_per_s_whole_run": 41.0, "samples_factor": 3.5, "runtime_factor": 0.9,
     "runtime_s": 123.4, "train_loss_mean": 1.25, "mem_alloc_mb": 1510.0, "driver_mem_mb": 2750.0, "util_pct": 91.7,
-    "model.layers": 6, "train.global_batch": 16, "parameters": 400_000_000, "efficiency": 0.875, "ratio": 8 / 7,
+    "layers": 6, "batch_per_device": 4.0, "parameters": 400_000_000, "efficiency": 0.875, "ratio": 8 / 7,
+    "state": "finished", "reasons": {},
 }  # fmt: skip
 
 
@@ -130,9 +132,17 @@ def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_p
     ]
     (row,) = rows(published([on_cpu], seen, "gpt-squad-scaling", [SETUP]).table)
     assert [*row.values()] == ["1 x 4", "4 CPU ranks", "41.0", "60.0", *["no GPU"] * 3, "1.2500", "123.4"]
-    waiting = {"setup": "1 x 8", "world": 8, "samples_per_s": "not run yet"}
+    waiting = {
+        "setup": "1 x 8",
+        "world": 8,
+        "state": "waiting",
+        "reasons": {"samples_factor": "the baseline has no numbers"},
+    }
     (row,) = rows(published([on_gpus], seen, "bloom-squad-scaling", [waiting]).table)
-    assert row["Samples/s"] == "not run yet" and row["Total GPUs"] == "8" and row["Loss"] == "not measured"
+    assert [*row.values()] == ["1 x 8", "8", "not run yet", "the baseline has no numbers", *["not run yet"] * 4]
+    waiting |= {"state": "failed", "reasons": {"efficiency": "no communication on one rank"}}
+    (row,) = rows(published([on_gpus], seen, "gpt-squad-weak", [waiting]).table)
+    assert row["Loss"] == "failed" and row["Efficiency (%)"] == "no communication on one rank"
     assert with_units({"world": 1}, gpus=False)["gpus"] == "1 CPU rank"
 
 

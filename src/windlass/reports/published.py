@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import resources
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from windlass.errors import UserError
@@ -18,12 +18,13 @@ from windlass.reports.view import RunView
 
 GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")  # the last is resident memory on a CPU
 KINDS = {
-    "runtime_s": "rate", "speedup": "hours", "runtime_factor": "hours", "samples_per_s": "rate", "gpu_hours": "hours",
+    "runtime_s": "rate", "samples_factor": "hours", "runtime_factor": "hours", "samples_per_s": "rate", "gpu_hours": "hours",
     "train_loss_mean": "loss", "samples_per_s_whole_run": "rate",
 }  # fmt: skip
 EVAL_LOSS = "eval_loss_epoch_"
 Values = Mapping[str, Any]
 Reason = Callable[[str], str]  # why there is no value of a name
+Row = tuple[Values, Reason]
 
 
 class Published(NamedTuple):
@@ -45,7 +46,7 @@ def published(
 ) -> Published | None:
     """The published table of the preset that a study or all runs have, or the one called `name`; None where there is none.
 
-    `setups`: of a scaling study the values of each setup. Raises UserError where there is no table `name`, or it is one of
+    `setups`: of a scaling study what `scaling.setup_values` gives. Raises UserError where there is no table `name`, or it is one of
     studies and these are runs.
     """
     known, wanted = specifications(), name or preset_of(views, study)
@@ -55,17 +56,17 @@ def published(
         return None
     spec = known[wanted]
     columns: dict[str, str] = spec["columns"]
-    rows: list[tuple[Values, Reason]] = []
+    rows: list[Row] = []
     if spec["rows"] == "run" and not study:
-        rows = [(run_values(view) | {"run": view.label}, partial(missing, view=view)) for view in views]
+        rows = list(map(run_row, views))
         columns = {"Run": "run", **columns} if len(views) > 1 else columns
     elif spec["rows"] == "cell" and study:
         varied = {key for key, values in study.study.values.items() if len(values) > 1}
         # a study that varies something else has rows that the table cannot tell apart
         rows = cell_rows(study) if name or varied <= {*columns.values()} else []
     elif spec["rows"] == "setup":
-        gpus = any(map(on_gpus, views))
-        rows = [(with_units(one, gpus), partial(missing, view=None, gpus=gpus)) for one in setups]
+        gpus = any(map(on_gpus, views)) if views else None
+        rows = [(with_units(x, bool(gpus)), why_not(x["state"], gpus, x["reasons"])) for x in setups]
     if not rows:
         if name:
             what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
@@ -79,7 +80,7 @@ def published(
 def preset_of(views: Sequence[RunView], study: StudyView | None) -> str:
     """The preset's name that a study was made by, or that all runs have; else empty."""
     if study:
-        return getattr(getattr(study.study, "scaling", None), "preset", "") or study.study.recipe.preset
+        return (study.study.scaling.preset if study.study.scaling else "") or study.study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}
     return names.pop() if len(names) == 1 else ""
 
@@ -111,31 +112,38 @@ def with_units(values: Values, gpus: bool) -> dict[str, Any]:
     found |= {
         f"{name}_pct": 100 * found[name] for name in ("efficiency", "ratio") if isinstance(found.get(name), float)
     }
-    if world and found.get("train.global_batch"):
-        found["device_batch"] = found["train.global_batch"] / world
     return found
 
 
-def missing(name: str, view: RunView | None, state: str = "", gpus: bool = False) -> str:
-    """Why there is no value of a name; `view`: the run, `state`: of the cell, `gpus`: where there is no run."""
-    if (name.startswith("gpu_") or name.replace("_gb", "_mb") in GPU_ONLY) and not (
-        on_gpus(view) if view else gpus or state
-    ):
-        return "no GPU"
-    if state in ("failed", "diverged", "pruned"):
-        return state
-    if state == "waiting" or (view and not view.step):
-        return "not run yet"
-    if view and name.startswith(EVAL_LOSS) and view.state == "finished":
-        return f"no evaluation at epoch {name.removeprefix(EVAL_LOSS)}"
-    return "not measured" if view is None or view.state == "finished" else "not finished"
+def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})) -> Reason:
+    """Why there is no value of a name; `state`: of a run, cell or setup, `gpus`: None where nobody knows yet."""
+
+    def why(name: str) -> str:
+        if gpus is False and (name.startswith("gpu_") or name.replace("_gb", "_mb") in GPU_ONLY):
+            return "no GPU"
+        if reason := reasons.get(name.removesuffix("_pct")):
+            return reason
+        if state != "finished":
+            return {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}.get(
+                state, state
+            )
+        if name.startswith(EVAL_LOSS):
+            return f"no evaluation at epoch {name.removeprefix(EVAL_LOSS)}"
+        return "not measured"
+
+    return why
 
 
-def cell_rows(study: StudyView) -> list[tuple[Values, Reason]]:
-    """Values and reasons of each cell of a sweep, in the order of the grid."""
-    views, rows = {view.run.path: view for view in study.views}, list[tuple[Values, Reason]]()
+def run_row(view: RunView) -> Row:
+    state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
+    return run_values(view) | {"run": view.label}, why_not(state, on_gpus(view))
+
+
+def cell_rows(study: StudyView) -> list[Row]:
+    """Each cell of a sweep, in the order of the grid."""
+    views, rows = {view.run.path: view for view in study.views}, list[Row]()
     for result in study.results:
         view = views.get(result.run.path)
         values = (run_values(view) if view else {}) | result.cell.assignment
-        rows.append((values, partial(missing, view=view, state=result.state)))
+        rows.append((values, why_not(result.state, on_gpus(view) if view else None)))
     return rows
