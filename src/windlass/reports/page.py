@@ -208,7 +208,7 @@ def page(
     rows = tables.all_settings(views)
     changed = [row for row in rows if row.differs or row.changed]
     parts: dict[str, Any] = {
-        "published": filled, "cells": cell_table(study) if study else None, "curves": [chart for chart in charts if chart.id != "loss"],
+        "cells": cell_table(study) if study else None, "curves": [chart for chart in charts if chart.id != "loss"],
         "results": study is None, "time": _times(views), "samples": _samples(views),
         "settings": [changed, [row for row in rows if row not in changed]], "environment": _environment(views),
     }  # fmt: skip
@@ -217,7 +217,7 @@ def page(
         data = data.replace(character, f"\\u{ord(character):04x}")
     context = {
         **_head(views, study), **parts,
-        "views": views, "study": study, "version": __version__,
+        "views": views, "study": study, "published": filled, "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
         "style": Markup(css), "script": Markup(script), "script_hash": f"sha256-{digest}",
         "data": Markup(data),
