@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from helpers import refused
 from windlass.checkpoint.retention import policy_of
+from windlass.cli import main
 from windlass.estimate.milestones import checkpoints_to_come, milestones
+from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import plan
 from windlass.optim.schedule import factor, phases
 from windlass.recipe import Horizon, Recipe
+from windlass.study.grid import cells_of, expand, parse_axis
+from windlass.study.presets import load_study
+from windlass.study.scale import assignments, merge
 
 EPOCHS = 500  # training items of the exercises on SQuAD
 
@@ -79,3 +85,50 @@ def test_quotas_of_gpt2_124m():
         "four epochs before the last ten, one being written"
     )
     assert factor(recipe.optim.schedule, horizon, horizon.steps) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("name", "questions", "wanted"), [
+    # ranks, samples of a step on each, steps of the run, layers of a model of our own
+    ("bloom-squad-strategies", 500, [(4, 4, 32, 0)]),
+    ("bloom-squad-scaling", 500, [(1, 4, 625, 0), (2, 4, 313, 0), (4, 4, 157, 0), (8, 4, 79, 0)]),
+    ("gpt-squad-scaling", 500, [(1, 4, 625, 3), (2, 4, 313, 3), (4, 4, 157, 3), (8, 4, 79, 3)]),
+    ("gpt-squad-weak", 500, [(2, 8, 157, 3), (4, 4, 157, 6), (8, 2, 157, 12), (16, 1, 157, 24)]),
+])  # fmt: skip
+def test_cells_of_scaling_studies(name, questions, wanted):
+    base, options = load_study(name, "scale")
+    worlds = options.pop("worlds")
+    cells = cells_of(base, assignments(base, merge(None, options, options.pop("preset")), worlds))
+    found = []
+    for cell in cells:
+        own = cell.recipe
+        steps = Horizon(0, questions, own.train.global_batch).steps_in(own.train.steps)
+        found.append(
+            (cell.world, own.train.global_batch // cell.world, steps, own.model.layers if "gpt" in name else 0)
+        )
+        assert own.batch(cell.world, "cuda").accumulation == (1 if name == "gpt-squad-weak" else 4)
+        assert (own.data.train_size, own.data.eval_size, own.model.context) == (questions, 100, 512)
+        assert (own.optim.lr, own.optim.weight_decay, own.optim.betas) == (5e-5, 0.01, (0.9, 0.999))
+        assert (own.eval.every, own.eval.suites, own.checkpoint.best) == ("1 epoch", ["loss"], "loss")
+    assert [*dict.fromkeys(found)] == wanted
+
+
+@pytest.mark.parametrize(("name", "rates", "steps", "strategy"), [
+    ("c4-30m-grid", [3e-4, 1e-3, 3e-3, 1e-2], 4576, "full_shard"), ("c4-29m-grid", [1e-2, 1e-3, 1e-4], 4400, "ddp"),
+])  # fmt: skip
+def test_grids_of_learning_rates(name, rates, steps, strategy):
+    base, options = load_study(name, "sweep")
+    cells = expand(base, map(parse_axis, options["axes"]))
+    assert [cell.recipe.optim.lr for cell in cells] == rates and options["world"] == 2
+    for own in (cell.recipe for cell in cells):
+        assert (resolve_steps(own), own.parallel.strategy, own.eval.every) == (steps, strategy, 100)
+        assert own.batch(2, "cuda").global_batch // 2 == 256
+
+
+def test_a_preset_of_studies_is_shown_and_named_with_its_recipe(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["recipe", "gpt-squad-weak", "train.precision=fp16"])
+    shown = capsys.readouterr().out
+    assert not done.value.code and 'precision = "fp16"' in shown and "global_batch = 16" in shown
+    assert "windlass scale gpt-squad-weak" in shown and "worlds=[2, 4, 8, 16]" in shown
+    with refused("c4-29m-grid", "sweep", "its recipe, c4-29m"):
+        Recipe.load("c4-29m-grid")

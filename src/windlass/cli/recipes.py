@@ -44,8 +44,9 @@ def recipe(
         autocompletion=complete.keys,
     ),
 ) -> None:
-    """Print a recipe with every setting resolved; list the presets; print the schema; explain a setting."""
-    from windlass.recipe import Recipe, explain, presets, study_presets
+    """Print a recipe, or that of a preset of studies, with every setting resolved; list the presets; print the schema; explain a setting."""
+    from windlass.recipe import Recipe, explain, presets, study_presets, typed
+    from windlass.study.presets import load_study
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
@@ -63,7 +64,14 @@ def recipe(
             rows.append((name, f"{sentence}.{' (windlass ' + verb['verb'] + ')' if verb else ''}"))
         rich_console(sys.stdout).print(pairs(rows))
     elif recipe:
-        loaded = Recipe.load(recipe, overrides)
+        studied = study_presets().get(recipe)
+        if studied and not Path(recipe).exists():
+            preset = tomllib.loads(studied.read_text(encoding="utf-8"))
+            loaded, options = load_study(recipe, preset["verb"], overrides)
+            words = " ".join(f"{name}={typed(value)}" for name, value in options.items() if name != "preset")
+            typer.echo(f"# a study of this recipe: windlass {preset['verb']} {recipe} ({words})")
+        else:
+            loaded = Recipe.load(recipe, overrides)
         network = f"# network: {network_of(loaded)}\n" if loaded.model.kind == "hf" else ""
         typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}\n{network}")
         typer.echo(loaded.toml())

@@ -109,7 +109,10 @@ def _find(recipe: str | Path) -> Path:
     if name.endswith(".toml") or "/" in name:
         raise UserError(f"there is no recipe or run {name}; the presets are {', '.join(shipped)}")
     if name in study_presets():
-        raise UserError(f"{name} is a preset of studies, not of recipes: give it to scale or sweep")
+        study = tomllib.loads(study_presets()[name].read_text(encoding="utf-8"))
+        raise UserError(
+            f"{name} is a preset of studies, not of recipes: give it to {study['verb']}, or take its recipe, {study['recipe']}"
+        )
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")
