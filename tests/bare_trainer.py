@@ -14,7 +14,7 @@ from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
 from windlass.training.checks import uses_dropout
 from windlass.training.nonfinite import BadSteps
-from windlass.training.record import LossScaler, TrainState
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.trainer import Trainer
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of, settings, start, untouched  # noqa: F401 - a fixture
+from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
 
 from windlass import train
 from windlass.data.order import permute
@@ -42,6 +42,77 @@ def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path)
     assert measures(seen)["eval_samples_per_s"] == pytest.approx(samples / sum(line["runtime_s"] for line in lines))
 
     assert curve(untouched(recipe, "eval.train_batches=0")) == curve(run), "it leaves no trace in the training"
-    assert start(2, settings(corpus, tmp_path / "two", **more)) == 0
+    assert start(2, settings(corpus, tmp_path / "two", "full_shard", **more)) == 0
     two = [line["train_loss"] for line in Run(tmp_path / "two").lines("eval")]
     assert two == pytest.approx([line["train_loss"] for line in lines], rel=1e-5), "the same samples at any world size"
+    groups = [
+        [(g["tensors"], g["parameters"]) for g in one.events[0]["optimizer_groups"]]
+        for one in (run, Run(tmp_path / "two"))
+    ]
+    assert groups[0] == groups[1] == [(9, 6288), (5, 80)], "of all shards"
+    means = [one.summary["train_loss_mean"] for one in (run, Run(tmp_path / "two"))]
+    assert means[0] == pytest.approx(means[1], rel=1e-5) == pytest.approx(np.mean([x[1] for x in curve(run)]), rel=1e-6)
+
+
+def lines_of(run: Run, word: str) -> list[str]:
+    """The lines of the log that have a word, without their time."""
+    lines = (run.path / "log.txt").read_text().splitlines()
+    return [line.partition(" ")[2] for line in lines if word in line]
+
+
+def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    """transformers' `train_loss` is the mean over all steps; 14 steps of 8 of 48 samples are 2 epochs and a third."""
+    more = {
+        "train.steps": 14,
+        "telemetry.every": 5,
+        "eval.every": "'1 epoch'",
+        "checkpoint.every": 4,
+        "eval.train_batches": 0,
+    }
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
+    losses: list[float] = []
+    whole = untouched(recipe, on_step=lambda now: losses.append(now.loss))
+    assert len(losses) == 14 and whole.summary["train_loss_mean"] == pytest.approx(np.mean(losses), rel=1e-6)
+    stopped(recipe, 6)  # in the middle of a window of 5 steps, at the end of an epoch
+    run = train(recipe)
+    assert run.summary["train_loss_mean"] == whole.summary["train_loss_mean"], "bit for bit"
+
+    order = "samples shuffled anew, seed 1337"
+    expected = [(0, None, 1, "samples shuffled, seed 1337"), (6, 1, 2, order), (12, 2, 3, order)]
+    for one in (run, whole):
+        events = [(e["step"], e.get("ended"), e.get("begins"), e["order"]) for e in one.events if e["event"] == "epoch"]
+        assert events == expected
+    assert lines_of(whole, "epoch ") == [
+        "step 0/14 | epoch 1 of 3 begins: samples shuffled, seed 1337",
+        f"step 6/14 | epoch 1 ends; epoch 2 begins: {order}", f"step 12/14 | epoch 2 ends; epoch 3 begins: {order}",
+    ]  # fmt: skip
+    assert f"step 6/14 | epoch 2 of 3 continues: {order}" in lines_of(run, "epoch ")
+
+    numbers, summary = measures(view(run)), run.summary
+    assert numbers["train_loss_mean"] == summary["train_loss_mean"] != numbers["train_loss"]
+    seconds = summary["wall_time"]
+    assert numbers["samples_per_s_whole_run"] == pytest.approx(112 / (seconds["total"] - seconds["startup"]))
+    assert numbers["samples_per_s_whole_run"] < numbers["train_samples_per_s"], "evaluations and saves take time too"
+    by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
+    assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [None, by_epoch[6], by_epoch[12], None]
+
+
+def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    model = {"model.norm_bias": False, "model.attn_bias": False, "model.ff_bias": False, "model.position": "learned"}
+    recipe = recipe_of(corpus, tmp_path / "run", **model)
+    run = stopped(recipe, 2)
+    # nanoGPT's own: the two tables and four matrices a block decay, two norms a block and the last one do not
+    matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
+    log = (run.path / "log.txt").read_text()
+    assert f"optim   adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}" in log
+    assert f"{matrices + norms:,} parameters ({matrices + norms - 256:,} without positions)" in log
+    start, first = (next(e for e in run.events if e["event"] == name) for name in ("started", "first_step"))
+    assert [(g["name"], g["tensors"], g["parameters"]) for g in start["optimizer_groups"]] == [
+        ("decay", 10, matrices),
+        ("no_decay", 5, norms),
+    ]
+    assert measures(view(run))["startup_s"] == first["startup_s"] > 0 and first["step"] == 1
+    (line,) = lines_of(run, "first step done")
+    shown = [float(part.split()[-2]) for part in line.partition(": ")[2].split(", ")]
+    assert len(shown) == 3 and sum(shown) == pytest.approx(sum(first["seconds"].values()), abs=0.2)
+    assert len(lines_of(train(recipe), "first step done")) == 2, "one a start"

@@ -13,7 +13,7 @@ from windlass import train
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training import setup, trainer
-from windlass.training.record import TrainState
+from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {"skips_in_a_row"}  # 0 again after the next good step, and every step here is one
 

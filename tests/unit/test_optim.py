@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
-from windlass.optim.build import adamw_groups, build_optimizer, muon_groups, set_lr
+from windlass.model.size import describe_sizes
+from windlass.optim.build import adamw_groups, build_optimizer, count_groups, describe_groups, muon_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
 from windlass.optim.schedule import factor
-from windlass.recipe import Horizon, ModelSettings, OptimSettings, ScheduleSettings
+from windlass.recipe import Horizon, ModelSettings, OptimSettings, Recipe, ScheduleSettings
 
 
 class Model(nn.Module):
@@ -61,6 +63,21 @@ def test_adamw_groups_by_dimension_and_ties_once():
     assert group["weight_decay"] == 0.3 and len(group["params"]) == len(list(m.parameters()))
     m.embedding.weight.requires_grad_(False)
     assert names(m, adamw_groups(m, OptimSettings()))["decay"] == MATRICES
+
+
+def test_decayed_and_undecayed_tensors_are_counted():
+    """nanoGPT's line for its character model: its vocabulary of 65, 6 layers, 384 wide, no biases."""
+    model = build_model(Recipe.load("shakespeare-char"), 65)
+    assert describe_sizes(sizes_of(model)) == "10,745,088 parameters (10.65M without positions)"
+    tables, matrices = (65 + 256) * 384, 6 * 12 * 384**2
+    for settings, text in (
+        ({}, "26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992"),
+        ({"weight_decay": 0.0}, "0 decayed tensors with 0 parameters, 39 undecayed with 10,745,088"),
+        ({"decay_on": "all", "kind": "torch.optim.SGD"}, "39 decayed tensors with 10,745,088 parameters, 0 undecayed with 0"),
+        ({"kind": "muon"}, f"muon: 24 decayed tensors with {matrices:,} parameters, 0 undecayed with 0; adamw: 2 decayed tensors "
+                           f"with {tables:,} parameters, 13 undecayed with 4,992"),
+    ):  # fmt: skip
+        assert describe_groups(count_groups(model, OptimSettings(**settings))) == text
 
 
 def test_muon_takes_the_blocks_matrices_and_lr_keeps_the_ratio():

@@ -17,7 +17,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.training.nonfinite import Counts, check_is_deferred, decide_nonfinite, is_spike
-from windlass.training.record import LossScaler, TrainState
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.trainer import step_seed
 
 

@@ -18,7 +18,7 @@ STEP = (
 def show(console):
     console.header(
         run="runs/x", recipe="quickstart", config_hash="0123abcd", device="cpu", world=2, strategy="ddp",
-        precision="fp32", model="10,745,088 parameters", tokens_per_step=4096, first_step=50,
+        precision="fp32", model="10,745,088 parameters", optimizer="adamw", tokens_per_step=4096, first_step=50,
         data={"data": "wiki.txt", "training": "4,096 tokens", "validation": "none", "tokenizer": "byte, 257 ids"}, epochs=2.0,
         launch={"hosts": ["n1: rank 0, 1 x cpu", "n2: rank 1, 1 x cpu"]},
     )  # fmt: skip

@@ -73,6 +73,13 @@ class Order:
         return array if np.ndim(places) else int(array[0])
 
 
+def describe_order(kind: str, seed: int, epoch: int) -> str:
+    """The order of an epoch (from 0) in words."""
+    if kind == "shuffled":
+        return f"samples shuffled{' anew' if epoch else ''}, seed {seed}"
+    return f"shards shuffled for this epoch, seed {seed}" if kind != "sequential" and epoch else "in file order"
+
+
 def step_samples(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> np.ndarray:
     """The global sample numbers of the `step`-th step (counted from 0), leaving out the `skipped` ranges [start, stop)."""
     numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)

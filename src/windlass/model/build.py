@@ -71,7 +71,8 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     vocab = int(getattr(model, "vocab", 0))  # a user's own model may not say it
     in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
     trained = sum(n for n, trained in sizes if trained)
-    return CountedSizes(sum(n for n, _ in sizes) + in_4bit, trained, vocab, network, in_4bit)
+    positions = model.positions.weight.numel() if isinstance(model, GPT) and hasattr(model, "positions") else 0
+    return CountedSizes(sum(n for n, _ in sizes) + in_4bit, trained, vocab, network, positions, in_4bit)
 
 
 def hf_network(config: Any) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class CountedSizes:
     trained: int  # that get gradients: all, the adapters alone, or those that `model.freeze` leaves
     vocab: int  # rows of its embedding
     network: dict[str, Any] = field(default_factory=dict)  # of `transformers`: architecture, layers, heads, ...
+    positions: int = 0  # of `total` in our GPT's table of learned positions
     in_4bit: int = 0  # of all parameters those held in 4 bits, with a scale of 32 bits for each 64 of them
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
@@ -115,6 +116,9 @@ def describe_network(network: dict[str, Any]) -> str:
 def describe_sizes(sizes: CountedSizes) -> str:
     """Parameters, those trained where they are not all, and of a model of `transformers` its network."""
     all_of_them = f"{sizes.total:,} parameters"
+    if sizes.positions:  # as nanoGPT counts them
+        rest = sizes.total - sizes.positions
+        all_of_them += f" ({f'{rest / 1e6:,.2f}M' if rest >= 1e6 else f'{rest:,}'} without positions)"
     text = all_of_them if sizes.trained == sizes.total else f"trainable {trainable(sizes.trained, sizes.total)}"
     return f"{text}: {describe_network(sizes.network)}" if sizes.network else text
 

@@ -140,6 +140,24 @@ def muon_groups(model: Any, settings: OptimSettings) -> list[Group]:
     return [*groups, *({**g, "muon": False} for g in _split_by_decay(rest, settings, settings.lr, "adamw."))]
 
 
+def count_groups(model: Any, settings: OptimSettings) -> list[Group]:
+    """Tensors and parameters, over all shards, of each group of trained parameters, with its weight decay."""
+    groups = muon_groups(model, settings) if settings.kind == "muon" else adamw_groups(model, settings)
+    sizes = [{"tensors": len(g["params"]), "parameters": sum(p.numel() for p in g["params"])} for g in groups]
+    return [{key: g[key] for key in ("name", "weight_decay")} | size for g, size in zip(groups, sizes, strict=True)]
+
+
+def describe_groups(groups: list[Group]) -> str:
+    """The groups in words: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992."""
+    totals: dict[str, list[int]] = {}
+    for g in groups:
+        total, at = totals.setdefault(g["name"].rpartition(".")[0], [0] * 4), 0 if g["weight_decay"] else 2
+        total[at] += g["tensors"]
+        total[at + 1] += g["parameters"]
+    text = "{:,} decayed tensors with {:,} parameters, {:,} undecayed with {:,}"
+    return "; ".join(f"{name}{': ' * bool(name)}{text.format(*total)}" for name, total in totals.items())
+
+
 def _split_by_decay(parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str) -> list[Group]:
     """One or two groups; with `optim.decay_on = "matrices"` weight decay is for two and more (global) dimensions."""
     groups = []

@@ -36,6 +36,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "network": ("Network", "", lambda v: describe_network(v.start["network"]) if v.start.get("network") else None),
     "world": ("Ranks", "count", lambda v: first(v.summary.get("world"), v.start.get("world"), len(v.ranks) or None)),
     "train_loss": ("Final training loss", "loss", lambda v: last_value(v.train, "loss")),
+    "train_loss_mean": ("Training loss, mean of all steps of the run", "loss", lambda v: first(v.summary.get("train_loss_mean"))),
     "eval_loss": ("Final evaluation loss", "loss", lambda v: last_value(v.evals.get("loss"), "loss")),
     "full_eval_loss": ("Final evaluation loss, all validation data", "loss", lambda v: last_value(v.evals.get("loss"), "full_loss")),
     "eval_perplexity": ("Final perplexity", "loss", lambda v: last_value(v.evals.get("loss"), "perplexity")),
@@ -47,6 +48,9 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "best_score": ("Best score of that measure", "score", lambda v: best_score(v)[1]),
     "best_score_step": ("Step of that score", "count", lambda v: best_score(v)[2]),
     "train_samples_per_s": ("Training speed (samples/s)", "rate", lambda v: getattr(v.speed, "samples_per_s", 0) or None),
+    "samples_per_s_whole_run": (
+        "Training speed of the whole run, evaluations and saves included (samples/s)", "rate",
+        lambda v: first(v.summary.get("samples_per_s_whole_run"))),
     "train_tokens_per_s": ("Training speed (tokens/s)", "rate", lambda v: getattr(v.speed, "tokens_per_s", None)),
     "train_steps_per_s": ("Training speed (steps/s)", "rate", lambda v: getattr(v.speed, "steps_per_s", None)),
     "eval_samples_per_s": ("Evaluation speed (samples/s)", "rate", lambda v: evaluation_speed(v.evals.get("loss"))),
@@ -68,6 +72,9 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "mfu": ("Model FLOPs utilisation", "share", lambda v: getattr(v.speed, "mfu", None)),
     "goodput": ("Goodput", "share", lambda v: v.wall["train"] / v.wall["total"] if v.wall["total"] else None),
     "runtime_s": ("Runtime", "duration", lambda v: v.wall["total"] or None),
+    "startup_s": (
+        "Start-up (s): from the process's start to its first evaluation or step", "rate",
+        lambda v: next((e["startup_s"] for e in v.events if e["event"] == "first_step"), None)),
     "predicted_s": (
         "Time to finish, predicted after 5 % of the steps", "duration", lambda v: v.outcome.predicted_seconds),
     "actual_s": ("Time it took, without repeated steps and restarts", "duration", lambda v: v.outcome.actual_seconds),
@@ -78,6 +85,8 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
     "changed": ("Settings changed", "", lambda v: "; ".join(changed_settings(v)) or None),
 }  # fmt: skip
 """Every measure of a run by its name in CSV: the label for people, the kind of number (see `text.show`), its value."""
+
+EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: see `losses_by_epoch`
 
 PRINCIPAL = (
     "state", "steps", "tokens", "train_loss", "eval_loss", "best_eval_loss", "best_bits_per_byte", "best_measure", "best_score",
@@ -102,10 +111,26 @@ NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")  # always te
 def measures(view: RunView) -> dict[str, Value]:
     """What was measured of the run, by name: those of MEASURES, and `SUITE_SCORE` of other suites."""
     values = {name: value(view) for name, (_, _, value) in MEASURES.items()}
+    values |= {f"{EPOCH_LOSS}{epoch}": loss for epoch, loss in losses_by_epoch(view).items()}
     for suite, track in view.evals.items():
         if suite != LOSS:
             values |= {f"{suite}_{x}": last_value(track, x) for x in track.measures() if x not in NO_SCORES}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def losses_by_epoch(view: RunView) -> dict[int, float]:
+    """The evaluation loss at the end of each whole epoch: of the first step at or past it, or of a run's last step that is
+    less than a step before it."""
+    track, losses = view.evals.get(LOSS), dict[int, float]()
+    steps = MEASURES["steps_per_epoch"][2](view)
+    if track is None or not isinstance(steps, float):
+        return losses
+    for epoch, loss in zip(track["epoch"].tolist(), track["loss"].tolist(), strict=True):
+        if epoch >= 1 and epoch % 1 < 1 / steps:
+            losses.setdefault(int(epoch), loss)
+    if len(track) and -epoch % 1 < 1 / steps:
+        losses.setdefault(math.ceil(epoch), loss)
+    return losses
 
 
 def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
@@ -217,6 +242,8 @@ def results(view: RunView, for_people: bool = False) -> Table:
         each = list(zip(evaluation_names(track, view.settings.get("eval.every")), track["loss"], strict=True))
     rows: list[tuple[Any, ...]] = []
     for name, value in measures(view).items():
+        if each and name.startswith(EPOCH_LOSS):
+            continue  # it is among them
         text, kind = label(name)
         rows.append((name, text, value, kind))
         if name == "eval_loss":
@@ -242,6 +269,8 @@ def comparison(views: Sequence[RunView], only: Sequence[str] = ()) -> Table:
 
 def label(name: str) -> tuple[str, str]:
     """A measure's label and kind of number; a suite's own scores are named as they are."""
+    if name.startswith(EPOCH_LOSS):
+        return f"Evaluation loss, epoch {name.removeprefix(EPOCH_LOSS)}", "loss"
     return MEASURES[name][:2] if name in MEASURES else (name.replace("_", " "), "score")
 
 

@@ -62,8 +62,8 @@ class Console:
 
     def header(
         self, *, run: str, recipe: str, config_hash: str, device: str, world: int, strategy: str, precision: str,
-        model: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "", first_step: int = 0,
-        threads: str = "", launch: Mapping[str, Sequence[str]] | None = None,
+        model: str, optimizer: str, tokens_per_step: int, data: Mapping[str, str], epochs: float, evaluation: str = "",
+        first_step: int = 0, threads: str = "", launch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         """Show what is about to run; `first_step`: steps that were done before."""
         tokens, about = short(self.steps * tokens_per_step), "about " * ("lengths" in data)  # rows differ in length
@@ -75,7 +75,7 @@ class Console:
             "ranks": f"{world} rank{'s' * (world != 1)} x {device}, {strategy}, {precision}",
             **{name: "\n".join(lines) for name, lines in (launch or {}).items()},
             **({"threads": threads} if threads else {}),
-            "model": model,
+            "model": model, "optim": optimizer,
             "data": f"{sources}; validation {data['validation']}; {data['tokenizer']}; {passes} epochs",
             **{key: data[key] for key in ("lengths", "cut") if key in data},
             "work": f"{self.steps:,} steps x {about}{tokens_per_step:,} tokens = {tokens} tokens{resumed}",

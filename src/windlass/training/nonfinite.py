@@ -18,7 +18,8 @@ from torch import Tensor
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.recipe.settings import TrainSettings
-from windlass.training.record import LossScaler, Recorder
+from windlass.training.record import Recorder
+from windlass.training.state import LossScaler
 
 SPIKE_WINDOW, SPIKE_MIN = 128, 16  # losses that a spike is measured against; fewer tell nothing about their spread
 

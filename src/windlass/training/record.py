@@ -6,24 +6,28 @@ Each method is called by every rank at the same step; rank 0 writes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step, without_improvement
 from windlass.checkpoint.save import Outcome, Saver
 from windlass.data.facts import Facts, lines
+from windlass.data.loader import StepBatch
+from windlass.data.order import describe_order, step_samples
 from windlass.estimate.milestones import evaluations
 from windlass.model.size import CountedSizes, describe_sizes
+from windlass.optim.build import count_groups, describe_groups
 from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Horizon
 from windlass.recipe.load import MEASURED_ON
@@ -34,68 +38,13 @@ from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, throughput, wall_time
 from windlass.telemetry.trackers import Note, Trackers
-from windlass.training.callbacks import Callbacks
+from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan
+from windlass.training.state import LossScaler, LossSum, TrainState
 from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # between touches of the file by which `windlass runs` tells a running run from a killed one
-SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
-
-
-@dataclass
-class TrainState:
-    """Where a training stands after `step` completed optimizer steps: all that a kill must not take, but tensors.
-
-    Data order, dropout and initialisation follow from the seed and these numbers: no generator is saved, no position.
-    """
-
-    step: int = 0  # optimizer steps completed, skipped updates included
-    samples: int = 0  # sequences trained on
-    tokens: int = 0  # tokens trained on, without padding
-    label_tokens: int = 0  # those of them that counted in the loss: masked prompts do not
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
-    updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
-    skips_in_a_row: int = 0  # non-finite steps since the last good one
-    loss_scale: float = 1.0  # the fp16 loss scale (1 in other precisions)
-    scale_good_steps: int = 0  # steps without an overflow since the scale last changed
-    spike_window: list[float] = field(default_factory=list)  # the last losses; empty where `train.on_spike` is `ignore`
-
-    def to_json(self) -> dict[str, Any]:
-        """The counters as JSON values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(saved: dict[str, Any]) -> TrainState:
-        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is lost unnoticed."""
-        state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
-        state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
-        return state
-
-
-class LossScaler:
-    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host does not read it."""
-
-    def __init__(self, device: torch.device, state: TrainState):
-        self._zero = torch.zeros((), dtype=torch.float32, device=device)
-        self.load(state)
-
-    def load(self, state: TrainState) -> None:
-        """Take the scale of a checkpoint; at step 0 the initial one."""
-        self.scale = self._zero + (state.loss_scale if state.step else SCALE_START)
-        self.good_steps = self._zero + state.scale_good_steps
-
-    def save(self, state: TrainState) -> None:
-        """Put the scale into the counters. Waits for the device."""
-        state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
-
-    def update(self, bad: Tensor) -> None:
-        """After a step; `bad` is 1.0 where it overflowed."""
-        overflow, good = bad > 0, self.good_steps + 1
-        grows = ~overflow & (good >= SCALE_GROWS_AFTER)
-        self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
-        self.good_steps = torch.where(overflow | grows, self._zero, good)
 
 
 @dataclass(frozen=True)
@@ -124,6 +73,10 @@ class Recorder:
         self.plan, self.run, self.ranks, self.facts, self.state = plan, plan.run, ranks, facts, state
         self.horizon, self.goodput, self.timer = horizon, goodput, StepTimer(ranks.device, goodput)
         settings, run = plan.recipe.telemetry, plan.run
+        self.losses = LossSum(state, ranks)
+        self.started_up = False  # whether this start has done a step
+        # Ends of epochs that are shorter than the distance of two `train` lines are no lines of their own.
+        self.logs_epochs = horizon.samples_per_epoch >= plan.recipe.telemetry.every * horizon.samples_per_step
         self.padded_tokens = 0  # tokens of this start, with padding and masked ones
         self.logged: tuple[int, ...] = ()  # step, samples, tokens and padded tokens at the last `train` line
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines, from the ledger and since
@@ -155,19 +108,20 @@ class Recorder:
         stack.callback(self.trackers.close)
 
     def started(
-        self, batch: BatchPlan, threads: str, facts_of_data: Facts, resumed_from: str, notes: list[str]
-    ) -> None:
+        self, batch: BatchPlan, threads: str, facts_of_data: Facts, model: nn.Module, resumed_from: str, notes: list[str]
+    ) -> None:  # fmt: skip
         """The terminal's header and the event of this start; `threads`: how many there are on a CPU, and why."""
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
         shared: dict[str, Any] = {
             "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
             "device": facts.device_name,
         }  # fmt: skip
+        groups = count_groups(model, plan.recipe.optim)
         measured = evaluations(plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0))
         notes = [*notes, *([measured.warning] if measured and measured.warning else [])]
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
-            model=describe_sizes(facts.sizes), first_step=state.step,
+            model=describe_sizes(facts.sizes), optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}", first_step=state.step,
             tokens_per_step=round(batch.global_batch * facts_of_data["train"].get("tokens_per_sample", batch.context)),
             evaluation=str(measured or ""), data=lines(facts_of_data, plan.recipe.model.context),
             epochs=self.horizon.steps * batch.global_batch / self.horizon.samples_per_epoch, threads=threads,
@@ -181,7 +135,7 @@ class Recorder:
             how, **shared, parameters=facts.sizes.total, trained=facts.sizes.trained, network=facts.sizes.network or None,
             threads=torch.get_num_threads(), steps=self.horizon.steps, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
             global_batch=batch.global_batch, samples_per_epoch=self.horizon.samples_per_epoch,
-            data=facts_of_data, extended_from=plan.extends_from or None,
+            data=facts_of_data, optimizer_groups=groups, extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
         )  # fmt: skip
         if resumed_from:
@@ -240,8 +194,61 @@ class Recorder:
         """Epochs of the training data done."""
         return self.state.samples / self.horizon.samples_per_epoch
 
+    def stepped(self, batch: StepBatch, result: StepResult) -> None:
+        """Count a step that is done. Waits for the device after the first one of a start alone."""
+        state = self.state
+        state.step += 1
+        state.samples += self.horizon.samples_per_step
+        state.tokens += result.tokens
+        state.label_tokens += result.label_tokens
+        self.padded_tokens += result.padded_tokens
+        self.losses.add(result.loss)
+        self.console.tick(state.step)
+        if not self.started_up:
+            self.first_step()
+        per_epoch, next_sample = self.horizon.samples_per_epoch, batch.first_sample + self.horizon.samples_per_step
+        if self.logs_epochs and (epoch := next_sample // per_epoch) > batch.first_sample // per_epoch:
+            more = state.step < self.horizon.steps
+            order = self.describe_order(epoch) if more else None
+            self.event("epoch", ended=epoch, begins=epoch + 1 if more else None, order=order)
+            begins = f"; epoch {epoch + 1:,} begins: {order}" if more else ""
+            self.console.event(f"epoch {epoch:,} ends{begins}", state.step)
+
+    def first_step(self) -> None:
+        """Where the time from the start of the process went; with `train.compile` its first step counts as compiling."""
+        self.started_up = True
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+        self.goodput.enter("train")
+        seconds = self.goodput.seconds()
+        startup, evaluated = seconds["startup"], seconds.get("eval", 0.0) + seconds.get("sample", 0.0)
+        whole = sum(seconds.values())
+        parts = {"start-up": startup, "evaluation": evaluated, "first step": whole - startup - evaluated}
+        self.event("first_step", startup_s=startup, first_step_s=round(parts["first step"], 3))
+        text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
+        self.console.event(f"first step done {whole:.1f} s after the start: {text}", self.state.step)
+
+    def enter_epoch(self) -> None:
+        """At a start: which epoch begins, or continues, and in which order its samples come."""
+        state, horizon = self.state, self.horizon
+        if state.step == horizon.steps or not self.logs_epochs:
+            return
+        first = int(step_samples(state.step, horizon.samples_per_step, state.skipped)[0])
+        epochs = math.ceil((horizon.steps - 1) * horizon.samples_per_step / horizon.samples_per_epoch)
+        epoch, of = first // horizon.samples_per_epoch, f" of {epochs:,}" if epochs > 1 else ""
+        begins, order = "continues", self.describe_order(epoch)
+        if state.step == 0 and not any(event["event"] == "epoch" for event in self.run.events):
+            begins = "begins"
+            self.event("epoch", begins=1, order=order)
+        self.console.event(f"epoch {epoch + 1:,}{of} {begins}: {order}", state.step)
+
+    def describe_order(self, epoch: int) -> str:
+        """The order of an epoch of the training data, from 0, in words."""
+        return describe_order(self.plan.recipe.data.order, self.plan.recipe.run.seed, epoch)
+
     def train(self, loss: float, lr: float, grad_norm: float, loss_scale: float | None) -> None:
         """A `train` line: the step's own loss over all ranks, and speeds since the last line. Waits for the device."""
+        self.losses.read()
         state, times, world, flops = self.state, self.timer.read(), self.ranks.world, self.facts.flops_per_token
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
@@ -301,6 +308,7 @@ class Recorder:
         raw, lines = list(read_lines(run.metrics_path)), run.ledger()
         speed, seconds, scores = throughput(lines), wall_time(raw), scores_by_step(lines, measure)
         means = {f"{name}_mean": value for name, value in speed._asdict().items()} if speed is not None else {}
+        means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         evaluated = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]  # NaN, too
         best_step = best(scores, measure)
@@ -310,7 +318,7 @@ class Recorder:
             epochs=self.epoch, final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None), best_measure=measure, best_step=best_step,
             best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],
-            wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
+            samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]), wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
             parameters=self.facts.sizes.total, trained=self.facts.sizes.trained, updates_skipped=state.updates_skipped,
             attempts=self.ledger.attempt + 1, **means, **summarise_devices(run),
         )  # fmt: skip
@@ -337,6 +345,7 @@ class Saves:
         reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             recorder.ranks.mark(state.step, "save")
+            recorder.losses.read()
             if self.scaler is not None:
                 self.scaler.save(state)
             tensors = gather_state(self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world)

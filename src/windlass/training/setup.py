@@ -47,8 +47,9 @@ from windlass.training import start
 from windlass.training.callbacks import Callbacks, Evaluated, Saved, Step, Suite
 from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
 from windlass.training.nonfinite import BadSteps, check_is_deferred
-from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
+from windlass.training.record import ModelFacts, Recorder, Saves
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
 from windlass.training.trainer import Trainer
@@ -118,10 +119,10 @@ def set_up(
     model, facts = prepare_model(recipe, plan.run, ranks, data, built, custom is not None, choice)
     replicated = torch.distributed.group.WORLD if ranks.strategy == "ddp" and ranks.world > 1 else None
     optimizer = build_optimizer(unwrap(model), recipe.optim, ranks.device.type, replicated, ranks.mesh)
-    state = TrainState()
+    state, recorded = TrainState(), dict[str, Any]()
     if choice is not None:
         state = load_checkpoint(choice.path, recipe, ranks, data, batch, facts, model, optimizer, notes)
-    recorded = checkpoints.open_checkpoint(choice.path, deep=False).meta if choice is not None else {}
+        recorded = checkpoints.open_checkpoint(choice.path, deep=False).meta
     threads = set_threads(recipe, model, batch.micro_batch, data.vocab, ranks, recorded, custom is not None)
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state) if facts.precision == "fp16" else None
@@ -145,7 +146,7 @@ def set_up(
         if count and (missing := shortage(plan.run.path, count * size, "the run")):
             notes.append(missing)
     notes += [note] if custom is None and (note := export_note(recipe.model)) else []
-    recorder.started(batch, threads, describe(data), str(choice.path) if choice is not None else "", notes)
+    recorder.started(batch, threads, describe(data), unwrap(model), str(choice.path) if choice else "", notes)
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
     meta = {

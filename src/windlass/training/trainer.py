@@ -42,8 +42,9 @@ from windlass.recipe.settings import LOSS_SUITE
 from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
-from windlass.training.record import LossScaler, ModelFacts, Recorder, Saves, TrainState
+from windlass.training.record import ModelFacts, Recorder, Saves
 from windlass.training.start import decide_on_rank_0
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
@@ -114,7 +115,8 @@ class Trainer:
             self.evaluate()
         if self.sample_due() and "sample" not in done:
             self.sample()
-        recorder.goodput.enter("train")
+        recorder.enter_epoch()
+        recorder.goodput.enter("compile" if self.recipe.train.compile else "train")
         recorder.restart_counts()
 
     def loop(self) -> bool:
@@ -130,12 +132,7 @@ class Trainer:
                 lr_factor = factor(recipe.optim.schedule, horizon, state.step)
                 result = self.step(batch, lr_factor)
                 stop_requested, failed_saves, asked = agreement.result() or (0, 0, 0)
-                state.step += 1
-                state.samples += self.batch.global_batch
-                state.tokens += result.tokens
-                state.label_tokens += result.label_tokens
-                recorder.padded_tokens += result.padded_tokens
-                recorder.console.tick(state.step)
+                recorder.stepped(batch, result)
                 if state.step == first_step:  # it compiled and filled caches; a collective of a later step is quicker
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
 
@@ -335,6 +332,7 @@ class Trainer:
         if self.rewinds[checkpoint.step] > MAX_REWINDS:
             advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
             raise RunFailed(f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}")
+        recorder.losses.reset()
         restore(checkpoint, self.model, self.optimizer)
         saved = TrainState.from_json(checkpoint.counters)
         start = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])

@@ -1,0 +1,100 @@
+"""Where a training stands: the counters of a checkpoint, the loss scale, and the sum of the losses so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.parallel import collectives
+from windlass.parallel.dist import Ranks
+
+SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
+
+
+@dataclass
+class TrainState:
+    """Where a training stands after `step` completed optimizer steps: all that a kill must not take, but tensors.
+
+    Data order, dropout and initialisation follow from the seed and these numbers: no generator is saved, no position.
+    """
+
+    step: int = 0  # optimizer steps completed, skipped updates included
+    samples: int = 0  # sequences trained on
+    tokens: int = 0  # tokens trained on, without padding
+    label_tokens: int = 0  # those of them that counted in the loss: masked prompts do not
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
+    updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
+    skips_in_a_row: int = 0  # non-finite steps since the last good one
+    loss_scale: float = 1.0  # the fp16 loss scale (1 in other precisions)
+    scale_good_steps: int = 0  # steps without an overflow since the scale last changed
+    spike_window: list[float] = field(default_factory=list)  # the last losses; empty where `train.on_spike` is `ignore`
+    loss_sum: float = 0.0  # of all steps whose loss was finite
+    losses: int = 0  # how many these are
+
+    def to_json(self) -> dict[str, Any]:
+        """The counters as JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: dict[str, Any]) -> TrainState:
+        """The reverse of `to_json`; raises KeyError where a counter is missing, so that none is lost unnoticed."""
+        state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
+        state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
+        return state
+
+
+class LossScaler:
+    """fp16's loss scale: halved after an overflow, doubled after 2,000 steps without one; the host does not read it."""
+
+    def __init__(self, device: torch.device, state: TrainState):
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.load(state)
+
+    def load(self, state: TrainState) -> None:
+        """Take the scale of a checkpoint; at step 0 the initial one."""
+        self.scale = self._zero + (state.loss_scale if state.step else SCALE_START)
+        self.good_steps = self._zero + state.scale_good_steps
+
+    def save(self, state: TrainState) -> None:
+        """Put the scale into the counters. Waits for the device."""
+        state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
+
+    def update(self, bad: Tensor) -> None:
+        """After a step; `bad` is 1.0 where it overflowed."""
+        overflow, good = bad > 0, self.good_steps + 1
+        grows = ~overflow & (good >= SCALE_GROWS_AFTER)
+        self.scale = torch.where(overflow, self.scale * 0.5, torch.where(grows, self.scale * 2.0, self.scale))
+        self.good_steps = torch.where(overflow | grows, self._zero, good)
+
+
+class LossSum:
+    """Adds up the loss of every step into the counters. A step leaves its loss on the device; only `read` waits for it.
+
+    The losses are added one by one in the order of the steps, so that it makes no difference to the sum when it is read.
+    """
+
+    def __init__(self, state: TrainState, ranks: Ranks):
+        self._state, self._ranks, self._losses = state, ranks, list[Tensor]()
+
+    def add(self, loss: Tensor) -> None:
+        """After a step, with this rank's share of its loss."""
+        self._losses.append(loss.detach().to(torch.float64, copy=True))
+
+    def read(self) -> None:
+        """Bring the counters up to date; all ranks call it at the same step."""
+        if not self._losses:
+            return
+        losses, self._losses = collectives.sum_over_ranks(torch.stack(self._losses), self._ranks).tolist(), []
+        for loss in losses:
+            if math.isfinite(loss):
+                self._state.loss_sum += loss
+                self._state.losses += 1
+
+    def reset(self) -> None:
+        """Before a rewind: forget the steps that were not read."""
+        self._losses = []
