@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from helpers import refused
+from helpers import refused, windlass
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
@@ -129,11 +129,11 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
 
 
 def test_rates_of_several_checks_are_one_file(tmp_path):
-    rank = {"host": "a", "tflops": {"float32": 2.0}}
+    rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}}
     rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5, "ranks": {0: 1.5}}
     rates = [rate | {"group": "all ranks"}, rate | {"group": "one host"}]
     store_rates(tmp_path, [rank], [])
-    store_rates(tmp_path, [rank, rank | {"host": "b", "tflops": {"float32": 1.0}}], rates)
+    store_rates(tmp_path, [rank, rank | {"host": "b", "node": 1, "tflops": {"float32": 1.0}}], rates)
     machine = read_json(tmp_path / "machine.json")
     assert list(machine) == ["1x1", "2x2"] and machine["1x1"]["collectives"] == []
     assert machine["2x2"]["matrix_tflops"] == {"float32": 1.0} and machine["2x2"]["hosts"] == ["a", "b"]
@@ -163,3 +163,24 @@ def test_a_preset_of_studies_is_changed_on_the_way():
         load_study("quickstart-scalign", "scale")
     with refused("preset of studies", "scale"):
         Recipe.load("quickstart-scaling")
+
+
+def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["scale", "quickstart", "--nodes", "1,2", "--scheduler", "slurm", "--min-busbw", "5", "--repeats", "2"]
+    done = windlass(*words, "--gpus-per-node", "2", "--time", "01:00:00", "--dir", "study", "--dry-run")
+    one, two = done.stdout.split("#!/bin/bash")[1:]
+    for text, script, array, word in ((one, "1-nodes", "0,3", "--nodes=1"), (two, "2-nodes", "1-2", "--nodes=2")):
+        assert {f"#SBATCH {word}", "#SBATCH --ntasks-per-node=2", "#SBATCH --time=01:00:00"} <= set(text.splitlines())
+        assert f"--array={array}" in text or f"--array={array.replace('-', ',')}" in text
+        assert f"jobs/{script}" in text and f"--min-busbw 5 --rates {tmp_path}/study" in text
+        assert f'scale {tmp_path}/study --only "$task" &' in text
+    assert not (tmp_path / "study").exists()
+    cpu = ["scale", "quickstart", "parallel.device=cpu", "--nodes", "1,2", "--scheduler", "slurm", "--min-busbw", "5"]
+    one, two = windlass(*cpu, "--dry-run").stdout.split("#!/bin/bash")[1:]
+    assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
+    assert "leave --worlds out" in windlass(*cpu, "--worlds", "1,2", code=2).stderr
+    assert (
+        "--gpus-per-node"
+        in windlass("scale", "quickstart", "--nodes", "2", "--scheduler", "slurm", "--dry-run", code=2).stderr
+    )

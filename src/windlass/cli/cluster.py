@@ -203,6 +203,7 @@ def check(
     max_size: str = typer.Option(
         "", metavar="BYTES", help="Largest message, as 64M or 4G; default 16M on a CPU, 512M on a GPU."
     ),
+    rates: Path | None = typer.Option(None, hidden=True, help="The scaling study whose machine this is."),
     json_: Json = False,
 ) -> int:
     """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix products and collectives.
@@ -234,6 +235,10 @@ def check(
         return NOT_MEASURED
     if env.rank == 0:
         _show_check(done, min_busbw, json_)
+        if rates:
+            from windlass.study.probe import store_rates
+
+            store_rates(rates, done.ranks, done.rates)
     return done.exit_code(min_busbw)
 
 

@@ -6,13 +6,16 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from windlass.cli import Json, Overrides, complete
 from windlass.cli.sweep import _show, cells_table
 from windlass.errors import DONE, FAILED, UserError
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
 
 EPILOG = """\b
 Modes, and what stays equal as the ranks grow:
@@ -42,6 +45,15 @@ def scale(
     no_probe: bool = typer.Option(False, "--no-probe", help="Do not measure machine and steps without communication."),
     dir_: Path | None = typer.Option(None, "--dir", help="The study; default: studies/<preset>-<mode>-<hash>."),
     retry_failed: bool = typer.Option(False, help="Train failed cells again, and their probes."),
+    nodes: str = typer.Option("", metavar="N,N,...", help="Numbers of hosts instead of --worlds: submits array jobs."),
+    gpus_per_node: int = typer.Option(
+        -1, min=-1, metavar="G", help="GPUs of each, a rank for each; default: the site's.", show_default=False
+    ),
+    scheduler: str = typer.Option("", metavar="slurm|pbs", help="With --nodes; default: the one that is installed."),
+    time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a cell; default: the site's."),
+    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Bus bandwidth that a cell's hosts must have."),
+    site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="With --nodes: print the scripts and write nothing."),
     only: int = typer.Option(-1, hidden=True, help="Work on one cell by number; what an array job's tasks call."),
     json_: Json = False,
 ) -> int:
@@ -52,42 +64,77 @@ def scale(
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
-    from rich.live import Live
-
-    from windlass.study import scale as studies
+    from windlass.launch.submit import Resources, read_site
     from windlass.study.presets import load_study
     from windlass.study.study import Study
-    from windlass.study.sweep import DONE_STATES
-    from windlass.telemetry.terminal import rich_console
 
-    is_study = Study.is_study(recipe)
     base, options = load_study(recipe, "scale", overrides)
-    if is_study and overrides and not worlds:
+    path = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
+    if Study.is_study(recipe) and overrides and not worlds:
         raise UserError(
             f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out, or add --worlds"
         )
     given = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "worlds": numbers("worlds", worlds)}
     given |= {"precisions": [word for word in precisions.split(",") if word], "project": numbers("project", project)}
     options |= {name: value for name, value in given.items() if value not in (None, "", [])}
-    path = dir_ or (Path(recipe) if is_study else None)
+    if nodes and worlds:
+        raise UserError("--worlds and --nodes: with hosts the ranks are nodes x gpus-per-node; leave --worlds out")
+    if nodes:
+        asked = Resources(gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw)
+        how = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
+        return _submit(base, options | {"nodes": numbers("nodes", nodes)}, path, how, dry_run)
     if not options.get("worlds") and not (path and Study.is_study(path)):
         raise UserError("which numbers of ranks? Write --worlds 1,2 (the smallest is the baseline)")
+    options |= {"path": path, "probes": not no_probe, "retry_failed": retry_failed, "only": only if only >= 0 else None}
+    return _train(base, options, json_)
+
+
+def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
+    """Work through the study with a table of its cells, and show its numbers."""
+    from rich.live import Live
+
+    from windlass.study import scale as studies
+    from windlass.study.sweep import DONE_STATES
+    from windlass.telemetry.terminal import rich_console
+
     shown, console = dict[str, tuple[str, float]](), rich_console(sys.stderr if json_ else sys.stdout)
     with Live(console=console, auto_refresh=False) as live:
-        work: dict[str, Any] = {
-            "show": partial(_show, live, shown),
-            "notify": console.out,
-            "retry_failed": retry_failed,
-        }
-        study = studies.scale(base, **options, **work, path=path, probes=not no_probe, only=only if only >= 0 else None)
-    results = study.results()
+        study = studies.scale(base, **options, show=partial(_show, live, shown), notify=console.out)
+    results, only = study.results(), options["only"]
     if json_:
         typer.echo(json.dumps([result.row() for result in results], indent=1))
     if not console.is_interactive:
         console.print(cells_table(study, results, console.width))
     console.out(f"report: windlass report {study.path}")
-    worked_on = results if only < 0 else [results[only]]
+    worked_on = results if only is None else [results[only]]
     return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED
+
+
+def _submit(base: Recipe, options: dict[str, Any], path: Path | None, how: dict[str, Any], dry_run: bool) -> int:
+    """Create a study over hosts and submit the cells that are open, one array job for each number of hosts."""
+    from windlass.study.scale import create_study
+    from windlass.study.submit import submit_scaling
+
+    on_cpu, site, asked = base.parallel.device == "cpu", how["site"], how["asked"]
+    gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    ranks = 1 if on_cpu else max(1, gpus)
+    options = options | {
+        "worlds": [n * ranks for n in options["nodes"]],
+        "threads": site.cpus_per_rank if on_cpu else 0,
+    }
+    study = create_study(base, path=path, write=False, **options)
+    scripts = submit_scaling(study, **how, dry_run=True)  # refuses what cannot be before anything is written
+    if dry_run:
+        sys.stdout.write("\n".join(script for _, script, _ in scripts))
+        return DONE
+    study = create_study(base, path=path, **options)
+    jobs = submit_scaling(study, **how, notify=typer.echo)
+    for directory, _, job in jobs:
+        typer.echo(f"submitted job {job}: its log is in {directory}; `windlass submit --cancel {directory}` ends it")
+    if not jobs:
+        typer.echo("nothing to submit: no cell is open")
+    typer.echo(f"`windlass scale {study.path}` shows the table")
+    return DONE
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -133,7 +133,7 @@ def submit_run(
     track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", str(run.path), "--to")
     job = replace(job, after=[(*track, name) for name in recipe.telemetry.trackers if behind.get(name)])
     if run.path.exists() and not dry_run:
-        job_id, state = _queued(run.path)
+        job_id, state = queued(run.path)
         if state:
             raise UserError(f"job {job_id} of {run.path} is {state}: `windlass submit --cancel {run.path}` ends it")
     return submit(job, site, scheduler, dry_run)
@@ -164,7 +164,7 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
     return script, job_id
 
 
-def _queued(directory: Path) -> tuple[str, str]:
+def queued(directory: Path) -> tuple[str, str]:
     """The id of a directory's last job, and its state; empty where it is over or there was none."""
     submitted = read_json(directory / SUBMITTED)
     job = str(submitted.get("job", ""))
@@ -185,7 +185,7 @@ def cancel(directory: Path) -> str:
     submitted = read_json(directory / SUBMITTED)
     if not submitted:
         raise UserError(f"{directory} has no {SUBMITTED}: it was not submitted with `windlass submit`")
-    job, state = _queued(directory)
+    job, state = queued(directory)
     if not state:
         raise UserError(f"job {job} of {directory} is over: there is nothing to cancel")
     # The batch shell gets the signal, too: it passes it on to the ranks, which save, and requeues nothing.
@@ -202,7 +202,7 @@ def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_S
     """Show state and logs of a directory's job until it is over."""
     shown, last = dict[Path, int](), ""
     while True:
-        job, state = _queued(directory)
+        job, state = queued(directory)
         if state and state != last:
             show(f"[{job}: {state}]")
         for log in sorted(directory.glob("*.out")):

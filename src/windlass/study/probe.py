@@ -152,7 +152,7 @@ def measure_machine(study: Study, world: int, notify: Callable[[str], None] = la
 
 def store_rates(study: Path, ranks: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> None:
     """Write what a check measured into a study's `machine.json`: of matrix products the slowest rank's rate."""
-    hosts = sorted({str(rank["host"]) for rank in ranks})
+    nodes, hosts = len({rank["node"] for rank in ranks}), sorted({str(rank["host"]) for rank in ranks})
     names = ("collective", "size", "seconds", "algbw", "busbw")
     entry = {
         "device": ranks[0].get("name", "cpu"), "hosts": hosts, "cores": usable_cores(),
@@ -161,4 +161,4 @@ def store_rates(study: Path, ranks: Sequence[Mapping[str, Any]], rates: Sequence
     }  # fmt: skip
     with FileLock(study / ".machine.lock"):
         known = read_json(study / "machine.json")
-        write_atomic(study / "machine.json", json.dumps(known | {f"{len(hosts)}x{len(ranks)}": entry}, indent=1))
+        write_atomic(study / "machine.json", json.dumps(known | {f"{nodes}x{len(ranks)}": entry}, indent=1))

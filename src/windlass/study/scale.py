@@ -43,6 +43,8 @@ def scale(
 ) -> Study:  # fmt: skip
     """Train every cell of a scaling study that is not done yet on this machine, one at a time, and return the study.
 
+    A study over several hosts is returned as it is: jobs train its cells (`windlass scale --nodes`).
+
     `recipe` is also a preset of studies, which has options of its own, or a study's directory, to continue it.
     `worlds` are the numbers of ranks; the smallest is the baseline. `mode` (default `strong`) says what stays when they grow:
 
@@ -82,11 +84,12 @@ def scale(
 
 def create_study(
     recipe: Recipe, worlds: Sequence[int] = (), *, nodes: Sequence[int] = (), precisions: Sequence[str] = (),
-    path: str | Path | None = None, threads: int = 0, preset: str = "", **options: Any,
+    path: str | Path | None = None, threads: int = 0, preset: str = "", write: bool = True, **options: Any,
 ) -> Study:  # fmt: skip
     """The scaling study of these options, written to disk, or what is there grown by its cells; see `scale`.
 
-    `threads` are those of a rank on a CPU, where the cells do not run on this machine; `options` those of `Scaling`.
+    `threads` are those of a rank on a CPU, where the cells do not run on this machine; `options` those of `Scaling`. `write`
+    False: nothing is written.
     """
     if path is None:
         first = merge(None, options, preset)
@@ -104,7 +107,7 @@ def create_study(
     smallest = min([*worlds, *(cell.world or 1 for cell in before.cells)] if before else worlds)
     listed = assignments(recipe, scaling, worlds, nodes, precisions, smallest)
     every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
-    return Study.create(recipe.replace({"telemetry.every": every}), listed, path, scaling=scaling)
+    return Study.create(recipe.replace({"telemetry.every": every}), listed, path, scaling=scaling, write=write)
 
 
 def merge(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:
@@ -243,6 +246,8 @@ def run_study(
     if only is not None and not 0 <= only < len(study.cells):
         raise UserError(f"only={only}: the cells are 0 to {len(study.cells) - 1}")
     cells, launch = study.cells if only is None else [study.cells[only]], NODES in study.keys
+    if launch:
+        prepare(study.recipe)
     if remark := oversubscribed(study):
         notify(remark)
     for cell in cells:

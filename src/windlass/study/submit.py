@@ -1,4 +1,4 @@
-"""The open cells of a study as an array job of SLURM or PBS, whose tasks call `windlass sweep STUDY --only N`. No torch."""
+"""The open cells of a study as array jobs of SLURM or PBS, whose tasks call `windlass sweep STUDY --only N`. No torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from windlass.errors import UserError
 from windlass.launch.batch import INDEX, Site
-from windlass.launch.submit import Resources, find_scheduler, make_job, read_site, submit
+from windlass.launch.submit import Resources, find_scheduler, make_job, queued, read_site, submit
 from windlass.processes import WINDLASS
+from windlass.study.grid import NODES
 from windlass.study.study import Study
 
 OPEN_STATES = ("waiting", "interrupted")
@@ -26,6 +28,8 @@ def submit_study(
     Raises UserError for what the site has not, a cell cannot do, or the scheduler refuses.
     """
     study, site, asked = Study.open(path), site or read_site(), asked or Resources()
+    if study.scaling:
+        raise UserError(f"{path} is a scaling study: give again what made it, which submits the cells that are open")
     scheduler = find_scheduler(scheduler, site, dry_run)
     states = [result.state for result in study.results()]
     numbers = [number for number, state in enumerate(states) if state in OPEN_STATES]
@@ -43,3 +47,34 @@ def submit_study(
     for cell in cells:
         cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
     return submit(job, site, scheduler, dry_run)
+
+
+def submit_scaling(
+    study: Study, *, scheduler: str, site: Site, asked: Resources, dry_run: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> list[tuple[Path, str, str]]:  # fmt: skip
+    """Submit the open cells of a scaling study over hosts, one array job for each number of hosts.
+
+    Each cell first checks its hosts' bandwidth (`asked.min_busbw`) and writes what it measured into the study. Returns the
+    directory, the script and the id of each job; a number of hosts whose last job is not over is left out.
+    """
+    scheduler, path, jobs = find_scheduler(scheduler, site, dry_run), study.path.resolve(), []
+    waiting = [n for n, result in enumerate(study.results()) if result.state in OPEN_STATES]
+    for nodes in study.values[NODES]:
+        numbers = [number for number in waiting if study.cells[number].nodes == nodes]
+        where = path / "jobs" / f"{nodes}-nodes"
+        job_id, state = queued(where)
+        if state:
+            notify(f"{nodes}-node job {job_id} is {state}; `windlass submit --cancel {where}` ends it")
+        if state or not numbers:
+            continue
+        ranks = max(study.cells[number].world or nodes for number in numbers) // nodes
+        on_cpu = study.recipe.parallel.device == "cpu"
+        command = [*WINDLASS, "scale", str(path), "--only", INDEX]
+        own = replace(asked, nodes=nodes, per_host=ranks)
+        job = make_job(f"windlass-{path.name}-{nodes}", command, where, site, own, on_cpu)
+        least = ["--min-busbw", f"{asked.min_busbw:g}"] if nodes * ranks > 1 else []  # one rank has no bandwidth
+        check = [*WINDLASS, "check", str(path / "recipe.toml"), *least, "--rates", str(path)]
+        job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check])
+        jobs.append((where, *submit(job, site, scheduler, dry_run)))
+    return jobs
