@@ -12,6 +12,7 @@ from windlass.telemetry.console import Console
 
 STEP = (
     "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | grad norm 0.91 | MFU 41.2% | GPU mem 1.23 GB"
+    " | dt 100.0 | dtf 31.2 | dtb 62.5 | sps 952.1 | mtps 0.0152"
 )
 
 
@@ -30,6 +31,9 @@ def show(console):
         "tokens_per_s": 15_234.0,
         "mfu": 0.412,
         "gpu_mem_mb": 1234.0,
+        "forward_ms": 31.24,
+        "backward_ms": 62.5,
+        "samples_per_s": 952.125,
     }
     console.step({"kind": "train", "step": 100, "step_ms": 100.0, **line})
     console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
@@ -98,10 +102,17 @@ def columns(monkeypatch):
 def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
     columns(160)
     raw, text = in_terminal(Console, log_path=tmp_path / "log.txt")
-    assert STEP in text and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text and "eval 100/200 | val loss 2.4000" in text
+    assert (
+        STEP.partition(" | dt")[0] in text
+        and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in text
+        and "eval 100/200 | val loss 2.4000" in text
+    )
     assert "\x1b[31mto" not in raw, "a generated text does not colour the terminal"
     assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1, "the cursor comes back"
-    assert STEP in plain(tmp_path / "log.txt")
+    log = plain(tmp_path / "log.txt")
+    assert STEP in log and "dt 100" not in text, "the live line leaves room for its bar"
+    legend = next(line for line in log if line.startswith("legend"))
+    assert all(f"{name}: " in legend and f"{name}: " not in text for name in ("dt", "dtf", "dtb", "sps", "mtps"))
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,22 @@ FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
     "mfu": (lambda x: f"MFU {100 * x:.1f}%", "MFU: model FLOPs of the device's peak"),
     "gpu_mem_mb": (lambda x: f"GPU mem {x / 1e3:.2f} GB", "GPU mem: allocated by rank 0"),
     "rss_mb": (lambda x: f"RAM {x / 1e3:.2f} GB", "RAM: of rank 0"),
+    # in log.txt and where the output is no live line, under the names that nanoGPT's descendants print
+    "step_ms": (lambda x: f"dt {x:.1f}", "dt: ms of a step"),
+    "forward_ms": (lambda x: f"dtf {x:.1f}", "dtf: ms of its forward pass"),
+    "backward_ms": (lambda x: f"dtb {x:.1f}", "dtb: ms of its backward pass"),
+    "samples_per_s": (lambda x: f"sps {x:.4g}", "sps: samples per second, all ranks"),
+    "mtps": (lambda x: f"mtps {x:.3g}", "mtps: million tokens per second, all ranks"),
 }
 """Fields of a `train` line by priority, the first ones stay in a narrow terminal: how each is shown, and its legend."""
+
+DETAILS = {"step_ms", "forward_ms", "backward_ms", "samples_per_s", "mtps"}  # leave the live line room for its bar
 
 SCORES = {"train_loss": "train loss", "loss": "val loss", "full_loss": "of all data", "perplexity": "perplexity", "acc": "acc",
           "acc_norm": "acc norm", "exact_match": "exact match", "f1": "f1"}  # fmt: skip
 """Fields of an `eval` line that are shown, with their words."""
 
+NOTEBOOK = 100  # columns of a line there
 BAR = 20  # columns; where there is no room for half of it, there is no bar
 DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two pictures of a bar; between two lines of progress elsewhere
 
@@ -121,16 +130,26 @@ class Console:
         done = self._step - self._first[1]
         seconds_per_step = (time.monotonic() - self._first[0]) / done if done else line["step_ms"] / 1e3
         shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
+        shown |= {"mtps": line["tokens_per_s"] / 1e6} if "tokens_per_s" in line else {}
+        present = [key for key in FIELDS if key in shown]
+        texts = [FIELDS[key][0](shown[key]) for key in present]
+        hidden = sum(key in DETAILS for key in present) if self._live is not None else 0
+        self._numbers = texts[: len(texts) - hidden]
+        # A notebook wraps a long line, and the next one could not take its place.
+        width = NOTEBOOK if "ipykernel" in sys.modules else terminal.size(self._stream).columns
         if begins:
-            legends = "; ".join(legend for key, (_, legend) in FIELDS.items() if key in shown)
-            self._print(f"{'legend':<8}{legends}", indent=" " * 8)
-        self._numbers = [write(shown[key]) for key, (write, _) in FIELDS.items() if key in shown]
+            legends, fitting = (
+                [FIELDS[key][1] for key in present],
+                self._fitting(width).count(" | ") - bool(self._doing),
+            )
+            self._write_log(f"{'legend':<8}{'; '.join(legends)}")
+            self._show(f"{'legend':<8}{'; '.join(legends[:fitting])}", indent=" " * 8)
         self._draw()
-        self._write_log(self._fitting(terminal.WIDE))
+        self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts]))
         if self._live is None:
             # In a notebook the next line takes the place of this one, which the last step leaves standing.
             end = "" if "ipykernel" in sys.modules and self._step < self.steps else "\n"
-            self._show(self._fitting(terminal.size(self._stream).columns), end=end)
+            self._show(self._fitting(width), end=end)
 
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
