@@ -9,6 +9,7 @@ from typing import Any
 
 from report_fixtures import stamp
 
+from windlass.model.size import count
 from windlass.recipe import Recipe
 from windlass.study.grid import Assignment, Scaling, cells_of
 from windlass.study.study import Study
@@ -22,7 +23,7 @@ SETTINGS = [
     "train.global_batch=8",
 ]
 SETTINGS += ["telemetry.every=5", "train.micro_batch=1"]
-VOCAB, PARAMETERS = 100, 111_111
+VOCAB = 100
 Step = Callable[[dict[str, Any]], Mapping[str, float]]
 
 
@@ -35,6 +36,7 @@ def write_run(
     (path / "recipe.toml").write_text(recipe.toml())
     placed = [{"rank": r, "host": f"node-{r * hosts // world}", "threads": 2} for r in range(world)]
     (path / "environment.json").write_text(json.dumps({"machine": {"cores": cores}, "ranks": placed}))
+    size = count(recipe.model, VOCAB).total
     batch, context = recipe.train.global_batch, recipe.model.context
     seconds = {"startup": 3.0}
     lines: list[dict[str, Any]] = []
@@ -45,7 +47,7 @@ def write_run(
 
     line(
         "event", 0, event="started", world=world, strategy=recipe.strategy(world), precision="fp32", device=device,
-        parameters=PARAMETERS, trained=PARAMETERS, threads=2, steps=20, micro_batch=1, accumulation=batch // world,
+        parameters=size, trained=size, threads=2, steps=20, micro_batch=1, accumulation=batch // world,
         global_batch=batch, samples_per_epoch=160, data={"vocab": VOCAB},
     )  # fmt: skip
     for step in (5, 10, 15, 20) if finished else (5,):
@@ -65,7 +67,7 @@ def write_run(
         )
     if finished:
         line("eval", 20, suite="loss", loss=2.5, samples=8, tokens=256, runtime_s=1.0)
-        line("summary", 20, steps=20, world=world, parameters=PARAMETERS, peak_mem_mb=peak_mb)
+        line("summary", 20, steps=20, world=world, parameters=size, peak_mem_mb=peak_mb)
         line("event", 20, event="finished")
     (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 

@@ -31,6 +31,8 @@ from windlass.recipe import flatten
 from windlass.reports import tables
 from windlass.reports.charts import Chart, Series, charts, slug, smoothing
 from windlass.reports.published import Published, published
+from windlass.reports.scaling import ScalingView, read_scaling
+from windlass.reports.scaling_charts import STEP_PARTS
 from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.reports.tables import label, measures
 from windlass.reports.text import MISSING, markdown_cell, short, show
@@ -110,23 +112,27 @@ def report(
     target = Path(out) if out else place
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return _write(target, seen, study, skip, plots, published(seen, study, table))
+        scaled = read_scaling(study) if study else None
+        filled = published(seen, study, table, scaled.values if scaled else ())
+        return _write(target, seen, study, scaled, skip, plots, filled)
     except OSError as error:
         message = f"the report cannot be written to {target}: {error.strerror}; give another place as out=DIR"
         raise UserError(message) from None
 
 
 def _write(
-    out: Path, seen: Sequence[RunView], study: StudyView | None, skip: int | None, plots: bool,
+    out: Path, seen: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None, skip: int | None, plots: bool,
     filled: Published | None,
 ) -> Report:  # fmt: skip
-    described, sweeps = charts(seen), sweep_charts(study) if study else []
+    described, sweeps = charts(seen), scaled.charts if scaled else sweep_charts(study) if study else []
     drawn: dict[str, Path] = {}
     if plots:
         from windlass.reports.plots import write_plots  # imports matplotlib, which takes a second
 
-        ramp, heat = (study.tones, heat_map(study)) if study else ((), None)
-        drawn = write_plots(seen, [*sweeps, *described], out / "plots", skip, ramp, heat)
+        ramp, heat = (study.tones, None if scaled else heat_map(study)) if study else ((), None)
+        drawn = write_plots(
+            seen, [*sweeps, *described], out / "plots", skip, ramp, heat, scaled.bars if scaled else None
+        )
 
     of_run = [((view.label,) if len(seen) > 1 else (), view) for view in seen]
     names = ["run"] if len(seen) > 1 else []
@@ -140,6 +146,8 @@ def _write(
     if study:
         files["cells.csv"] = cell_table(study)
         files |= {"seeds.csv": seeds} if (seeds := seed_table(study)) else {}
+    if scaled:
+        files |= {f"{name}.csv": own for name, (_, own, _) in scaled.tables.items()} | {"scaling.csv": scaled.csv}
     if filled:
         files["published.csv"] = filled.table
         write_atomic(out / "published.md", filled.table.markdown())
@@ -152,18 +160,19 @@ def _write(
     papers["results"] = of_one if len(seen) == 1 else tables.comparison(seen, tables.PRINCIPAL)
     for name in ("cells", "seeds", "published"):
         papers |= {name: files[f"{name}.csv"]} if f"{name}.csv" in files else {}
+    papers |= {name: own for name, (_, own, _) in scaled.tables.items()} if scaled else {}
     for name, table in papers.items():
         write_atomic(out / f"{name}.tex", table.latex())
 
-    titles = {"loss-late": "Loss without its first steps", "heat-map": "Heat map"}
+    titles = {"loss-late": "Loss without its first steps", "heat-map": "Heat map", "step-parts": STEP_PARTS}
     titles |= {chart.id: markdown_cell(chart.title) for chart in (*sweeps, *described)}
     pictures = [f"\n![{titles[name]}](plots/{path.name})\n" for name, path in drawn.items()]
-    text = "".join([_markdown(seen, study), _published(filled), "\n## Plots\n" if drawn else "", *pictures])
+    text = "".join([_markdown(seen, study, scaled), _published(filled), "\n## Plots\n" if drawn else "", *pictures])
     which = "Those that differ between the runs first, then those" if len(seen) > 1 else "Those"
     changed = tables.settings_table(seen, [row for row in settings if row.differs or row.changed])
     text += f"\n## Settings\n\n{which} changed from the defaults.\n\n{changed.markdown()}"
     write_atomic(out / "report.md", text)
-    write_atomic(out / "index.html", page(seen, described, study, filled))
+    write_atomic(out / "index.html", page(seen, described, study, filled, scaled))
     listed = [*files, *(f"{name}.tex" for name in papers)]
     return Report(out / "index.html", out / "report.md", [out / name for name in listed], drawn, list(seen), filled)
 
@@ -173,9 +182,14 @@ def _published(filled: Published | None) -> str:
     return f"\n## {markdown_cell(filled.title)}\n\n{filled.table.markdown()}{note}" if filled else ""
 
 
-def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
+def _markdown(seen: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None) -> str:
     if study:
         text = f"# {markdown_cell(study.study.path.resolve().name)}\n"
+        for heading, own, notes in scaled.tables.values() if scaled else ():
+            under = "".join(f"\n{markdown_cell(note)}\n" for note in notes)
+            text += f"\n## {heading}\n\n{own.markdown()}{under}"
+        for best in scaled.winners if scaled else ():
+            text += f"\n{markdown_cell(best['text'])}. {best['remark']}\n\n```\n{best['command']}\n```\n"
         text += f"\n{markdown_cell(study.remark)}\n" if study.remark else ""
         for best in study.winners:
             command, remark = study.study.winner_command(best.assignment)
@@ -198,17 +212,19 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None) -> str:
 
 def page(
     views: Sequence[RunView], charts: Sequence[Chart], study: StudyView | None = None, filled: Published | None = None,
+    scaled: ScalingView | None = None,
 ) -> str:  # fmt: skip
     """The whole page of some runs with their charts, or of a study with its runs that have begun."""
     names, folder = ("page.html", "page.css", "chart.js", "page.js"), resources.files("windlass.reports")
     template, css, *js = ((folder / name).read_text("utf-8") for name in names)
     script = f'(() => {{\n"use strict";\n{js[0]}\n{js[1]}\n}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sweeps = sweep_charts(study) if study else []
+    sweeps = scaled.charts if scaled else sweep_charts(study) if study else []
     rows = tables.all_settings(views)
     changed = [row for row in rows if row.differs or row.changed]
     parts: dict[str, Any] = {
-        "cells": cell_table(study) if study else None, "curves": [chart for chart in charts if chart.id != "loss"],
+        "scaling": scaled, "cells": cell_table(study) if study else None,
+        "curves": [chart for chart in charts if chart.id != "loss" or scaled],
         "results": study is None, "time": _times(views), "samples": _samples(views),
         "settings": [changed, [row for row in rows if row not in changed]], "environment": _environment(views),
     }  # fmt: skip
@@ -216,18 +232,18 @@ def page(
     for character in "<>&":  # ASCII without a character that HTML gives a meaning: it can stand in a script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     context = {
-        **_head(views, study), **parts,
+        **_head(views, study, scaled), **parts,
         "views": views, "study": study, "published": filled, "version": __version__,
         "links": [name for name in parts if parts[name] and (name != "curves" or study)],
         "style": Markup(css), "script": Markup(script), "script_hash": f"sha256-{digest}",
         "data": Markup(data),
-        "lead": [chart for chart in charts if chart.id == "loss"], "sweeps": sweeps,
-        "heat": heat_map(study) if study else None,
+        "lead": [chart for chart in charts if chart.id == "loss" and not scaled], "sweeps": sweeps,
+        "heat": heat_map(study) if study and not scaled else None,
         "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
         "comparison": tables.comparison(views, tables.PRINCIPAL) if len(views) > 1 else None,
         "measures": tables.results(views[0], for_people=True) if len(views) == 1 else None,
         "evaluations": tables.evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show,
-        "sample_limit": SAMPLES,
+        "sample_limit": SAMPLES, "step_parts": STEP_PARTS,
     }  # fmt: skip
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -272,7 +288,7 @@ def numbers(values: Iterable[float]) -> list[float | int | None]:
     return [(int(x) if w else x) if math.isfinite(x) else None for x, w in zip(rounded, whole, strict=True)]
 
 
-def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
+def _head(views: Sequence[RunView], study: StudyView | None, scaled: ScalingView | None) -> dict[str, Any]:
     """Kicker, title, state, lede, remark, notes, winners and figures (name, value, remark) at the top of the page."""
     values = [measures(view) for view in views]
     head: dict[str, Any] = {"state": "", "notes": "", "remark": "", "winners": [], "figures": (figures := [])}
@@ -284,6 +300,9 @@ def _head(views: Sequence[RunView], study: StudyView | None) -> dict[str, Any]:
             rows = [place for place, result in enumerate(study.results) if result in best.results]
             winner = {"text": winner_text(study, best), "command": command, "remark": remark, "rows": rows}
             head["winners"].append(winner)
+        if scaled:
+            head |= {"kicker": "A scaling study", "lede": scaled.lede, "winners": scaled.winners}
+            figures += scaled.figures
         if len(study.winners) == 1:
             figures.append((f"Best {study.title}", show(study.winners[0].median, "loss"), study.winners[0].label))
         states = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in study.results).items())

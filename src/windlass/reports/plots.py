@@ -21,6 +21,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from windlass.reports.charts import Chart, smoothed, smoothing
+from windlass.reports.scaling_charts import STEP_PARTS, Bars
 from windlass.reports.study import Heat
 from windlass.reports.text import short, show
 from windlass.reports.view import RunView
@@ -44,7 +45,7 @@ STYLE: dict[str, Any] = {
 
 def write_plots(
     views: Sequence[RunView], charts: Sequence[Chart], folder: Path, skip: int | None = None, tones: Sequence[float] = (),
-    heat: Heat | None = None,
+    heat: Heat | None = None, bars: Bars | None = None,
 ) -> dict[str, Path]:  # fmt: skip
     """Draw every chart into `folder`, as PNG and PDF; returns the paths of the PNG files by the chart's id.
 
@@ -63,6 +64,8 @@ def write_plots(
                     figures["loss-late"] = draw(late, views, tones, weight, first)
         if heat:
             figures["heat-map"] = heat_figure(heat)
+        if bars:
+            figures["step-parts"] = bars_figure(bars)
         for name, figure in figures.items():
             FigureCanvasAgg(figure).print_png(folder / f"{name}.png", metadata={"Software": None})
             unsigned = dict.fromkeys(("Creator", "Producer", "CreationDate"))  # equal runs give equal bytes
@@ -99,9 +102,9 @@ def draw(
         shown = series.name and series.name not in named and len(chart.series) > 1
         named.add(series.name)
         axes.plot(
-            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[0 if tones else series.dash],
+            x, drawn, color=colour, linestyle="none" if series.points == "only" else DASHES[0 if tones and series.colour is None else series.dash],
             linewidth=1.1 if series.minor or series.points == "line" else 1.6, zorder=4 if series.points else 2,
-            label=series.name if shown and not (several and series.points == "only") else None,
+            label=series.name if shown and (chart.x_label or not several or series.points != "only") else None,
             **(RING if series.points or len(x) == 1 else {}),
         )  # fmt: skip
         bad = x[~np.isfinite(y) & series.bad]
@@ -146,7 +149,12 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
         axes.set_xscale("log" if chart.x_log else "linear")
         axes.xaxis.set_major_locator(FixedLocator(chart.x_values))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticklabels(chart.x_names)
+        at = np.log(chart.x_values) if chart.x_log else np.array(chart.x_values)
+        names, free = list[str](), -math.inf
+        for place, name in zip((at - at[0]) / (at[-1] - at[0] or 1), chart.x_names, strict=True):
+            names.append(name if place >= free else "")  # a name that would touch the one before is left out
+            free = place + 0.08 if names[-1] else free
+        axes.set_xticklabels(names)
         axes.margins(x=0.06)
         return
     if axes.get_xlim()[1] >= 20_000:
@@ -165,4 +173,18 @@ def heat_figure(heat: Heat) -> Figure:
     axes.set_yticks(range(len(heat.rows)), [show(value) for value in heat.rows])
     axes.grid(False)
     axes.spines[:].set_visible(False)
+    return figure
+
+
+def bars_figure(bars: Bars) -> Figure:
+    """The parts of a step of each setup, stacked."""
+    figure, axes = new_figure(STEP_PARTS, "ms", "", 1.3 + 0.34 * len(bars.names))
+    left = np.zeros(len(bars.names))
+    for (name, values), colour in zip(bars.parts.items(), bars.colours, strict=True):
+        axes.barh(bars.names, values, left=left, height=0.62, color=PALETTE[colour], label=name)
+        left += values
+    axes.invert_yaxis()  # the first one at the top
+    axes.grid(axis="x", color=HAIR)
+    axes.grid(False, axis="y")
+    figure.legend(loc="outside lower center", ncols=len(bars.parts))
     return figure

@@ -57,7 +57,7 @@ def read_study(path: str | Path) -> StudyView:
     results = study.results()
     varied = {key: values for key, values in study.values.items() if key != SEED and len(values) > 1}
     swept = {key: sorted(values) if numeric(values) else values for key, values in varied.items()}
-    winners, remark = study.winners(results)
+    winners, remark = study.winners(results) if study.scaling is None else ([], "")
     return StudyView(
         study=study, title={LOSS: "evaluation loss", BITS: "bits per byte"}.get(study.measure, study.measure),
         unit="nats per token" if study.measure == LOSS else "", results=results,

@@ -18,7 +18,7 @@ from windlass.estimate.steptime import Tensors, collectives, predict
 from windlass.fileio import read_json
 from windlass.model.size import CountedSizes, block_parameters, flops_per_token
 from windlass.run import Line, Run, last_start
-from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, label
+from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling
 from windlass.study.result import CellResult
 from windlass.study.steps import PHASES, measure, times, windows
 from windlass.study.study import Study
@@ -58,9 +58,9 @@ NAMES: dict[str, str] = {
     "startup_s": "from the start of the process to the first step",
     "compile_s": "compiling",
     "runtime_s": "wall time of the whole run",
-    "run_samples_per_s": "all samples over the wall time of the whole run",
+    "samples_per_s_whole_run": "all samples over the wall time of the run, without its start-up",
     "train_loss": "the last training loss",
-    "train_loss_mean": "mean training loss of the run, lines weighted by their steps",
+    "train_loss_mean": "mean training loss of the run's steps; without it in the summary of the `train` lines, weighted by their steps",
     "memory_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
     "pareto": "whether no setup is both faster and smaller in memory",
     "recommended": "whether it is the recommended setup",
@@ -197,8 +197,16 @@ def _shape(study: Study, cell: Cell, start: Line) -> dict[str, Any]:
 def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
     """A setup as its row is headed: hosts, ranks, and what else tells it from the others."""
     if scaling.mode == "strategies":
-        own = {k: v for k, v in cell.assignment.items() if k not in AXES_ONLY and len(study.values[k]) > 1}
-        return label(own) or "the recipe"
+        own = {
+            k.rsplit(".", 1)[-1]: v
+            for k, v in cell.assignment.items()
+            if k not in AXES_ONLY and len(study.values[k]) > 1
+        }
+        plain = ("strategy", "precision")  # their values say what they are
+        on = {k.removeprefix("activation_"): v for k, v in own.items() if k in plain or v not in (False, 0, "none")}
+        return (
+            ", ".join(k if v is True else str(v) if k in plain else f"{k} {v}" for k, v in on.items()) or "the recipe"
+        )
     hosts, ranks = values["nodes"], values["world"]
     text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
     return f"{text}, {values['layers']} layers" if scaling.grow == "model" and "layers" in values else text
@@ -253,8 +261,13 @@ def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
 def _predict(row: ScalingRow, rates: Mapping[str, Any]) -> None:
     """The time of a row's step by the measured rates of its machine."""
     own = rates.get(f"{row.values['nodes']}x{row.world}")
-    if not own:
-        row.missing["predicted_ms"] = "the rates of these hosts and ranks were not measured"
+    if not own or row.recipe.parallel.offload:
+        why = (
+            "the rates of these hosts and ranks were not measured"
+            if not own
+            else "the way to the host is not in the formula"
+        )
+        row.missing["predicted_ms"] = why
         return
     sent = collectives(row.layout, row.tensors, row.recipe.parallel.bucket_mb)
     step = predict(own, row.values["flops_per_device"], row.layout, sent)
@@ -306,7 +319,7 @@ def _grown(row: ScalingRow, base: ScalingRow) -> str:
     ideal = {name: base.values.get(name, 0.0) * (flops if name == "compute_ms" else 1) for name in PARTS}
     more = {name: row.values.get(name, 0.0) - ideal[name] for name in PARTS}
     name = max(more, key=lambda name: more[name])
-    return f"most of it is {PARTS[name]}, {more[name]:.3g} ms of a step more than if scaling were perfect"
+    return f"what grew most is {PARTS[name]}, {more[name]:.3g} ms of a step more than if scaling were perfect"
 
 
 def _choose(table: list[ScalingRow]) -> None:

@@ -52,9 +52,9 @@ def measure(run: Run, warmup: int) -> dict[str, float]:
         numbers["train_loss"] = losses[-1][1]
         numbers["train_loss_mean"] = sum(count * loss for count, loss in losses) / steps
     numbers |= {f"{name}_s": wall[name] for name in ("startup", "compile") if wall[name]}
-    if wall["total"]:
-        numbers["runtime_s"] = wall["total"]
-        samples = next((x["samples"] for x in reversed(train) if "samples" in x), 0)
-        numbers |= {"run_samples_per_s": samples / wall["total"]} if samples else {}
-    peaks = [x["peak_mem_mb"] for x in lines if x["kind"] == "summary" and "peak_mem_mb" in x]
-    return numbers | ({"memory_mb": peaks[-1]} if peaks else {})
+    samples = next((x["samples"] for x in reversed(train) if "samples" in x), 0)
+    if (working := wall["total"] - wall["startup"]) > 0 and samples:
+        numbers |= {"runtime_s": wall["total"], "samples_per_s_whole_run": samples / working}
+    ended = [x for x in lines if x["kind"] == "summary"][-1:]
+    exact = {"peak_mem_mb": "memory_mb"} | {x: x for x in ("train_loss_mean", "samples_per_s_whole_run")}
+    return numbers | {ours: float(x[name]) for x in ended for name, ours in exact.items() if name in x}

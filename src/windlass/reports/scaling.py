@@ -1,0 +1,297 @@
+"""What a report adds for a scaling study: its setups as tables, charts and text, and `windlass scale`'s table in the terminal.
+
+The numbers come from `windlass.study.scaling`. What a setup does not have is a dash, with its reason under the table; in
+scaling.csv the column `reasons` has them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windlass.reports.charts import Chart
+from windlass.reports.scaling_charts import Bars, scaling_charts, step_bars
+from windlass.reports.study import StudyView
+from windlass.reports.tables import Column, Table, measures
+from windlass.reports.text import show
+from windlass.study.grid import NODES, WORLD, Scaling
+from windlass.study.projection import projections
+from windlass.study.scaling import NAMES, ScalingRow, rows
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from windlass.study.study import Study
+
+COLUMNS: dict[str, tuple[str, str, str]] = {
+    "layers": ("Layers", "layers", "count"), "batch_per_device": ("Samples of a rank in a step", "batch/rank", "amount"),
+    "global_batch": ("Samples of a step", "batch", "count"), "parameters": ("Parameters", "parameters", "count"),
+    "flops_per_device": ("GFLOP of a rank in a step", "GFLOP/rank", "hours"), "step_ms": ("Step (ms)", "step ms", "rate"),
+    "samples_per_s": ("Samples/s", "samples/s", "rate"),
+    "tokens_per_s_per_device": ("Tokens/s of a rank", "tok/s/rank", "count"), "mfu": ("MFU", "MFU", "share"),
+    "speedup": ("Speed-up", "speed-up", "hours"), "efficiency": ("Efficiency", "eff.", "share"),
+    "serial_fraction": ("Serial fraction", "serial", "hours"), "ratio": ("Runtime ÷ baseline's", "ratio", "share"),
+    "compute_ms": ("Computing (ms)", "compute", "rate"), "exposed_ms": ("Communication exposed (ms)", "comm.", "rate"),
+    "data_ms": ("Waiting for data (ms)", "data", "rate"), "host_ms": ("Host (ms)", "host", "rate"),
+    "predicted_ms": ("Predicted step (ms)", "predicted", "rate"), "predicted_error": ("Prediction's error", "error", "share"),
+    "memory_mb": ("Peak memory, fullest rank (MB)", "memory MB", "mb"), "train_loss_mean": ("Training loss, mean", "loss", "loss"),
+    "runtime_s": ("Runtime (s)", "runtime s", "rate"), "startup_s": ("Start-up (s)", "start-up s", "rate"),
+    "compile_s": ("Compiling (s)", "compile s", "rate"), "pareto": ("Pareto front", "pareto", ""), "recommended": ("Recommended", "best", ""),
+}  # fmt: skip
+"""What the tables show, by name: the heading in a report, in the terminal, and the kind of number (see `text.show`)."""
+IF_DIFFERENT = ("layers", "batch_per_device", "global_batch", "parameters", "flops_per_device", "pareto", "recommended")
+
+
+@dataclass(frozen=True)
+class ScalingView:
+    """A scaling study as a report shows it."""
+
+    scaling: Scaling
+    rows: list[ScalingRow]
+    values: list[dict[str, Any]]  # of the rows: see `setup_values`
+    tables: dict[str, tuple[str, Table, list[str]]]  # by the file's name: heading, table, sentences under it
+    csv: Table  # every number in full, for scaling.csv
+    charts: list[Chart]
+    bars: Bars | None
+    winners: list[dict[str, Any]]  # of strategies the recommended one: text, command, remark
+
+    @property
+    def lede(self) -> str:
+        """What the study compares, in a line."""
+        what = {
+            "strong": "strong scaling: the batch of a step stays", "fixed-data": "fixed data: the batch of a rank and the data stay",
+            "strategies": "strategies at one number of ranks", "weak": "weak scaling: the batch of a rank stays",
+        }[self.scaling.mode]  # fmt: skip
+        what = "weak scaling: the layers grow with the ranks" if self.scaling.grow == "model" else what
+        return f"{what}; {self.scaling.repeats} repeats" if self.scaling.repeats > 1 else what
+
+    @property
+    def figures(self) -> list[tuple[str, str, str]]:
+        """Headlines of the setup with the highest throughput: name, value, remark."""
+        measured = [row for row in self.rows if row.measured]
+        if not measured:
+            return []
+        best = max(measured, key=lambda row: row.values["samples_per_s"])
+        kinds = {"samples_per_s": ("Samples per second", "rate"), "efficiency": ("Efficiency", "share")}
+        return [(text, show(best.values[n], kind), best.setup) for n, (text, kind) in kinds.items() if n in best.values]
+
+
+def read_scaling(seen: StudyView) -> ScalingView | None:
+    """What a report shows of a scaling study; None of a sweep."""
+    study, scaling = seen.study, seen.study.scaling
+    if scaling is None:
+        return None
+    table = rows(study, seen.results)
+    values = setup_values(seen, table)
+    tables = {"scaling": ("Setups", _table(table), sentences(study, table))}
+    tables["meters"] = ("The two meters", _meters(table, values), [METERS])
+    projected, basis = projections(study, table)
+    if projected:
+        columns = [
+            Column("world", "Ranks", "count"),
+            Column("state", "State"),
+            Column("compute_ms", "Without communication (ms)", "rate"),
+        ]
+        columns += [
+            Column("communication_ms", "Communication (ms)", "rate"),
+            Column("step_ms", "Projected step (ms)", "rate"),
+        ]
+        columns += [
+            Column("samples_per_s", "Projected samples/s", "rate"),
+            Column("efficiency", "Projected efficiency", "share"),
+        ]
+        columns += [Column("reason", "Reason")] * any(one.reason for one in projected)
+        own = Table(
+            columns,
+            [tuple({"state": "projected"}.get(c.name) or getattr(one, c.name) for c in columns) for one in projected],
+        )
+        tables["projected"] = ("Projected, not measured", own, [basis] if basis else [])
+    drawn = scaling_charts(scaling, table), step_bars(table)
+    return ScalingView(scaling, table, values, tables, _csv(table), *drawn, _winners(study, table))
+
+
+def setup_values(seen: StudyView, table: Sequence[ScalingRow] | None = None) -> list[dict[str, Any]]:
+    """Of each setup everything by name: its settings, the medians of its finished runs' measures, its numbers of
+    `study.scaling.NAMES`, `setup`, `state`, and `reasons`: why a number is not there, by name."""
+    runs = {view.run.path: measures(view) for view in seen.views}
+    found = []
+    for row in rows(seen.study, seen.results) if table is None else table:
+        own = [runs[r.run.path] for r in row.results if r.state == "finished" and r.run.path in runs]
+        merged: dict[str, Any] = {}
+        for name in dict.fromkeys(name for one in own for name in one):
+            values: list[Any] = [one[name] for one in own if name in one]
+            numbers = all(type(value) in (int, float) for value in values)
+            merged[name] = statistics.median(values) if numbers else values[0]
+        head = {"setup": row.setup, "state": row.state, "reasons": row.missing}
+        found.append({**row.recipe.flat(), **row.assignment, **merged, **row.values, **head})
+    return found
+
+
+def _shown(table: Sequence[ScalingRow]) -> list[str]:
+    """The columns that have a value, without those that are the same in all rows and describe the setup."""
+    texts = {n: {show(_value(row, n), COLUMNS[n][2]) for row in table if n in row.values} for n in COLUMNS}
+    return [name for name, own in texts.items() if len(own) > (1 if name in IF_DIFFERENT else 0)]
+
+
+def _value(row: ScalingRow, name: str) -> Any:
+    value = row.values.get(name)
+    return value / 1e9 if value is not None and name == "flops_per_device" else value
+
+
+def _state(row: ScalingRow) -> str:
+    return f"{row.state}: {row.reason}" if row.reason else row.state
+
+
+def _spread(row: ScalingRow) -> str | None:
+    return " to ".join(show(ms, "rate") for ms in row.spread["step_ms"]) if "step_ms" in row.spread else None
+
+
+def _table(table: Sequence[ScalingRow]) -> Table:
+    """A row a setup, for people."""
+    names = _shown(table)
+    columns = [
+        Column("setup", "Setup"),
+        Column("state", "State"),
+        *(Column(n, COLUMNS[n][0], COLUMNS[n][2]) for n in names),
+    ]
+    at = next((i for i, c in enumerate(columns) if c.name == "step_ms"), 1) + 1
+    spread = [_spread(row) for row in table]
+    cells = [[row.setup, _state(row), *(_value(row, name) for name in names)] for row in table]
+    if any(spread):
+        columns.insert(at, Column("spread", "Lowest to highest (ms)"))
+        for line, text in zip(cells, spread, strict=True):
+            line.insert(at, text)
+    return Table(columns, [tuple(line) for line in cells])
+
+
+def _csv(table: Sequence[ScalingRow]) -> Table:
+    """Every number of every setup, with the spread of step and throughput, remarks, and the reason for what is not there."""
+    low_high = [(name, end) for name in ("step_ms", "samples_per_s") for end in (0, 1)]
+    keys = dict.fromkeys(key for row in table for key in row.assignment if key not in (WORLD, NODES))
+    columns = [
+        *(Column(x) for x in ("setup", "state", *keys, *NAMES)),
+        *(Column(f"{n}_{'high' if e else 'low'}") for n, e in low_high),
+    ]
+    cells = []
+    for row in table:
+        ends = [row.spread[name][end] if name in row.spread else None for name, end in low_high]
+        why = "; ".join(f"{name}: {text}" for name, text in row.missing.items())
+        numbers = [row.values.get(name) for name in NAMES]
+        cells.append(
+            (
+                row.setup,
+                _state(row),
+                *map(row.assignment.get, keys),
+                *numbers,
+                *ends,
+                len(row.results),
+                "; ".join(row.remarks),
+                why,
+            )
+        )
+    return Table([*columns, *(Column(name) for name in ("repeats", "remarks", "reasons"))], cells)
+
+
+METERS = (
+    "The driver's numbers come from NVML, the wall clock's samples/s are those of the whole run without its start-up; the trainer's "
+    "are what its allocator holds and samples/s of its steps after the warm-up."
+)
+
+
+def _meters(table: Sequence[ScalingRow], values: Sequence[dict[str, Any]]) -> Table:
+    """What the driver and the wall clock say of each setup beside what the trainer measured; on a CPU the driver is silent."""
+    names = {
+        "driver_mem_mb": "Driver: memory of a rank's GPU (MB)", "util_pct": "Driver: utilisation (%)",
+        "samples_per_s_whole_run": "Wall clock: samples/s", "mem_alloc_mb": "Trainer: memory allocated (MB)",
+        "samples_per_s": "Trainer: samples/s",
+    }  # fmt: skip
+    cpu = any(row.on_cpu for row in table)
+    names |= {"rss_mb": "Trainer: resident memory of a rank (MB)"} if cpu else {}
+    gpu_only, lines = ("driver_mem_mb", "util_pct", "mem_alloc_mb"), list[tuple[Any, ...]]()
+    for row, own in zip(table, values, strict=True):
+        why = dict.fromkeys(gpu_only, "no GPU") if row.on_cpu else {}
+        state = row.state if not row.start else "not measured"
+        lines.append((row.setup, *(why.get(name) or own.get(name, state) for name in names)))
+    kinds = {"driver_mem_mb": "mb", "mem_alloc_mb": "mb", "rss_mb": "mb"}
+    return Table(
+        [Column("setup", "Setup"), *(Column(n, text, kinds.get(n, "rate")) for n, text in names.items())], lines
+    )
+
+
+def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
+    """What stands under the table: how its numbers are defined, what to know of them, and why some are not there."""
+    scaling = study.scaling or Scaling("strategies")
+    measured = [row for row in table if row.measured]
+    repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
+    start = (
+        f"Step: the median over the lines of the ledger that begin after {scaling.warmup} steps of each start{repeats}."
+    )
+    text = [f"{start} {FORMULAS[scaling.mode]}"]
+    if scaling.grow == "model" and len(measured) > 1:
+        (low, high), names = (measured[0], measured[-1]), ("layers", "parameters", "flops_per_device")
+        more = [high.values[name] / low.values[name] for name in names]
+        sizes = f"{low.values['parameters']:,} to {high.values['parameters']:,}"
+        text.append(
+            f"{more[0]:g} times the layers are {more[1]:.3g} times the parameters ({sizes}), as embedding and head do not grow, and "
+            f"{more[2]:.3g} times the FLOPs of a rank in a step. Runtime ÷ baseline's is what the exercise prints as its efficiency; "
+            "ours is the other way round, of the time of a step, and 100 % at best."
+        )
+    hosts = set().union(*(row.hosts for row in measured))
+    if len(hosts) == 1:
+        text.append(f"All setups ran on one host, {hosts.pop()}: this says nothing about several hosts.")
+    if any("predicted_ms" in row.values for row in measured):
+        text.append(
+            "Predicted: FLOPs of a rank ÷ the measured rate of matrix products, and the collectives' bytes on a ring ÷ the measured "
+            "bus bandwidth at their size, nothing overlapped."
+        )
+    text += [f"{row.setup}: {remark}." for row in table for remark in row.remarks]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in measured:
+        for name in COLUMNS:
+            if name in row.missing and name not in NOT_ASKED[scaling.mode]:
+                reasons.setdefault((COLUMNS[name][0].partition(" (")[0], row.missing[name]), []).append(row.setup)
+    for (name, why), setups in reasons.items():
+        of = "" if len(setups) == len(measured) else f" ({', '.join(setups)})"
+        text.append(f"No {name[0].lower() + name[1:] if name != 'MFU' else name}{of}: {why}.")
+    return text
+
+
+NOT_ASKED = dict.fromkeys(
+    ("strong", "fixed-data", "weak"), ("pareto", "recommended", "predicted_error", "compile_s")
+) | {"strategies": ("speedup", "efficiency", "serial_fraction", "ratio", "predicted_error", "compile_s")}
+"""What a mode does not ask for, so that its absence needs no word."""
+KARP = "p = N ÷ N0; serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
+FORMULAS = {
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; speed-up = T(N0) ÷ T(N); {KARP}",
+    "fixed-data": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample (that of a step ÷ its samples), N0 the fewest ranks; "
+    f"speed-up = T(N0) ÷ T(N); {KARP}",
+    "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
+    "strategies": "Recommended: the fastest; of those within 2 % of it, or the spread of its repeats, the one with the least memory.",
+}
+
+
+def _winners(study: Study, table: Sequence[ScalingRow]) -> list[dict[str, Any]]:
+    """The recommended setup of a study of strategies, with the command that trains with it."""
+    for number, row in enumerate(table):
+        if row.values.get("recommended"):
+            assignment = {key: value for key, value in row.assignment.items() if key != NODES}
+            command, remark = study.winner_command(assignment, row.world)
+            numbers = f"{show(row.values['samples_per_s'], 'rate')} samples/s, {show(row.values['memory_mb'], 'mb')} MB on the fullest rank"
+            why = next(text for text in row.remarks if text.startswith("recommended"))
+            return [{"text": f"{row.setup}: {numbers}; {why}", "command": command, "remark": remark, "rows": [number]}]
+    return []
+
+
+def scaling_table(table: Sequence[ScalingRow], width: int, title: str = "") -> Group:
+    """The setups as a table for a terminal of that width, for `windlass scale`; print `sentences` under it."""
+    from windlass.telemetry.terminal import table as terminal_table
+
+    names = _shown(table)
+    head = ["setup", "state", *(COLUMNS[name][1] for name in names), "low to high"]
+    lines = []
+    for row in table:
+        numbers = [show(_value(row, name), COLUMNS[name][2]) for name in names]
+        lines.append((row.setup, _state(row), *numbers, _spread(row) or ""))
+    return terminal_table(head, lines, width, text=("setup", "state"), title=title)

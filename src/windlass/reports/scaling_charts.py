@@ -1,0 +1,135 @@
+"""The charts of a scaling study: throughput, efficiency and memory against ranks, the parts of a step, the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from windlass.reports.charts import Chart, Series
+from windlass.reports.text import show
+from windlass.study.grid import Scaling
+from windlass.study.scaling import PARTS, ScalingRow
+
+STEP_PARTS = "Where the time of a step went"
+COLOURS = {"compute_ms": 0, "exposed_ms": 1, "data_ms": 5, "host_ms": 4}
+
+
+class Bars(NamedTuple):
+    """Stacked bars of milliseconds, a bar a setup."""
+
+    names: list[str]  # of the setups
+    parts: dict[str, list[float]]  # by name, a value a setup
+    colours: list[int]  # of the parts, by their place in the palette
+
+    def stacks(self) -> list[tuple[str, float, str, list[tuple[str, int, float, str]]]]:
+        """For the page: name, length in % of the longest, total, and of each part name, colour, share and text."""
+        totals = [sum(values) for values in zip(*self.parts.values(), strict=True)]
+        found = []
+        for i, (name, total) in enumerate(zip(self.names, totals, strict=True)):
+            parts = zip(self.parts.items(), self.colours, strict=True)
+            own = [(part, colour, v[i] / total, f"{show(v[i], 'rate')} ms") for (part, v), colour in parts if v[i] > 0]
+            found.append((name, 100 * total / max(totals), show(total, "rate"), own))
+        return found
+
+
+def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]:
+    """Throughput with the ideal line, efficiency and memory against the ranks; of strategies throughput against memory."""
+    measured = [row for row in table if row.measured]
+    if scaling.mode == "strategies":
+        return _pareto(measured)
+    if len({row.world for row in measured}) < 2:
+        return []
+    base, at = measured[0], np.array([float(row.world) for row in measured])
+    names: dict[str, Any] = {
+        "x_label": "ranks",
+        "x_values": at.tolist(),
+        "x_names": [f"{n:g}" for n in at],
+        "x_log": True,
+        "zero": True,
+    }
+
+    def series(name: str, label: str, factor: float = 1.0, **rest: Any) -> Series:
+        y = np.array([row.values.get(name, np.nan) for row in measured], dtype=np.float64) * factor
+        ends = [row.spread.get(name, (v, v)) for row, v in zip(measured, y / factor, strict=True)]
+        band = (
+            np.array(ends, dtype=np.float64).T * factor if any(name in row.spread for row in measured) else (None, None)
+        )
+        return Series(
+            -1, label, step=at, tokens=at, hours=at, y=y, colour=0, points="line", low=band[0], high=band[1], **rest
+        )
+
+    def line(label: str, y: Any) -> Series:
+        return Series(
+            -1, label, step=at, tokens=at, hours=at, y=np.asarray(y, dtype=np.float64), colour=7, dash=1, minor=True
+        )
+
+    ideal = base.values["samples_per_s"] * (np.ones_like(at) if scaling.grow == "model" else at / base.world)
+    note = "band: lowest to highest of the repeats" if any("samples_per_s" in row.spread for row in measured) else ""
+    charts = [
+        Chart(
+            "scaling-throughput",
+            "Throughput",
+            "samples/s",
+            [series("samples_per_s", "measured"), line("ideal", ideal)],
+            note=note,
+            **names,
+        ),
+        Chart(
+            "scaling-efficiency",
+            "Efficiency",
+            "%",
+            [series("efficiency", "measured", 100), line("ideal", 100 * np.ones_like(at))],
+            **names,
+        ),
+    ]
+    if any("memory_mb" in row.values for row in measured):
+        what = "MB resident" if base.on_cpu else "MB allocated"
+        charts.append(
+            Chart("scaling-memory", "Peak memory of the fullest rank", what, [series("memory_mb", "memory")], **names)
+        )
+    return charts
+
+
+def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
+    """Throughput against memory of each setup, with the line of those that no other one beats in both."""
+    rivals = sorted((row for row in measured if "pareto" in row.values), key=lambda row: row.values["memory_mb"])
+    if len({row.values["memory_mb"] for row in rivals}) < 2:
+        return []
+
+    def series(label: str, own: Sequence[ScalingRow], **rest: Any) -> Series:
+        x, y = (
+            np.array([row.values[name] for row in own], dtype=np.float64) for name in ("memory_mb", "samples_per_s")
+        )
+        return Series(-1, label, step=x, tokens=x, hours=x, y=y, **rest)
+
+    front = [row for row in rivals if row.values["pareto"]]
+    lines = [series("Pareto front", front, colour=7, dash=1, minor=True)]
+    for i, row in enumerate(rivals):
+        lines.append(
+            series(row.setup + ", recommended" * row.values["recommended"], [row], colour=i % 8, points="only")
+        )
+    values = sorted({float(row.values["memory_mb"]) for row in rivals})
+    x_names = [show(value, "mb") for value in values]
+    label = "MB resident on the fullest rank" if measured[0].on_cpu else "MB allocated on the fullest rank"
+    return [
+        Chart(
+            "scaling-pareto",
+            "Throughput against memory",
+            "samples/s",
+            lines,
+            x_label=label,
+            x_values=values,
+            x_names=x_names,
+        )
+    ]
+
+
+def step_bars(table: Sequence[ScalingRow]) -> Bars | None:
+    """Where the time of a step went, of the setups where that is known."""
+    known = [row for row in table if "compute_ms" in row.values]
+    if not known:
+        return None
+    parts = {words: [float(row.values.get(name, 0.0)) for row in known] for name, words in PARTS.items()}
+    return Bars([row.setup for row in known], parts, list(COLOURS.values()))
