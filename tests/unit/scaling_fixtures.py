@@ -11,7 +11,7 @@ from report_fixtures import stamp
 
 from windlass.model.size import count
 from windlass.recipe import Recipe
-from windlass.study.grid import Assignment, Scaling, cells_of
+from windlass.study.grid import REPEAT, WORLD, Assignment, Scaling, cells_of
 from windlass.study.study import Study
 
 SETTINGS = [
@@ -106,3 +106,30 @@ def build_scaling(
     if rates:
         (path / "machine.json").write_text(json.dumps(rates))
     return study
+
+
+def worlds(*ranks, repeats=1, **settings):
+    cells = [
+        {WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for r in range(1, repeats + 1) for n in ranks
+    ]
+    return [{k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT} for one in cells]
+
+
+def phases(step, data=1.0):
+    return {
+        "step_ms": step,
+        "data_ms": data,
+        "forward_ms": 0.3 * step,
+        "backward_ms": 0.5 * step,
+        "optimizer_ms": 0.1 * step,
+    }
+
+
+def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
+    sizes = zip((2**16, 2**20), busbw, strict=True)
+    sent = [
+        {"collective": name, "size": s, "busbw": b}
+        for s, b in sizes
+        for name in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    return {key: {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent} for key in keys}

@@ -1,7 +1,7 @@
 """The numbers of scaling studies on made-up ledgers with known answers."""
 
 import pytest
-from scaling_fixtures import SETTINGS, VOCAB, build_scaling
+from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
 
 from windlass.estimate.memory import Layout
 from windlass.estimate.steptime import Collective, Tensors, bus_bandwidth_at, collectives, predict
@@ -14,33 +14,6 @@ from windlass.study.steps import windows
 from windlass.study.study import Study
 
 PARAMETERS = count(Recipe.load("quickstart", SETTINGS).model, VOCAB).total
-
-
-def worlds(*ranks, repeats=1, **settings):
-    cells = [
-        {WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for r in range(1, repeats + 1) for n in ranks
-    ]
-    return [{k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT} for one in cells]
-
-
-def phases(step, data=1.0):
-    return {
-        "step_ms": step,
-        "data_ms": data,
-        "forward_ms": 0.3 * step,
-        "backward_ms": 0.5 * step,
-        "optimizer_ms": 0.1 * step,
-    }
-
-
-def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
-    sizes = zip((2**16, 2**20), busbw, strict=True)
-    sent = [
-        {"collective": name, "size": s, "busbw": b}
-        for s, b in sizes
-        for name in ("all_reduce", "all_gather", "reduce_scatter")
-    ]
-    return {key: {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent} for key in keys}
 
 
 def test_windows_that_begin_after_the_warm_up_of_each_start():

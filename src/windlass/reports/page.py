@@ -188,8 +188,8 @@ def _markdown(seen: Sequence[RunView], study: StudyView | None, scaled: ScalingV
         for heading, own, notes in scaled.tables.values() if scaled else ():
             under = "".join(f"\n{markdown_cell(note)}\n" for note in notes)
             text += f"\n## {heading}\n\n{own.markdown()}{under}"
-        for best in scaled.winners if scaled else ():
-            text += f"\n{markdown_cell(best['text'])}. {best['remark']}\n\n```\n{best['command']}\n```\n"
+        for one in scaled.winners if scaled else ():
+            text += f"\n{markdown_cell(one['text'])}. {one['remark']}\n\n```\n{one['command']}\n```\n"
         text += f"\n{markdown_cell(study.remark)}\n" if study.remark else ""
         for best in study.winners:
             command, remark = study.study.winner_command(best.assignment)
