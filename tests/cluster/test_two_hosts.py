@@ -103,6 +103,8 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
         assert process.wait(150) == 0, text(log)
     assert_same(tmp_path / "run", two_local_ranks)
     assert "2 ranks on 2 hosts, started by torchrun; gloo between ranks" in text(log)
+    for process in hosts.train(settings(tmp_path / "run", **DDP), tmp_path / "again"):
+        assert process.wait(60) == 0 and "is finished" in text(tmp_path / "again"), "the same command again"
     launch = read_json(tmp_path / "run" / "environment.json")["launch"]
     assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo") and launch["versions"]["torch"]
     places = [line for line in Run(tmp_path / "run").log_path.read_text().splitlines() if "[rank=" in line]
@@ -111,7 +113,7 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     )
 
 
-@pytest.mark.parametrize("key", ["run.dir", "data.dir"])
+@pytest.mark.parametrize("key", ["run.dir", pytest.param("data.dir", marks=pytest.mark.full)])
 def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
     """One message, before anything is prepared; nothing hangs, and nothing is left behind."""
     own = tmp_path / "own"

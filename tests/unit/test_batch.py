@@ -132,6 +132,24 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
     assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3, "ended by a person"
 
 
+@pytest.mark.parametrize("requeues", [True, False])
+def test_slurm_without_requeueing_gets_a_dependent_job(tmp_path, requeues):
+    tools, job = tmp_path / "tools", job_of(tmp_path, "bash", "-c", SAVES, array=[4])
+    for name, code in (("scontrol", 0 if requeues else 1), ("sbatch", 0)):
+        tools.mkdir(exist_ok=True)
+        (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/queued\nexit {code}\n')
+        (tools / name).chmod(0o755)
+    job.logs.mkdir()
+    job.script.write_text(render(job, Site(), "slurm"))
+    environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
+    process = subprocess.Popen(["bash", str(job.script)], env=os.environ | environ, start_new_session=True)
+    wait_for((tmp_path / "up").exists, 20)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == 75
+    follows = f"sbatch --dependency=afterany:9 --array=4 {job.script}"
+    assert (tmp_path / "queued").read_text().splitlines() == ["scontrol requeue 9"] + [follows] * (not requeues)
+
+
 @pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (75, False)])
 def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
     """As the synchronisation of offline trackers; not before the run has ended."""

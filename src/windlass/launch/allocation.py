@@ -25,6 +25,7 @@ from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, Us
 from windlass.fileio import write_atomic
 from windlass.variables import SECRET_NAME, expand_counts, expand_hosts
 
+SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'
 JOB_ID = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
 JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|PBS|NCPUS|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES)(_\w+)?")
 OF_ONE_TASK = re.compile(
@@ -79,7 +80,7 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
         return Allocation(per_host=(max(1, gpus),), hosts=(socket.gethostname(),))
     if scheduler == "slurm":
         if not (nodes := environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")):
-            raise UserError(f"SLURM_JOB_ID={job} is set, SLURM_JOB_NODELIST is not: half a job's variables")
+            raise UserError(f"SLURM_JOB_ID={job} is set, SLURM_JOB_NODELIST is not: {SECOND_SHELL}")
         hosts = expand_hosts(nodes)
         tasks = expand_counts(environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else "")
         per_host = tasks if len(tasks) == len(hosts) else [1] * len(hosts)
@@ -89,8 +90,7 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
             lines = [line.strip() for line in Path(hostfile).read_text().splitlines() if line.strip()]
         except OSError:
             raise UserError(
-                f"PBS_JOBID={job} is set and PBS_NODEFILE={hostfile!r} cannot be read: run `windlass env --save` in the "
-                'job\'s own shell, and eval "$(windlass env)" here'
+                f"PBS_JOBID={job} is set and PBS_NODEFILE={hostfile!r} cannot be read: {SECOND_SHELL}"
             ) from None
         counts = Counter(lines)  # a host stands there once for each of its MPI processes
         hosts, per_host = list(counts), list(counts.values())
@@ -120,6 +120,7 @@ def launch_command(
         environ = environ or {}
         where = f"{environ.get('MASTER_ADDR', hosts[0])}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}"
         words = [
+            "env", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120",  # seconds for a save; by default it kills after 30
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--nproc-per-node={per_host[0]}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={allocation.job}",
             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--no-python", *command,
@@ -141,7 +142,11 @@ def launch_command(
         return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
     equal = len(set(per_host)) == 1
     if flavor == "openmpi":
-        options = ["--map-by", f"ppr:{per_host[0]}:node"] if equal else []
+        options = [
+            "--bind-to",
+            "none",
+            *(["--map-by", f"ppr:{per_host[0]}:node"] if equal else []),
+        ]  # else a rank may get one core
         options += environment_options(environ or {})
     else:
         options = ["-ppn", str(per_host[0])] if equal else []

@@ -92,7 +92,10 @@ def train(
         torch_optimizer(wanted.optim)  # refuses what torch does not have
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
-            if detect_env().rank == 0:
+            if (env := detect_env()).nodes > 1:  # a host that does not see it would wait for the others
+                with init_store(env, wanted) as ranks:
+                    start.check_shared(ranks, plan.run.path, None)
+            if env.rank == 0:
                 text = f"{plan.run.path} is finished: {plan.why_finished}"
                 print(f"{text}; it is returned as it is (to train on: extend_to=STEPS)")
             return plan.run

@@ -201,25 +201,32 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
 def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
     """Refuse directories that not every host sees, before anything slow: what rank 0 creates there must be there for all.
 
-    A host may have prepared data of its own, on its own disk, in place of shared ones.
+    Where rank 0 has prepared data (which may be read-only, or a copy on a host's own disk), all must have the same.
     """
     if ranks.env.nodes == 1:
         return
+    index = Index.load(data) if data is not None else None
     places = {"run.dir": run.absolute(), **({"data.dir": data.absolute()} if data is not None else {})}
 
     def create() -> dict[str, str]:
         marks = {}
-        for key, place in places.items():
+        for key, place in places.items() if index is None else [("run.dir", places["run.dir"])]:
             there = next(path for path in (place, *place.parents) if path.is_dir())
-            descriptor, marks[key] = tempfile.mkstemp(
-                prefix=".windlass-", dir=there
-            )  # a new name: no cache of NFS has it
+            try:
+                descriptor, marks[key] = tempfile.mkstemp(
+                    prefix=".windlass-", dir=there
+                )  # a new name: in no cache of NFS
+            except OSError as error:
+                raise UserError(f"{there} cannot be written ({error.strerror}); give another {key}") from None
             os.close(descriptor)
         return marks
 
     marks = decide_on_rank_0(ranks, "shared", create)
-    has_data = data is not None and Index.load(data) is not None
-    missing = [key for key, mark in marks.items() if not Path(mark).exists() and not (key == "data.dir" and has_data)]
+    prepared = ranks.broadcast_object("prepared", index and index.fingerprint)
+    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
+    missing += (
+        ["data.dir"] if prepared and data is not None and (index is None or index.fingerprint != prepared) else []
+    )
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
     for mark in marks.values() if ranks.main else ():
         Path(mark).unlink(missing_ok=True)
