@@ -229,6 +229,7 @@ class DeviceReader:
                     means.setdefault(each if len(self._files) <= EACH_RANK else f"device/{field}", []).append(mean)
         if len(self._files) <= EACH_RANK:
             return {name: value for name, (value,) in means.items()}
+        statistics: dict[str, Callable[[list[float]], float]]
         statistics = {"mean": lambda x: sum(x) / len(x), "min": min, "max": max}
         return {f"{name}_{what}": of(values) for name, values in means.items() for what, of in statistics.items()}
 
