@@ -92,8 +92,12 @@ def test_medians_over_repeats_with_their_spread(tmp_path):
     )
     one, two = rows(study)
     assert (one.values["step_ms"], one.spread["step_ms"]) == (20, (10, 30)) and len(one.results) == 3
+    assert one.spread["samples_per_s"] == pytest.approx((8 / 0.03, 8 / 0.01))
     assert (two.values["step_ms"], two.spread["step_ms"], two.state) == (20, (10, 30), "waiting")
     assert two.remarks[0] == "2 of 3 repeats have finished"
+    assert two.values["samples_per_s"] == pytest.approx(8 / 0.02), (
+        "of the median step, not the median of 8 / 10 and 8 / 30 ms"
+    )
 
 
 def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_noise(tmp_path):

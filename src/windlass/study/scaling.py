@@ -170,9 +170,12 @@ def _row(study: Study, scaling: Scaling, results: list[CellResult]) -> ScalingRo
     )  # fmt: skip
     if done and open_ones:
         row.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
-    if row.measured:
+    if row.measured:  # of the median step, so that they agree with it
+        steps_per_s = 1e3 / values["step_ms"]
+        values["samples_per_s"] = values["global_batch"] * steps_per_s
+        values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
         values["tokens_per_s_per_device"] = values["tokens_per_s"] / row.world
-        values["flops_per_device"] = row.flops * values["padded_tokens"] / row.world
+        values["flops_per_device"] = row.flops * values["padded_tokens_per_step"] / row.world
     return row
 
 

@@ -38,9 +38,9 @@ def measure(run: Run, warmup: int) -> dict[str, float]:
     start, wall, chosen = last_start(lines), wall_time(raw), windows(lines, warmup)
     numbers = times(chosen)
     if chosen:
-        per_step = [x.get("padded_tokens_per_s", x["tokens_per_s"]) * x["step_ms"] / 1e3 for x in chosen]
-        numbers["padded_tokens"] = statistics.median(per_step)
-        numbers["tokens_per_s"] = statistics.median(x["tokens_per_s"] for x in chosen)
+        for name, rates in (("tokens", "tokens_per_s"), ("padded_tokens", "padded_tokens_per_s")):
+            per_step = [x.get(rates, x["tokens_per_s"]) * x["step_ms"] / 1e3 for x in chosen]
+            numbers[f"{name}_per_step"] = statistics.median(per_step)
         numbers["samples_per_s"] = start["global_batch"] / numbers["step_ms"] * 1e3
         if all("mfu" in x for x in chosen):
             numbers["mfu"] = statistics.median(x["mfu"] for x in chosen)
