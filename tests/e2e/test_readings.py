@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
 
+from helpers import refused
 from windlass import train
 from windlass.data.order import permute
 from windlass.data.prepare import open_data
+from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
+from windlass.model.gpt import GPT
 from windlass.reports.charts import charts
 from windlass.reports.tables import measures
 from windlass.reports.view import view
@@ -116,3 +121,49 @@ def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_pa
     shown = [float(part.split()[-2]) for part in line.partition(": ")[2].split(", ")]
     assert len(shown) == 3 and sum(shown) == pytest.approx(sum(first["seconds"].values()), abs=0.2)
     assert len(lines_of(train(recipe), "first step done")) == 2, "one a start"
+
+
+@pytest.fixture
+def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the model run out of memory in training passes of more than so many sequences."""
+
+    def limit(most: int) -> None:
+        forward = GPT.forward
+
+        def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            if self.training and len(tokens) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return forward(self, tokens, *rest, **more)
+
+        monkeypatch.setattr(GPT, "forward", limited)
+
+    return limit
+
+
+def test_a_smaller_micro_batch_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:  # noqa: F811
+    recipe = recipe_of(corpus, tmp_path / "run")
+    small = untouched(recipe, "train.micro_batch=2")
+    memory_for(3)
+    stopped(recipe, 4)
+    run = train(recipe)  # which has dropout, so that each micro-batch has masks of its own
+    assert curve(run) == curve(small), "bit for bit the run with that micro-batch, resumed or not"
+    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2], (
+        "and not again at the resume"
+    )
+    assert run.recipe.train.micro_batch == 0
+    assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
+
+
+def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:  # noqa: F811
+    memory_for(3)
+    with refused(
+        "step 1 (forward)", "micro-batches of 8", "train.micro_batch=4", "activation_checkpointing", error=RunFailed
+    ):
+        train(recipe_of(corpus, tmp_path / "given", micro=8))
+    later = recipe_of(corpus, tmp_path / "later", micro=2)
+    with refused("step 5 (forward)", "train.micro_batch=1", error=RunFailed):
+        train(later, on_step=lambda now: memory_for(1) if now.step == 4 else None)
+    assert Run(tmp_path / "later").events[-1]["event"] == "failed"
+    memory_for(0)
+    with refused("micro-batches of 1", "activation_checkpointing", error=RunFailed):
+        train(recipe_of(corpus, tmp_path / "none"))

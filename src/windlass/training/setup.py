@@ -46,6 +46,7 @@ from windlass.telemetry.timing import Goodput, peak_flops
 from windlass.training import start
 from windlass.training.callbacks import Callbacks, Evaluated, Saved, Step, Suite
 from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropout
+from windlass.training.memory import micro_batch_of
 from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import ModelFacts, Recorder, Saves
 from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
@@ -115,7 +116,7 @@ def set_up(
     ranks = stack.enter_context(init_store(detect_env(), recipe))
     data = open_shared(plan, ranks, data)
     init_process_group(ranks, recipe)
-    batch, horizon = batch_and_horizon(recipe, ranks, data, custom is not None)
+    batch, horizon = batch_and_horizon(plan, ranks, data, custom is not None)
     built = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path) if custom is None else custom
     attempt, token, choice, notes = open_run_directory(plan, ranks, data, horizon, stack)
 
@@ -174,9 +175,12 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
     return open_data(plan.recipe) if data is None else data
 
 
-def batch_and_horizon(recipe: Recipe, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
+def batch_and_horizon(plan: StartPlan, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
     """How a step's samples are divided over the ranks, and the length of the run."""
-    batch, samples = recipe.batch(ranks.world, ranks.device.type), len(data.train)
+    recipe, samples = plan.recipe, len(data.train)
+    batch = recipe.batch(ranks.world, ranks.device.type)
+    if plan.resuming and ranks.world == 1 and not recipe.train.micro_batch:
+        batch = micro_batch_of(plan.run, batch)
     if samples < 1:
         raise UserError(f"the training data has no sample of model.context = {recipe.model.context} tokens")
     if recipe.train.early_stop and data.val is None:

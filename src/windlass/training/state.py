@@ -1,7 +1,8 @@
-"""Where a training stands: the counters of a checkpoint, the loss scale, and the sum of the losses so far."""
+"""Where a training stands: the counters of a checkpoint, seeds, the loss scale, and the sum of the losses so far."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,6 +14,12 @@ from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 
 SCALE_START, SCALE_GROWS_AFTER = 65536.0, 2000  # fp16: first scale; steps without overflow to double (as GradScaler)
+
+
+def step_seed(seed: int, step: int, micro: int) -> int:
+    """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank and world size."""
+    text = f"windlass/dropout/{seed}/{step}/{micro}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -39,24 +38,19 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, sync_gradients, unwrap
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.recipe.settings import LOSS_SUITE
+from windlass.training import memory
 from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
 from windlass.training.record import ModelFacts, Recorder, Saves
 from windlass.training.start import decide_on_rank_0
-from windlass.training.state import LossScaler, TrainState
+from windlass.training.state import LossScaler, TrainState, step_seed
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
 FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
 TRACKER_RESERVE_SECONDS = 2.0  # left of the grace after a signal when the trackers must have finished
 MAX_REWINDS = 3  # how often a run returns to the same checkpoint before it gives up
-
-
-def step_seed(seed: int, step: int, micro: int) -> int:
-    """The seed of torch's default generators for micro-batch `micro` of a step: equal on every rank and world size."""
-    text = f"windlass/dropout/{seed}/{step}/{micro}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(kw_only=True)
@@ -90,7 +84,7 @@ class Trainer:
             self.begin()
             if 0 < self.stop_at <= self.state.step < self.horizon.steps:
                 self.stop_run()
-            elif self.loop():
+            elif self.loop_within_memory():
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
@@ -118,6 +112,15 @@ class Trainer:
         recorder.enter_epoch()
         recorder.goodput.enter("compile" if self.recipe.train.compile else "train")
         recorder.restart_counts()
+
+    def loop_within_memory(self) -> bool:
+        """The loop; again with smaller micro-batches where memory runs out in its first step and we chose their size."""
+        while True:
+            try:
+                return self.loop()
+            except torch.OutOfMemoryError:
+                self.batch = memory.smaller_micro_batch(self.batch, self.recorder)
+            memory.begin_again(self.batch, self.saves, self.suites)
 
     def loop(self) -> bool:
         """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
