@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides, complete
-from windlass.cli.sweep import _show, cells_table
+from windlass.cli.sweep import _show
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     """Work through the study with a table of its cells, and show its numbers."""
     from rich.live import Live
 
+    from windlass.reports.scaling import scaling_table, sentences
     from windlass.study import scale as studies
+    from windlass.study.scaling import rows
     from windlass.study.sweep import DONE_STATES
     from windlass.telemetry.terminal import rich_console
 
@@ -101,10 +103,14 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     with Live(console=console, auto_refresh=False) as live:
         study = studies.scale(base, **options, show=partial(_show, live, shown), notify=console.out)
     results, only = study.results(), options["only"]
+    table = rows(study, results)
     if json_:
-        typer.echo(json.dumps([result.row() for result in results], indent=1))
-    if not console.is_interactive:
-        console.print(cells_table(study, results, console.width))
+        values = [{"setup": row.setup, **row.assignment, **row.values, "state": row.state} for row in table]
+        more = [{"reason": r.reason, "spread": r.spread, "missing": r.missing, "remarks": r.remarks} for r in table]
+        typer.echo(json.dumps([one | rest for one, rest in zip(values, more, strict=True)], indent=1))
+    console.print(scaling_table(table, console.width, str(study.path)))
+    for sentence in sentences(study, table):
+        console.print(sentence, highlight=False)
     console.out(f"report: windlass report {study.path}")
     worked_on = results if only is None else [results[only]]
     return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED

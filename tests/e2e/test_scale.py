@@ -1,0 +1,99 @@
+"""Scaling studies of real trainings on this machine: killed and given again, probes, the machine's rates, the Python API."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from helpers import TINY, command, overrides, windlass
+from windlass import Study, scale
+from windlass.fileio import read_json
+from windlass.recipe import Recipe
+from windlass.run import Run
+from windlass.study.scaling import rows
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def words(corpus, tmp_path):
+    """The words of a scaling study over small trainings; the study is in `tmp_path / "study"`."""
+
+    def made(*more, **settings):
+        shared = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data"), "parallel.device": "cpu"}
+        shared |= {key.replace("__", "."): value for key, value in settings.items()}
+        return ["scale", "quickstart", *overrides(shared), "--dir", str(tmp_path / "study"), *more]
+
+    return made
+
+
+def kill_when(words, condition):
+    """Start a study in a process group of its own and kill the group when the condition holds."""
+    process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and not condition():
+        time.sleep(0.02)
+    assert process.poll() is None, "it ended before the condition held"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_in_the_middle_of_a_cell_the_same_command_resumes_it(words, tmp_path):
+    path = tmp_path / "study"
+    given = words("--worlds", "1,2", "--no-probe", "--warmup", "2", train__steps=60, checkpoint__every=5)
+    kill_when(given, lambda: list(path.glob("runs/world=2-*/checkpoints/step-*")))
+    first, second = Study.open(path).runs()
+    before = first.metrics_path.read_bytes()
+    assert first.state == "finished"
+    windlass(*given, timeout=200)
+    assert first.metrics_path.read_bytes() == before
+    assert "resumed" in [event["event"] for event in second.events] and second.state == "finished"
+    assert [x["step"] for x in second.lines("train")] == list(range(1, 61))
+    assert [row.values["world"] for row in rows(Study.open(path))] == [1, 2]
+    assert not (path / "machine.json").exists() and not (path / "probes").exists()
+    refusal = windlass("scale", str(path), "train.steps=7", code=2)
+    assert "train.steps=7" in refusal.stderr and "leave" in refusal.stderr
+
+
+@pytest.mark.full
+def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
+    path = tmp_path / "study"
+    given = words("--worlds", "1,2", "--json", train__steps=30)
+    kill_when(given, lambda: list(path.glob("probes/*/*/metrics.jsonl")))
+    study = Study.open(path)
+    assert [result.state for result in study.results()] == ["finished"] * 2 and not list(
+        path.glob("probes/*/probe.json")
+    )
+    done = windlass(*given, timeout=300)
+    (probe,) = (path / "probes").iterdir()
+    assert probe.name.startswith("world=2-") and read_json(probe / "probe.json")["state"] == "finished"
+    for run in ("0", "1"):
+        (start,) = [event for event in Run(probe / run).events if event["event"] == "started"]
+        assert (start["world"], start["strategy"], start["global_batch"]) == (
+            1,
+            "single",
+            TINY["train.global_batch"] // 2,
+        )
+        assert not (probe / run / "checkpoints").exists() or not list((probe / run / "checkpoints").iterdir())
+    machine = read_json(path / "machine.json")
+    assert list(machine) == ["1x1", "1x2"] and machine["1x2"]["matrix_tflops"]["float32"] > 0
+    one, two = json.loads(done.stdout)
+    assert (one["world"], two["world"], one["efficiency"]) == (1, 2, 1.0) and two["step_ms"] > 0
+    parts = ("compute_ms", "exposed_ms", "data_ms", "host_ms")
+    assert sum(two[part] for part in parts) == pytest.approx(two["step_ms"], rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_strategies_by_the_api(corpus, tmp_path):
+    settings = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data"), "parallel.device": "cpu"}
+    recipe, path = Recipe.load("quickstart", overrides(settings)), tmp_path / "study"
+    study = scale(recipe, [2], mode="strategies", path=path, probes=False)
+    table = rows(study)
+    assert [row.state for row in table] == ["finished"] * len(table), [row.reason for row in table]
+    assert len({row.setup for row in table}) == len(table) >= 10
+    assert len([row for row in table if row.values["recommended"]]) == 1
+    assert scale(path, probes=False).results() == study.results()
