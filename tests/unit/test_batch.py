@@ -10,7 +10,7 @@ import pytest
 
 from helpers import refused, wait_for, windlass, write_ledger
 from windlass.launch.batch import INDEX, Job, Site, render
-from windlass.launch.submit import Resources, find_scheduler, make_job, read_site, submit_run
+from windlass.launch.submit import Resources, cancel, find_scheduler, make_job, read_site, submit_run
 from windlass.recipe import Recipe
 from windlass.study.study import Study
 from windlass.study.submit import submit_study
@@ -89,7 +89,7 @@ def run_script(tmp_path, monkeypatch):
 SAVES = "trap 'sleep 0.3; exit 75' TERM; touch up; while :; do sleep 0.05; done"
 
 
-@pytest.mark.parametrize(("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "queued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGUSR2, 0)])
 def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, number, queued):
     process = run_script(SAVES, array=[0, 1])
     wait_for((tmp_path / "up").exists, 20)
@@ -234,6 +234,26 @@ def test_the_site_file(tmp_path, monkeypatch):
     assert find_scheduler("", Site(scheduler="pbs"), dry_run=True) == "pbs"
     with refused("launcher", "mpiexec or torchrun"):
         find_scheduler("pbs", Site(launcher="srun"), dry_run=True)
+
+
+@pytest.mark.parametrize(("state", "called"), [("R", "qsig -s SIGUSR2 7.server"), ("Q", "qdel 7.server"), ("", "")])
+def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, called):
+    """`qdel` of a running job kills it after some seconds: its script gets a signal instead, which it passes on."""
+    for tool in ("qsub", "qstat", "qsig", "qdel"):
+        told = (
+            f"echo 'Job id\n---\n7.server run me 0 {state} gpu'"
+            if tool == "qstat"
+            else f'echo {tool} "$@" >{tmp_path}/called'
+        )
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{told if state else 'exit 35'}\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "job.json").write_text('{"scheduler": "pbs", "job": "7.server"}')
+    if not state:
+        with refused("7.server", "is over"):
+            cancel(tmp_path)
+        return
+    assert cancel(tmp_path) == "7.server" and (tmp_path / "called").read_text().strip() == called
 
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):

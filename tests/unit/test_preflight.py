@@ -33,7 +33,7 @@ def test_a_v100_gets_the_very_sentence():
     ("capability", "archs", "status"),
     [
         (H200, ARCHS, "ok"), ((8, 9), ARCHS, "ok"), ((8, 0), ["sm_86"], "problem"), ((12, 1), ["sm_90", "compute_90"], "ok"),
-        ((3, 7), ARCHS, "problem"),
+        ((3, 7), ARCHS, "problem"), (H200, ["sm_90a"], "ok"),
     ],
 )  # fmt: skip
 def test_other_devices(capability, archs, status):

@@ -61,7 +61,7 @@ def launch(
         os.environ.setdefault("MASTER_PORT", str(port))
     words = here.launch_command(allocation, command, flavor, os.environ, launcher)
     if print_:
-        _show_allocation(allocation, launcher, len(processes.visible_gpus()))
+        _show_allocation(allocation, launcher or words[0], len(processes.visible_gpus()))
         typer.echo(shlex.join(words))
         return DONE
     if allocation.scheduler == "none":
@@ -87,7 +87,6 @@ def launch(
 
 def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
     """Its hosts and ranks as tables, on stderr: the command alone is on stdout."""
-    from windlass.launch.allocation import starter
     from windlass.telemetry.terminal import pairs, rich_console, table
 
     console, firsts = rich_console(sys.stderr), list(itertools.accumulate(allocation.per_host, initial=0))
@@ -99,7 +98,7 @@ def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:
     facts = {
         "scheduler": allocation.scheduler, "job": allocation.job, "host file": allocation.hostfile,
         "hosts": str(len(allocation.hosts)), "GPUs per host": f"{gpus} (here)", "world": str(allocation.ranks),
-        "launcher": (allocation.scheduler != "none" and launcher) or starter(allocation.scheduler) or "local processes",
+        "launcher": "local processes" if allocation.scheduler == "none" else launcher,
     }  # fmt: skip
     console.print(pairs([(name, value) for name, value in facts.items() if value]))
 

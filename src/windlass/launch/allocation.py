@@ -128,7 +128,7 @@ def launch_command(
         if "SLURM_CPUS_PER_TASK" in environ:  # of a rank
             environ = {**environ, "SLURM_CPUS_PER_TASK": str(int(environ["SLURM_CPUS_PER_TASK"]) * per_host[0])}
         return launch_command(replace(allocation, per_host=(1,) * len(hosts)), words, flavor, environ)
-    if (launcher or starter(allocation.scheduler)) == "srun":
+    if launcher == "srun" or (not launcher and allocation.scheduler == "slurm"):
         if allocation.scheduler == "pbs":
             raise UserError(f"job {allocation.job} is one of PBS, which has no srun: launcher = mpiexec or torchrun")
         # Ranks that stop exit with 75, one after another: the first must not end the others (--kill-on-bad-exit). One that
@@ -152,11 +152,6 @@ def launch_command(
         options = ["-ppn", str(per_host[0])] if equal else []
     hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []  # under SLURM mpiexec asks SLURM
     return ["mpiexec", "-n", str(ranks), *options, *hostfile, *command]
-
-
-def starter(scheduler: str) -> str:
-    """What starts processes on the hosts of a job where nothing else is asked for."""
-    return {"slurm": "srun", "pbs": "mpiexec"}.get(scheduler, "")
 
 
 def reports_dir() -> tempfile.TemporaryDirectory[str]:

@@ -6,10 +6,11 @@ standard deviation and a tenth off, follows Megatron-LM's GPU sniff test.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from windlass.parallel.architecture import code_for
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 OFF = 0.10  # of the mean, besides one standard deviation: from here on a rank is named
@@ -47,19 +48,8 @@ def outliers(values: Mapping[int, float]) -> list[int]:
 
 def architecture(name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str) -> Finding:
     """Whether this torch has code for this device (`built_for` as torch.cuda.get_arch_list gives it)."""
-    own = f"sm_{capability[0]}{capability[1]}"
-    # Code for an earlier minor number of the same generation runs; PTX (`compute_`) of any earlier one is compiled.
-    same = [a for a in built_for if re.fullmatch(rf"sm_{capability[0]}\d", a) and int(a[-1]) <= capability[1]]
-    ptx = [m for m in (re.fullmatch(r"compute_(\d+)(\d)", a) for a in built_for) if m]
-    if same or any((int(m[1]), int(m[2])) <= capability for m in ptx):
-        return Finding("device", f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it")
-    wheel = (
-        "the wheels of the same torch for CUDA 12.6 have it: install torch from the index whose name ends in cu126"
-        if (5, 0) <= capability <= (7, 0)
-        else f"install a torch whose wheel was built for {own}"
-    )
-    text = f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only"
-    return Finding("device", text, PROBLEM, wheel)
+    text, advice = code_for(name, capability, built_for, torch, cuda)
+    return Finding("device", text, PROBLEM if advice else OK, advice)
 
 
 def driver(version: str, cuda: str) -> Finding:

@@ -36,6 +36,7 @@ from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.size import flops_per_token
 from windlass.optim.build import build_optimizer, torch_optimizer
+from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, unwrap
@@ -251,7 +252,15 @@ def prepare_model(
     if data.vocab > rows:
         raise UserError(f"model.vocab: {rows:,} token embeddings for {data.vocab:,} tokens of the data; set 0 or more")
     precision = resolve_precision(recipe.train.precision, ranks.device)
-    device_name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    device_name = "CPU"
+    if ranks.device.type == "cuda":
+        about, cuda = torch.cuda.get_device_properties(ranks.device), torch.version.cuda
+        device_name = about.name
+        text, wheel = code_for(
+            device_name, (about.major, about.minor), torch.cuda.get_arch_list(), torch.__version__, cuda or ""
+        )
+        if wheel and cuda:  # else the first kernel ends it, and says less
+            raise UserError(f"{text}: {wheel}")
     sizes, hf = sizes_of(model), isinstance(model, HfModel) and not custom
     flops = sizes.flops_per_token() if hf or recipe.model.freeze else None
     if not custom and flops is None:

@@ -1,0 +1,27 @@
+"""Whether an installed torch has code for a device, as a pure function. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def code_for(
+    name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
+) -> tuple[str, str]:
+    """What is to be said of a device, and what to do where torch has no code for it, else empty.
+
+    `built_for` is that of torch.cuda.get_arch_list: code for an earlier minor number of the same generation runs, PTX
+    (`compute_`) of any earlier one is compiled.
+    """
+    own = f"sm_{capability[0]}{capability[1]}"
+    same = [m for m in (re.fullmatch(rf"sm_{capability[0]}(\d)[a-z]?", a) for a in built_for) if m]
+    ptx = [m for m in (re.fullmatch(r"compute_(\d+)(\d)[a-z]?", a) for a in built_for) if m]
+    if any(int(m[1]) <= capability[1] for m in same) or any((int(m[1]), int(m[2])) <= capability for m in ptx):
+        return f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it", ""
+    wheel = (
+        "the wheels of the same torch for CUDA 12.6 have it: install torch from the index whose name ends in cu126"
+        if (5, 0) <= capability <= (7, 0)
+        else f"install a torch whose wheel was built for {own}"
+    )
+    return f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only", wheel
