@@ -30,6 +30,7 @@ CASES = [
     ("c4-30m", 50257, 1, {"optim.kind": "muon"}),
     ("c4-30m", 50257, 1, {"parallel.activation_checkpointing": "full"}),
     ("c4-30m", 50257, 2, {}),
+    ("c4-30m", 50257, 2, {"parallel.strategy": "shard_optim"}),
     ("c4-30m", 50257, 2, {"parallel.strategy": "shard_grad_op"}),
     ("c4-30m", 50257, 2, {"parallel.strategy": "full_shard"}),
 ]

@@ -1,7 +1,8 @@
-"""Whole trainings on CUDA: the memory that `plan` says, resume bit for bit, and updates that the device calls off."""
+"""Whole trainings on CUDA: the memory that `plan` says, resume bit for bit, ZeRO-1, and updates that the device calls off."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,29 @@ def test_resume_is_bit_exact(tmp_path, monkeypatch, precision):
     whole = train(recipe(tmp_path, "whole", *settings))
     train(recipe(tmp_path, "parts", *settings), stop_at=5)
     assert curve(train(recipe(tmp_path, "parts", *settings))) == curve(whole)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_sharded_optimizer_state_changes_no_bit(tmp_path, monkeypatch, kind):
+    """`shard_optim` against `ddp` under NCCL: on one rank in this process, and on two where there are two devices."""
+    from windlass import train
+    from windlass.launch.local import launch
+    from windlass.run import Run
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for world in range(1, 1 + min(2, torch.cuda.device_count())):
+        curves = []
+        for strategy in ("ddp", "shard_optim"):
+            name, settings = f"{strategy}-{world}", (f"parallel.strategy={strategy}", f"optim.kind={kind}")
+            if world == 1:
+                curves.append(curve(train(recipe(tmp_path, name, *settings))))
+                continue
+            where = (f"run.dir={tmp_path / name}", f"data.dir={tmp_path / 'data'}")
+            command = [sys.executable, "-m", "windlass", "train", "quickstart", *SMALL, *where, *settings]
+            assert launch(command, world) == 0
+            curves.append(curve(Run(tmp_path / name)))
+        # Muon shares the matrices out over the ranks otherwise, but each is orthogonalised whole.
+        assert curves[0] == curves[1] and len(curves[0]) == 12
 
 
 def test_a_bad_step_is_called_off_on_the_device_and_seen_at_the_next_log(tmp_path, monkeypatch):
