@@ -93,7 +93,7 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     """Work through the study with a table of its cells, and show its numbers."""
     from rich.live import Live
 
-    from windlass.reports.scaling import scaling_table, sentences
+    from windlass.reports.scaling import endings, scaling_table, sentences
     from windlass.study import scale as studies
     from windlass.study.scaling import rows
     from windlass.study.sweep import DONE_STATES
@@ -111,6 +111,8 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     console.print(scaling_table(table, console.width, str(study.path)))
     for sentence in sentences(study, table):
         console.print(sentence, highlight=False)
+    for part in endings(study, table, console.width):
+        console.print(part)
     console.out(f"report: windlass report {study.path}")
     worked_on = results if only is None else [results[only]]
     return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED

@@ -17,7 +17,7 @@ from windlass.reports.study import StudyView
 from windlass.reports.tables import Column, Table, measures
 from windlass.reports.text import show
 from windlass.study.grid import NODES, WORLD, Scaling
-from windlass.study.projection import projections
+from windlass.study.projection import Projection, projections
 from windlass.study.scaling import NAMES, ScalingRow, rows
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ COLUMNS: dict[str, tuple[str, str, str]] = {
     "samples_per_s": ("Samples/s", "samples/s", "rate"),
     "tokens_per_s_per_device": ("Tokens/s of a rank", "tok/s/rank", "count"), "mfu": ("MFU", "MFU", "share"),
     "speedup": ("Speed-up", "speed-up", "hours"), "efficiency": ("Efficiency", "eff.", "share"),
-    "serial_fraction": ("Serial fraction", "serial", "hours"), "ratio": ("Runtime ÷ baseline's", "ratio", "share"),
+    "serial_fraction": ("Serial fraction", "serial", "hours"), "ratio": ("Runtime ÷ baseline's", "runtime÷", "share"),
     "compute_ms": ("Computing (ms)", "compute", "rate"), "exposed_ms": ("Communication exposed (ms)", "comm.", "rate"),
     "data_ms": ("Waiting for data (ms)", "data", "rate"), "host_ms": ("Host (ms)", "host", "rate"),
     "predicted_ms": ("Predicted step (ms)", "predicted", "rate"), "predicted_error": ("Prediction's error", "error", "share"),
@@ -89,25 +89,7 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
     tables["meters"] = ("The two meters", _meters(table, values), [METERS])
     projected, basis = projections(study, table)
     if projected:
-        columns = [
-            Column("world", "Ranks", "count"),
-            Column("state", "State"),
-            Column("compute_ms", "Without communication (ms)", "rate"),
-        ]
-        columns += [
-            Column("communication_ms", "Communication (ms)", "rate"),
-            Column("step_ms", "Projected step (ms)", "rate"),
-        ]
-        columns += [
-            Column("samples_per_s", "Projected samples/s", "rate"),
-            Column("efficiency", "Projected efficiency", "share"),
-        ]
-        columns += [Column("reason", "Reason")] * any(one.reason for one in projected)
-        own = Table(
-            columns,
-            [tuple({"state": "projected"}.get(c.name) or getattr(one, c.name) for c in columns) for one in projected],
-        )
-        tables["projected"] = ("Projected, not measured", own, [basis] if basis else [])
+        tables["projected"] = ("Projected, not measured", _projected(projected), [basis] if basis else [])
     drawn = scaling_charts(scaling, table), step_bars(table)
     return ScalingView(scaling, table, values, tables, _csv(table), *drawn, _winners(study, table))
 
@@ -192,6 +174,18 @@ def _csv(table: Sequence[ScalingRow]) -> Table:
             )
         )
     return Table([*columns, *(Column(name) for name in ("repeats", "remarks", "reasons"))], cells)
+
+
+def _projected(projected: Sequence[Projection]) -> Table:
+    """Numbers of ranks that nobody measured, a row each."""
+    headings = {
+        "world": ("Ranks", "count"), "state": ("State", ""), "compute_ms": ("Without communication (ms)", "rate"),
+        "communication_ms": ("Communication (ms)", "rate"), "step_ms": ("Projected step (ms)", "rate"),
+        "samples_per_s": ("Projected samples/s", "rate"), "efficiency": ("Projected efficiency", "share"),
+    }  # fmt: skip
+    headings |= {"reason": ("Reason", "")} if any(one.reason for one in projected) else {}
+    cells = [tuple("projected" if n == "state" else getattr(one, n) or None for n in headings) for one in projected]
+    return Table([Column(name, *heading) for name, heading in headings.items()], cells)
 
 
 METERS = (
@@ -289,9 +283,23 @@ def scaling_table(table: Sequence[ScalingRow], width: int, title: str = "") -> G
     from windlass.telemetry.terminal import table as terminal_table
 
     names = _shown(table)
-    head = ["setup", "state", *(COLUMNS[name][1] for name in names), "low to high"]
-    lines = []
+    at = 3 + names.index("step_ms") if "step_ms" in names else 2  # the spread stands beside the step
+    head, lines = ["setup", "state", *(COLUMNS[name][1] for name in names)], list[list[str]]()
     for row in table:
-        numbers = [show(_value(row, name), COLUMNS[name][2]) for name in names]
-        lines.append((row.setup, _state(row), *numbers, _spread(row) or ""))
+        lines.append([row.setup, _state(row), *(show(_value(row, name), COLUMNS[name][2]) for name in names)])
+    for line, spread in zip((head, *lines), ("low to high", *(_spread(row) or "" for row in table)), strict=True):
+        line.insert(at, spread)
     return terminal_table(head, lines, width, text=("setup", "state"), title=title)
+
+
+def endings(study: Study, table: Sequence[ScalingRow], width: int) -> list[Group | str]:
+    """What `windlass scale` prints under the sentences: what is projected, and the command of the recommended strategy."""
+    from windlass.telemetry.terminal import table as terminal_table
+
+    projected, basis = projections(study, table)
+    parts: list[Group | str] = []
+    if projected:
+        own = _projected(projected)
+        parts += [terminal_table([h.lower() for h in own.headings], own.shown(), width, text=("reason",)), basis]
+    parts += [f"{best['text']}\n  {best['command']}\n  {best['remark']}".rstrip() for best in _winners(study, table)]
+    return [part for part in parts if part]
