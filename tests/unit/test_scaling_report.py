@@ -8,7 +8,7 @@ from scaling_fixtures import build_scaling, phases, rates, worlds
 
 from windlass.reports.page import page, report
 from windlass.reports.plots import draw
-from windlass.reports.scaling import read_scaling, scaling_table, sentences, setup_values
+from windlass.reports.scaling import endings, read_scaling, scaling_table, sentences, setup_values
 from windlass.reports.study import read_study
 from windlass.study.grid import WORLD, Scaling
 from windlass.study.scaling import NAMES, rows
@@ -106,6 +106,9 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
         text = console.file.getvalue()
         assert "1 host, 8 ranks" in text and "100.0 %" in text and max(map(len, text.splitlines())) <= width
     assert sentences(strong, table)[0].startswith("Step: the median")
+    projected, basis = endings(strong, table, 200)
+    console.print(projected)
+    assert "projected" in console.file.getvalue() and basis.startswith("Projected, not measured")
 
 
 def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
@@ -127,6 +130,7 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     assert best["text"].startswith("shard_grad_op: 79.2 samples/s, 500 MB") and "44 % less memory" in best["text"]
     assert "parallel.strategy=shard_grad_op" in best["command"] and best["command"].endswith("--world 4")
     assert "Recommended" in html and best["command"].split()[-4] in html
+    assert best["command"] in "".join(str(part) for part in endings(strategies, scaled.rows, 120))
     [pareto] = scaled.charts
     front = next(one for one in pareto.series if one.name == "Pareto front")
     assert list(front.step) == [280, 350, 500, 900] and pareto.x_values == sorted({280, 350, 400, 500, 630, 900})

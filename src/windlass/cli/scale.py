@@ -74,8 +74,9 @@ def scale(
         raise UserError(
             f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out, or add --worlds"
         )
-    given = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "worlds": numbers("worlds", worlds)}
-    given |= {"precisions": [word for word in precisions.split(",") if word], "project": numbers("project", project)}
+    given: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
+    given |= {"worlds": numbers("worlds", worlds), "project": numbers("project", project)}
+    given |= {"precisions": [word for word in precisions.split(",") if word]}
     options |= {name: value for name, value in given.items() if value not in (None, "", [])}
     if nodes and worlds:
         raise UserError("--worlds and --nodes: with hosts the ranks are nodes x gpus-per-node; leave --worlds out")
