@@ -126,7 +126,8 @@ class TrainSettings(Section):
     global_batch: int = Field(64, ge=1)
     """Sequences in one optimizer step, over all ranks: what the recipe fixes."""
     micro_batch: int = Field(0, ge=0)
-    """Sequences in one forward pass of one rank; 0: chosen to hold about 4,096 tokens on a CPU, 16,384 on a GPU."""
+    """Sequences in one forward pass of one rank; 0: chosen to hold about 4,096 tokens on a CPU, 16,384 on a GPU,
+    and on one rank halved where memory runs out in the first step."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for proofs). `auto`: bf16 where
     a GPU has it, else fp16 on a GPU, fp32 on a CPU."""
