@@ -150,7 +150,7 @@ def test_slurm_without_requeueing_gets_a_dependent_job(tmp_path, requeues):
     assert (tmp_path / "queued").read_text().splitlines() == ["scontrol requeue 9"] + [follows] * (not requeues)
 
 
-@pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (75, False)])
+@pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (69, False), (75, False)])
 def test_commands_at_the_end_change_nothing(run_script, tmp_path, code, done):
     """As the synchronisation of offline trackers; not before the run has ended."""
     assert run_script(f"exit {code}", after=[["bash", "-c", "touch after; exit 3"]]).wait(20) == code

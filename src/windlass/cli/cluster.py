@@ -30,10 +30,7 @@ def launch(
     ranks: int = typer.Option(0, "-n", min=0, help="Ranks in all; default: as the job asked, or one a GPU."),
     per_host: int = typer.Option(0, min=0, help="Ranks on each host."),
     launcher: str = typer.Option(
-        "",
-        envvar="WINDLASS_LAUNCHER",
-        metavar="srun|mpiexec|torchrun",
-        help="Default: the site's, or the scheduler's own.",
+        "", envvar="WINDLASS_LAUNCHER", metavar="srun|mpiexec|torchrun", help="Default: the site's, or the scheduler's."
     ),
     print_: bool = typer.Option(
         False, "--print", help="Print the command, and tables of hosts and ranks; run nothing."
@@ -74,9 +71,7 @@ def launch(
         try:
             child = subprocess.Popen(words, env=environ, preexec_fn=processes.kill_with_parent)  # noqa: PLW1509 - no threads here
         except OSError as error:
-            raise UserError(
-                f"{words[0]} cannot be started: {error.strerror}; load the machine's module for it"
-            ) from None
+            raise UserError(f"{words[0]} cannot be started: {error.strerror}; load the module for it") from None
         # srun, torchrun and every mpiexec pass SIGUSR1 on to the ranks; at SIGTERM some end them before they have saved.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
-from windlass.fileio import write_atomic
+from windlass.fileio import read_json, write_atomic
 from windlass.variables import SECRET_NAME, expand_counts, expand_hosts
 
 SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'
@@ -114,9 +114,7 @@ def launch_command(
         return list(command)
     if launcher == "torchrun":
         if len(set(per_host)) > 1:
-            raise UserError(
-                "torchrun starts as many ranks on each host, and this job's hosts differ: give --per-host N"
-            )
+            raise UserError("torchrun starts as many ranks on each host, and these hosts differ: give --per-host N")
         environ = environ or {}
         where = f"{environ.get('MASTER_ADDR', hosts[0])}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}"
         words = [
@@ -135,9 +133,7 @@ def launch_command(
         # is lost is seen by the others, and what is left of them ends 60 s after the first.
         spread = f"--ntasks-per-node={per_host[0]}" if len(set(per_host)) == 1 else "--distribution=block"
         size = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", spread]
-        if cores := (environ or {}).get(
-            "SLURM_CPUS_PER_TASK"
-        ):  # srun does not take it from the job (SLURM 22.05 and later)
+        if cores := (environ or {}).get("SLURM_CPUS_PER_TASK"):  # srun leaves the job's out (SLURM 22.05 and later)
             size.append(f"--cpus-per-task={cores}")
         return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
     equal = len(set(per_host)) == 1
@@ -185,8 +181,8 @@ def outcome(code: int, reports: Path) -> int:
     for known in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
         if str(known) in codes:
             return known
-    failures = [json.loads(path.read_text()) for path in reports.glob("failure-*.json")]
-    only_lost = bool(failures) and all(failure["secondary"] or failure["lost"] for failure in failures)
+    failures = [failure for path in reports.glob("failure-*.json") if (failure := read_json(path))]
+    only_lost = failures and all(failure["secondary"] or failure["lost"] for failure in failures)
     return LOST if code and only_lost else code
 
 

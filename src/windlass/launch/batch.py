@@ -187,11 +187,8 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
             f'qrerun "$PBS_JOBID" 2>/dev/null || '
             f'sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task"'
         )
-    exported = {
-        "WINDLASS_JOB_DIR": str(job.logs),
-        **({"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}),
-        **site.environment,
-    }
+    launcher = {"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}
+    exported = {"WINDLASS_JOB_DIR": str(job.logs), **launcher, **site.environment}
     done = "|".join(map(str, sorted(left_out)))
     return [
         *([] if slurm else [f"exec >>{log} 2>&1"]),
@@ -209,7 +206,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
             timer=f"(sleep {max(1, limit - GRACE_SECONDS)}; kill -USR1 $$) 2>/dev/null & timer=$!" if limit and not slurm else "",
             again=again, most=job.max_restarts,
         ).splitlines(),
-        *(f"[ $code = 75 ] || {shlex.join(command)}" for command in job.after),
+        *(f"[ $code = 75 ] || [ $code = 69 ] || {shlex.join(command)}" for command in job.after),  # at its end, not a restart
         "exit $code",
     ]  # fmt: skip
 

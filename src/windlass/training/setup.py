@@ -172,7 +172,8 @@ def set_up(
 
 def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
     """The user's own data, or the recipe's, once run and data directory are known to be seen by all hosts."""
-    start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
+    if ranks.env.nodes > 1:
+        start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
     return open_data(plan.recipe) if data is None else data
 
 

@@ -203,8 +203,6 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
 
     Where rank 0 has prepared data (which may be read-only, or a copy on a host's own disk), all must have the same.
     """
-    if ranks.env.nodes == 1:
-        return
     index = Index.load(data) if data is not None else None
     places = {"run.dir": run.absolute(), **({"data.dir": data.absolute()} if data is not None else {})}
 
