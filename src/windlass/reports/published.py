@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 from windlass.errors import UserError
 from windlass.reports.study import StudyView
-from windlass.reports.tables import MEASURES, Column, Table, label, measures
+from windlass.reports.tables import EPOCH_LOSS, MEASURES, Column, Table, label, measures
 from windlass.reports.view import RunView
 
 GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")  # the last is resident memory on a CPU
 KINDS = {
-    "runtime_s": "rate", "samples_factor": "hours", "runtime_factor": "hours", "samples_per_s": "rate", "gpu_hours": "hours",
-    "train_loss_mean": "loss", "samples_per_s_whole_run": "rate",
+    "runtime_s": "rate", "samples_per_s": "rate", "samples_factor": "hours", "runtime_factor": "hours", "gpu_hours": "hours",
 }  # fmt: skip
-EVAL_LOSS = "eval_loss_epoch_"
 Values = Mapping[str, Any]
 Reason = Callable[[str], str]  # why there is no value of a name
 Row = tuple[Values, Reason]
@@ -89,6 +87,8 @@ def kind(name: str) -> str:
     """The kind of number of a value, for `text.show`: seconds stay seconds, for the heading names the unit."""
     if name.endswith("_gb"):
         return "hours"
+    if name.startswith(EPOCH_LOSS):
+        return "loss"
     return KINDS.get(name, "rate" if name.endswith("_pct") else label(name)[1] if name in MEASURES else "")
 
 
@@ -127,8 +127,8 @@ def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingP
             return {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}.get(
                 state, state
             )
-        if name.startswith(EVAL_LOSS):
-            return f"no evaluation at epoch {name.removeprefix(EVAL_LOSS)}"
+        if name.startswith(EPOCH_LOSS):
+            return f"no evaluation at epoch {name.removeprefix(EPOCH_LOSS)}"
         return "not measured"
 
     return why
