@@ -94,6 +94,11 @@ def sweep(
     if not console.is_interactive:
         console.print(cells_table(study, results, console.width))
     _print_end(console, study, world)
+    if not json_:
+        from windlass.cli.runs import show_published
+        from windlass.reports.published import of_study
+
+        show_published(of_study(study))
     worked_on = results if one is None else [results[one]]
     return DONE if all(result.state in studies.DONE_STATES for result in worked_on) else FAILED
 

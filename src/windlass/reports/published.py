@@ -12,9 +12,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from windlass.errors import UserError
-from windlass.reports.study import StudyView
+from windlass.reports.scaling import setup_values
+from windlass.reports.study import StudyView, read_study
 from windlass.reports.tables import EPOCH_LOSS, MEASURES, Column, Table, label, measures
 from windlass.reports.view import RunView
+from windlass.study.study import Study
 
 GPU_ONLY = ("mem_alloc_mb", "mem_reserved_mb", "driver_mem_mb", "peak_mem_mb")  # the last is resident memory on a CPU
 KINDS = {
@@ -75,10 +77,22 @@ def published(
     return Published(wanted, spec["title"], spec.get("note", ""), table)
 
 
+def of_study(study: Study) -> Published | None:
+    """The published table of a study's preset, with the study as it is on disk; None where there is none."""
+    if study_preset(study) not in specifications():
+        return None
+    seen = read_study(study.path)
+    return published(seen.views, seen, setups=setup_values(seen) if study.scaling else ())
+
+
+def study_preset(study: Study) -> str:
+    return (study.scaling.preset if study.scaling else "") or study.recipe.preset
+
+
 def preset_of(views: Sequence[RunView], study: StudyView | None) -> str:
     """The preset's name that a study was made by, or that all runs have; else empty."""
     if study:
-        return (study.study.scaling.preset if study.study.scaling else "") or study.study.recipe.preset
+        return study_preset(study.study)
     names = {str(view.settings["preset"]) for view in views}
     return names.pop() if len(names) == 1 else ""
 
