@@ -5,15 +5,17 @@ import json
 
 import pytest
 from report_fixtures import build_run, build_study, edit, loss_at
+from scaling_fixtures import build_scaling, phases, worlds
 
 from helpers import refused
 from windlass import report
 from windlass.cli import main
 from windlass.recipe import Recipe, settings
-from windlass.reports.published import published, specifications, with_units
+from windlass.reports.published import of_study, published, specifications, with_units
 from windlass.reports.study import read_study
 from windlass.reports.tables import EPOCH_LOSS, MEASURES
 from windlass.reports.view import view, views
+from windlass.study.grid import WORLD, Scaling
 from windlass.study.scaling import NAMES
 
 BASELINE = [
@@ -168,3 +170,25 @@ def test_a_run_of_another_preset_has_none(tmp_path):
     assert written.published is None and not list((tmp_path / "run" / "report").glob("published.*"))
     assert 'id="published"' not in written.page.read_text()
     assert Recipe.load(run.path).preset == "quickstart" and json.loads((run.path / "environment.json").read_text())
+
+
+def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):
+    """Two ranks take 60 ms for a step of 8, where one takes 100 ms; the third setup has not begun."""
+    scaling = Scaling("strong", preset="bloom-squad-scaling")
+    study = build_scaling(
+        tmp_path / "study", scaling, worlds(1, 2, 4), lambda c: phases(100 if c[WORLD] == 1 else 60), waiting=[2]
+    )
+    one, two, four = rows(of_study(study).table)
+    assert list(one) == SCALING and one["Samples/s Scale Factor"] == one["Runtime Scale Factor"] == "1.000"
+    assert (one["Samples/s"], two["Samples/s"], two["Samples/s Scale Factor"]) == ("80.0", "133.3", "1.667")
+    assert one["Total GPUs"] == "1 CPU rank" and two["GPU Memory Allocated (GB)"] == "no GPU"
+    assert float(one["Runtime (s)"]) / float(two["Runtime (s)"]) == pytest.approx(
+        float(two["Runtime Scale Factor"]), rel=0.02
+    )
+    assert (
+        four["Setup"] == "1 host, 4 ranks" and four["Samples/s"] == four["Runtime (s)"] == four["Loss"] == "not run yet"
+    )
+    first, second = (report(study.path, tmp_path / name, plots=False) for name in "ab")
+    assert first.published == second.published == of_study(study)
+    for file in (tmp_path / "a").glob("published.*"):
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
