@@ -14,6 +14,7 @@ from windlass.errors import FAILED, UserError, installed, needs
 
 if TYPE_CHECKING:
     from windlass.reports.published import Published
+    from windlass.study.study import Study
 
 STYLES = {
     "running": "green", "failed": "red", "damaged": "red", "preempted": "yellow", "stopped": "yellow", "interrupted": "yellow",
@@ -165,6 +166,13 @@ def show_published(filled: Published | None) -> None:
         text = [heading for place, heading in enumerate(head) if place not in numeric]
         print_table(head, filled.table.shown(), text=text, title=filled.title)
         typer.echo(f"{filled.note}\n".lstrip("\n"), nl=False)
+
+
+def show_study(study: Study) -> None:
+    """Print the published table of a study's preset, if it has one."""
+    from windlass.reports.published import of_study
+
+    show_published(of_study(study))
 
 
 def track(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides, complete
+from windlass.cli.runs import show_study
 from windlass.cli.sweep import _show
 from windlass.errors import DONE, FAILED, UserError
 
@@ -94,8 +95,6 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     """Work through the study with a table of its cells, and show its numbers."""
     from rich.live import Live
 
-    from windlass.cli.runs import show_published
-    from windlass.reports.published import of_study
     from windlass.reports.scaling import endings, scaling_table, sentences
     from windlass.study import scale as studies
     from windlass.study.scaling import rows
@@ -117,7 +116,7 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     for part in endings(study, table, console.width):
         console.print(part)
     if not json_:
-        show_published(of_study(study))
+        show_study(study)
     console.out(f"report: windlass report {study.path}")
     worked_on = results if only is None else [results[only]]
     return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, complete
+from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED
 
 if TYPE_CHECKING:
@@ -95,10 +96,7 @@ def sweep(
         console.print(cells_table(study, results, console.width))
     _print_end(console, study, world)
     if not json_:
-        from windlass.cli.runs import show_published
-        from windlass.reports.published import of_study
-
-        show_published(of_study(study))
+        show_study(study)
     worked_on = results if one is None else [results[one]]
     return DONE if all(result.state in studies.DONE_STATES for result in worked_on) else FAILED
 
