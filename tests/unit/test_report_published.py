@@ -151,7 +151,7 @@ def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, cap
     with pytest.raises(SystemExit) as done:
         main(["report", str(baseline[0].path), "--no-plots"])
     shown = capsys.readouterr().out
-    assert not done.value.code and "BLOOM-560M on SQuAD" in shown and "no evaluation at epoch 3" in shown
+    assert not done.value.code and "Fine-tuning on SQuAD" in shown and "no evaluation at epoch 3" in shown
     folder = baseline[0].path / "report"
     before = {file.name: file.read_bytes() for file in folder.glob("published.*")}
     (row,) = csv.DictReader((folder / "published.csv").read_text().splitlines())
