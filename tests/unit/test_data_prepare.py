@@ -204,6 +204,15 @@ def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, s
     assert (earlier - held) * share < most
 
 
+def test_a_file_has_no_splits_and_is_not_validated_on_its_training_text(tmp_path):
+    """As where a preset that validates on a split of the Hub is given a file."""
+    path = tmp_path / "text.txt"
+    path.write_text("ab" * 500)
+    directory, index = run(recipe_for(path, tmp_path / "out", eval_split="validation", val_fraction=0.1))
+    lengths = [len(split_tokens(directory, index, name)) for name in ("train", "val")]
+    assert lengths == [900, 100]
+
+
 def test_a_validation_source_of_its_own(tmp_path):
     texts, held = documents(40), documents(40, seed=5)
     source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)

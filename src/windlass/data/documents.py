@@ -121,7 +121,8 @@ def _parts(data: DataSettings, progress: Progress) -> list[Part]:
     main = open_corpora(data, data.sources, sha256=data.sha256, split=data.split, notify=progress.note)
     main.limit = data.max_documents or None
     most = Fraction(data.max_tokens)
-    if separate := data.eval_sources or (data.sources if data.eval_split else []):
+    own_split = data.eval_split and data.sources[0].startswith("hf:")  # files have no splits
+    if separate := data.eval_sources or (data.sources if own_split else []):
         held = open_corpora(data, separate, split=data.eval_split or data.split, notify=progress.note)
         held.limit = max(1, int(data.max_documents * share)) if data.max_documents and share else None
         return [(MAIN, main, most), (EVAL, held, Fraction(max(1, int(most * share)) if most and share else 0))]

@@ -40,7 +40,8 @@ def evaluated(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Evaluated | No
         return None
     flat, bits = recipe.flat(), last.get("bits_per_byte")
     saved = read_json(run.path / "tokenizer" / "windlass.json").get("fingerprint")
-    held_out = () if recipe.data.eval_source or recipe.data.eval_split else HELD_OUT
+    own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
+    held_out = () if recipe.data.eval_source or own_split else HELD_OUT
     tokens = int(last.get("tokens", 0))
     size = float(last["loss"]) * tokens / (math.log(2) * float(bits)) if bits and math.isfinite(float(bits)) else None
     name = str(saved or [flat.get(key) for key in TOKENIZER])
