@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.order import Order, step_samples
+from windlass.data.order import Order, describe_order, step_samples
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -77,3 +77,14 @@ def test_skipped_ranges_are_left_out_and_nothing_else(global_batch, skipped):
     wanted = [n for n in range(1000) if n not in left_out]
     found = np.concatenate([step_samples(step, global_batch, skipped) for step in range(20)])
     assert found.tolist() == wanted[: len(found)]
+
+
+def test_the_order_of_an_epoch_in_words():
+    kinds = ("shuffled", "shards-shuffled", "sequential")
+    assert [describe_order(kind, 7, 0) for kind in kinds] == [
+        "samples shuffled, seed 7",
+        "in file order",
+        "in file order",
+    ]
+    later = ["samples shuffled anew, seed 7", "shards shuffled for this epoch, seed 7", "in file order"]
+    assert [describe_order(kind, 7, 2) for kind in kinds] == later

@@ -223,8 +223,9 @@ class Recorder:
         seconds = self.goodput.seconds()
         startup, evaluated = seconds["startup"], seconds.get("eval", 0.0) + seconds.get("sample", 0.0)
         whole = sum(seconds.values())
-        parts = {"start-up": startup, "evaluation": evaluated, "first step": whole - startup - evaluated}
-        self.event("first_step", startup_s=startup, first_step_s=round(parts["first step"], 3))
+        first, step = whole - startup - evaluated, "compiling and first step" if "compile" in seconds else "first step"
+        parts = {"start-up": startup, "evaluation": evaluated, step: first}
+        self.event("first_step", startup_s=startup, first_step_s=round(first, 3))
         text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
         self.console.event(f"first step done {whole:.1f} s after the start: {text}", self.state.step)
 
