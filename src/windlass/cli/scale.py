@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Modes, and what stays equal as the ranks grow:
-    strong       the global batch (train.global_batch) and the steps
-    fixed-data   the batch of a rank and the data: train.global_batch is that of
-                 ONE rank, the global batch grows, the steps shrink
-    weak         the batch of a rank (as above) and the steps
-    weak --grow model
-                 the global batch and the steps; model.layers grows with the ranks
-    strategies   at one --worlds: ddp, full_shard, shard_grad_op, hybrid_shard, with
-                 and without offload and activation checkpointing, --precisions
+    strong         the global batch (train.global_batch) and the steps
+    fixed-data     the batch of a rank and the data: train.global_batch is
+                   that of ONE rank, the global batch grows, the steps shrink
+    weak           the batch of a rank (as above) and the steps;
+                   with --grow model the global batch and the steps, while
+                   model.layers grows with the ranks
+    strategies     at one --worlds: ddp, shard_optim, shard_grad_op,
+                   full_shard, hybrid_shard, with and without offload and
+                   activation checkpointing, --precisions
 The smallest of --worlds is the baseline.
 """
 RECIPE_HELP = "What is trained, a study to continue, or a preset of one."

@@ -87,7 +87,7 @@ def run_probe(
             for process in processes:
                 process.kill()
     if stopped:
-        raise Stopped("stopped with everything saved; start the study again to continue")
+        raise Stopped("stopped with everything saved; the same command continues")
     state = "failed" if reason else "finished"
     write_atomic(directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": steps}))
     if reason:

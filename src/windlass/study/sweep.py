@@ -122,7 +122,7 @@ class Sweep:
                 signal.signal(number, handler)
         self.show(self.study)
         if self.stopping:
-            raise Stopped("stopped with everything saved; start the sweep again to continue")
+            raise Stopped("stopped with everything saved; the same command continues")
         if self.lost:
             raise HostLost(self.lost)
 
