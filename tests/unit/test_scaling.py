@@ -1,6 +1,7 @@
 """The numbers of scaling studies on made-up ledgers with known answers."""
 
 import pytest
+from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
 
 from windlass.estimate.memory import Layout
@@ -267,3 +268,17 @@ def test_blocks_of_our_own_model_are_what_fsdp_sends(tmp_path):
     row = rows(study)[0]
     assert row.tensors == Tensors(PARAMETERS, PARAMETERS, block_parameters(row.recipe.model), 2)
     assert row.values["flops_per_device"] == row.flops * 8 * 32
+
+
+def test_a_model_of_transformers_is_counted_by_its_parameters(tmp_path):
+    study = build_scaling(tmp_path / "s", Scaling("strong"), worlds(1), lambda a: phases(50.0), device="NVIDIA X1")
+
+    def other_model(line):
+        network = {"architecture": "bloom", "layers": 2, "heads": 2, "width": 64, "vocab": VOCAB}
+        return line | ({"network": network, "trained": 1000} if line.get("event") == "started" else {})
+
+    edit(study.run_of(study.cells[0]), other_model)
+    [row] = rows(study)
+    assert row.flops == 4 * PARAMETERS + 2 * 1000, "frozen weights have no gradient"
+    assert row.tensors == Tensors(PARAMETERS, 1000, (PARAMETERS - VOCAB * 64) // 2, 2)
+    assert not row.on_cpu and row.layout.device == "cuda" and row.missing["mfu"] == "no peak is known of NVIDIA X1"
