@@ -137,6 +137,7 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     drawn = draw(pareto, read_study(strategies.path).views)
     names = drawn.axes[0].get_legend_handles_labels()[1]
     assert "shard_grad_op, recommended" in names and "full_shard, checkpointing full" in names
+    assert list(pareto.series[-1].step) == [400, 630] and pareto.series[-1].name == names[-1] == "not on the front"
 
 
 def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):

@@ -66,30 +66,19 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
         )
 
     ideal = base.values["samples_per_s"] * (np.ones_like(at) if scaling.grow == "model" else at / base.world)
-    note = "band: lowest to highest of the repeats" if any("samples_per_s" in row.spread for row in measured) else ""
+    band = ", band: lowest to highest of the repeats" if any("samples_per_s" in row.spread for row in measured) else ""
+    what = "MB resident" if base.on_cpu else "MB allocated"
+    measures, whole = [series("samples_per_s", "measured"), line("ideal", ideal)], 100 * np.ones_like(at)
+    efficiencies = [series("efficiency", "measured", 100), line("ideal", whole)]
     charts = [
+        Chart("scaling-throughput", "Throughput", "samples/s", measures, note=f"against ranks{band}", **names),
+        Chart("scaling-efficiency", "Efficiency", "%", efficiencies, note="against ranks", **names),
         Chart(
-            "scaling-throughput",
-            "Throughput",
-            "samples/s",
-            [series("samples_per_s", "measured"), line("ideal", ideal)],
-            note=note,
-            **names,
+            "scaling-memory", "Peak memory of the fullest rank", what, [series("memory_mb", "memory")],
+            note="against ranks", **names,
         ),
-        Chart(
-            "scaling-efficiency",
-            "Efficiency",
-            "%",
-            [series("efficiency", "measured", 100), line("ideal", 100 * np.ones_like(at))],
-            **names,
-        ),
-    ]
-    if any("memory_mb" in row.values for row in measured):
-        what = "MB resident" if base.on_cpu else "MB allocated"
-        charts.append(
-            Chart("scaling-memory", "Peak memory of the fullest rank", what, [series("memory_mb", "memory")], **names)
-        )
-    return charts
+    ]  # fmt: skip
+    return charts if any("memory_mb" in row.values for row in measured) else charts[:2]
 
 
 def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
@@ -104,26 +93,18 @@ def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
         )
         return Series(-1, label, step=x, tokens=x, hours=x, y=y, **rest)
 
-    front = [row for row in rivals if row.values["pareto"]]
+    front, rest = ([row for row in rivals if row.values["pareto"] is on] for on in (True, False))
     lines = [series("Pareto front", front, colour=7, dash=1, minor=True)]
-    for i, row in enumerate(rivals):
+    for i, row in enumerate(front):  # each of the others is in the table: there are more than colours
         lines.append(
-            series(row.setup + ", recommended" * row.values["recommended"], [row], colour=i % 8, points="only")
+            series(row.setup + ", recommended" * row.values["recommended"], [row], colour=i % 7, points="only")
         )
+    lines += [series("not on the front", rest, colour=7, points="only")] if rest else []
     values = sorted({float(row.values["memory_mb"]) for row in rivals})
     x_names = [show(value, "mb") for value in values]
     label = "MB resident on the fullest rank" if measured[0].on_cpu else "MB allocated on the fullest rank"
-    return [
-        Chart(
-            "scaling-pareto",
-            "Throughput against memory",
-            "samples/s",
-            lines,
-            x_label=label,
-            x_values=values,
-            x_names=x_names,
-        )
-    ]
+    names: dict[str, Any] = {"x_label": label, "x_values": values, "x_names": x_names, "note": f"against {label}"}
+    return [Chart("scaling-pareto", "Throughput against memory", "samples/s", lines, **names)]
 
 
 def step_bars(table: Sequence[ScalingRow]) -> Bars | None:
