@@ -17,18 +17,19 @@ data=(data.source="squad:$squad" data.tokenizer=bpe data.tokenizer_vocab=4096 da
       model.context=256 train.threads=1 parallel.device=cpu)
 bloom=("${data[@]}" model.name=bloom model.revision= model.from_scratch=true)
 gpt=("${data[@]}" model.layers=2 model.heads=4 model.width=128 model.ff_width=512 model.vocab=4096)
-short=(train.steps="$steps" train.micro_batch=0 eval.every=0 eval.suites='["loss"]' checkpoint.every=0 checkpoint.best=loss)
+short=(train.steps="$steps" eval.every=0 eval.suites='["loss"]' checkpoint.every=0 checkpoint.best=loss)
 
 study() {  # NAME, then the arguments of `windlass scale`
     local name=$1 begun=$SECONDS
     shift
-    "${windlass[@]}" scale "$@" --dir "studies/$name" --repeats "$repeats"
+    "${windlass[@]}" scale "$@" --dir "studies/$name" --repeats "$repeats" || [ $? = 1 ]  # 1: a cell failed, which its report says
     echo "$name: $((SECONDS - begun)) s"
     "${windlass[@]}" report "studies/$name" > "studies/$name.txt"
 }
 
-study strong bloom-560m-squad --mode strong --worlds 1,2,4 --project 8,16 "${bloom[@]}" "${short[@]}" train.global_batch=16
-study fixed-data bloom-squad-scaling --worlds 1,2,4 "${bloom[@]}" train.steps="2 epochs"
-study weak-batch bloom-560m-squad --mode weak --worlds 1,2,4 --project 8,16 "${bloom[@]}" "${short[@]}" train.global_batch=4
-study weak-model gpt-squad-weak --worlds 1,2,4 "${gpt[@]}" "${short[@]}" train.global_batch=8
-study strategies bloom-squad-strategies --worlds 2 --no-probe "${bloom[@]}" "${short[@]}" train.global_batch=8
+# one micro-batch for all setups of a study: items are padded to the longest in it, so a larger one computes more
+study strong bloom-560m-squad --mode strong --worlds 1,2,4 --project 8,16 "${bloom[@]}" "${short[@]}" train.global_batch=8 train.micro_batch=2
+study fixed-data bloom-squad-scaling --worlds 1,2,4 "${bloom[@]}" train.steps="3 epochs"
+study weak-batch bloom-560m-squad --mode weak --worlds 1,2,4 --project 8,16 "${bloom[@]}" "${short[@]}" train.global_batch=4 train.micro_batch=4
+study weak-model gpt-squad-weak --worlds 1,2,4 "${gpt[@]}" "${short[@]}" train.global_batch=8 train.micro_batch=2
+study strategies bloom-squad-strategies --worlds 2 --no-probe "${bloom[@]}" "${short[@]}" train.steps=$((steps / 2)) train.global_batch=4 train.micro_batch=2
