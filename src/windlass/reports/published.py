@@ -103,6 +103,8 @@ def kind(name: str) -> str:
         return "hours"
     if name.startswith(EPOCH_LOSS):
         return "loss"
+    if name.startswith(EPOCH_LOSS):
+        return "loss"
     return KINDS.get(name, "rate" if name.endswith("_pct") else label(name)[1] if name in MEASURES else "")
 
 
