@@ -97,9 +97,9 @@ def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
         and found[0]["Memory Allocated (MB)"] == "1,510"
     )
     assert set(found[5].values()) == {"0.0001", "not run yet"}
-    with refused("--table bloom-squad-baseline", "a table of runs"):
+    with refused("table=bloom-squad-baseline", "a table of runs"):
         published(seen.views, seen, "bloom-squad-baseline")
-    with refused("--table nothing", "c4-29m", "gpt-squad-weak"):
+    with refused("table=nothing", "c4-29m", "gpt-squad-weak"):
         published(seen.views, seen, "nothing")
 
 

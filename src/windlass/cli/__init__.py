@@ -44,7 +44,7 @@ app = typer.Typer(
 )  # fmt: skip
 ARGUMENTS = re.compile(
     r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|push|suites|device|past|path|out|only|halving|mode|grow|worlds"
-    r"|nodes|repeats|project)"
+    r"|nodes|repeats|project|table)"
     r'=(True|"[^"]*"|\[[^]]*\]|[^\s,;:)]+)'
 )
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument

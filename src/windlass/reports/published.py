@@ -52,7 +52,7 @@ def published(
     known, wanted = specifications(), name or preset_of(views, study)
     if wanted not in known:
         if name:
-            raise UserError(f"--table {name}: there is no such table; there are {', '.join(known)}")
+            raise UserError(f"table={name}: there is no such table; there are {', '.join(known)}")
         return None
     spec = known[wanted]
     columns: dict[str, str] = spec["columns"]
@@ -70,7 +70,7 @@ def published(
     if not rows:
         if name:
             what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
-            raise UserError(f"--table {name}: that is a table of {what}, and this is none")
+            raise UserError(f"table={name}: that is a table of {what}, and this is none")
         return None
     cells = [tuple(why(x) if row.get(x) is None else row[x] for x in columns.values()) for row, why in rows]
     table = Table([Column(heading, heading, kind(x)) for heading, x in columns.items()], cells)
