@@ -5,6 +5,7 @@ import tomllib
 import pytest
 
 from helpers import refused, windlass
+from windlass import scale
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
@@ -117,6 +118,12 @@ def test_a_study_is_continued_and_grows(tmp_path):
         study_of(path, "train.threads=7")
     with refused("scaling study", "path=DIR"):
         Study.create(recipe(), ["optim.lr=1e-2,1e-3"], path)
+
+
+def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
+    study = study_of(tmp_path / "study", nodes=(1, 2))
+    assert scale(study.path) == study and [result.state for result in study.results()] == ["waiting"] * 2
+    assert not (study.path / "runs").exists() and not (study.path / "machine.json").exists()
 
 
 def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):

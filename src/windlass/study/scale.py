@@ -74,11 +74,8 @@ def scale(
     study = create_study(base, nodes=nodes, path=path, **options)
     for note in study.notes:
         notify(note)
-    if NODES in study.keys and only is None:
-        raise UserError(
-            f"{study.path}: its cells have hosts of their own, and are submitted to a scheduler, not trained here"
-        )
-    run_study(study, probes=probes, retry_failed=retry_failed, only=only, show=show, notify=notify)
+    if NODES not in study.keys or only is not None:  # else jobs of a cluster train the cells
+        run_study(study, probes=probes, retry_failed=retry_failed, only=only, show=show, notify=notify)
     return study
 
 
