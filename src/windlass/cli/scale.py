@@ -98,6 +98,7 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
 
     from windlass.reports.scaling import endings, scaling_table, sentences
     from windlass.study import scale as studies
+    from windlass.study.grid import NODES
     from windlass.study.scaling import rows
     from windlass.study.sweep import DONE_STATES
     from windlass.telemetry.terminal import rich_console
@@ -119,6 +120,8 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     if not json_:
         show_study(study)
     console.out(f"report: windlass report {study.path}")
+    if NODES in study.keys and only is None:  # jobs train its cells
+        return FAILED if any(result.state == "failed" for result in results) else DONE
     worked_on = results if only is None else [results[only]]
     return DONE if all(result.state in DONE_STATES for result in worked_on) else FAILED
 
