@@ -122,6 +122,8 @@ class RankStatus:
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
                 Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
+                for name in (os.environ.get("SLURMD_NODENAME", self.host), self.host.partition(".")[0]):
+                    Path(directory, f"host-{name}").touch()
 
 
 def report_code(code: Any) -> None:

@@ -1,4 +1,4 @@
-"""A real SLURM cluster of two nodes on this machine: munged, slurmctld and two slurmd, all below one temporary directory."""
+"""A real SLURM cluster of two nodes or more on this machine: munged, slurmctld and the slurmd, all below one temporary directory."""
 
 import contextlib
 import getpass
@@ -23,7 +23,7 @@ SYSTEM = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 CONFIGURATION = """\
 ClusterName=windlass
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -49,10 +49,9 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
 SlurmdTimeout=30
-NodeName={nodes[0]} NodeHostname={host} NodeAddr={nodes[0]} Port={ports[1]} CPUs=2
-NodeName={nodes[1]} NodeHostname={host} NodeAddr={nodes[1]} Port={ports[2]} CPUs=2
-PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES MaxTime=10 State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
 """
+NODE = "NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2\n"
 
 
 def missing() -> list[str]:
@@ -65,6 +64,7 @@ class Cluster:
     """What is needed to use it: an environment for the commands, and the directory of its logs."""
 
     root: Path
+    nodes: tuple[str, ...] = NODES
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -99,8 +99,10 @@ class Cluster:
     def start(self) -> None:
         """Bring it up; fails when the nodes are not idle within 30 s."""
         host, user = socket.gethostname().split(".")[0], getpass.getuser()
-        text = CONFIGURATION.format(root=self.root, host=host, user=user, nodes=NODES, ports=free_ports(3))
-        (self.root / "slurm.conf").write_text(text)
+        port, *ports = free_ports(1 + len(self.nodes))
+        text = CONFIGURATION.format(root=self.root, host=host, user=user, port=port)
+        lines = [NODE.format(node=node, host=host, port=own) for node, own in zip(self.nodes, ports, strict=True)]
+        (self.root / "slurm.conf").write_text(text + "".join(lines))
         (self.root / "state").mkdir()
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -110,10 +112,12 @@ class Cluster:
         self.spawn("munged", "--foreground", "--force", "--num-threads=2", *munge)
         wait_for((self.root / "munge.socket").exists, 10)
         self.spawn("slurmctld", "-D", "-c")
-        for node in NODES:
+        for node in self.nodes:
             (self.root / node).mkdir()
             self.spawn("slurmd", "-D", "-N", node)
-        wait_for(lambda: self.call("sinfo", "--noheader", "-N", "-o", "%t").stdout.split() == ["idle"] * len(NODES), 30)
+        wait_for(
+            lambda: self.call("sinfo", "--noheader", "-N", "-o", "%t").stdout.split() == ["idle"] * len(self.nodes), 30
+        )
 
     def spawn(self, name: str, *arguments: str) -> None:
         """A daemon in the foreground that dies with this process, however that ends."""
@@ -127,7 +131,7 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """As a host that loses its power: its slurmd, its steps and their processes are gone at once."""
-        number = 2 + NODES.index(node)  # munged, slurmctld, one slurmd for each node
+        number = 2 + self.nodes.index(node)  # munged, slurmctld, one slurmd for each node
         self.daemons[number].kill()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -165,11 +169,11 @@ def free_ports(number: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster(nodes: tuple[str, ...] = NODES) -> Iterator[Cluster]:
     """The cluster, running; gone, with its directory, when the block is left."""
     root = Path(tempfile.mkdtemp(prefix="windlass-slurm-"))
     root.chmod(0o755)
-    running = Cluster(root)
+    running = Cluster(root, nodes)
     try:
         try:
             running.start()

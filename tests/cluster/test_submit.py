@@ -3,12 +3,14 @@
 import contextlib
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import slurm_cluster
 from launching import DDP, TRAIN, assert_same, launched
-from slurm_cluster import Cluster
+from slurm_cluster import NODES, Cluster
 
 from helpers import wait_for
 from windlass.fileio import read_json
@@ -153,17 +155,31 @@ def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, sett
     assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()
 
 
+@pytest.fixture
+def three_nodes() -> Iterator[Cluster]:
+    with slurm_cluster.cluster((*NODES, "127.0.0.3")) as made:
+        yield made
+
+
 @pytest.mark.full
-def test_a_rank_that_is_lost_starts_the_job_again_once(cluster: Cluster, settings, tmp_path, undisturbed):
-    """The job's script does it, by exit code 69: SLURM, whose node is well, sees only a task that was killed."""
-    run = Run(tmp_path / "run")
+@pytest.mark.parametrize("nodes", ["cluster", "three_nodes"])
+def test_a_rank_that_is_lost_starts_the_job_again_once(
+    request, nodes, cluster: Cluster, settings, tmp_path, undisturbed
+):
+    """The job's script does it, by exit code 69: SLURM, whose node is well, sees only a task that was killed. The next start
+    leaves its node out where there is another one."""
+    run, cluster = Run(tmp_path / "run"), request.getfixturevalue(nodes)
     job = submitted(cluster, run.path, settings(run.path, **(LONG | {"checkpoint.every": 20})))
     wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 150)
     rank = next(p for p in psutil.process_iter() if is_rank_1(p, run.path))
+    node = rank.environ()["SLURMD_NODENAME"]
     rank.kill()
     ended = cluster.wait(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log_of(run.path) + cluster.logs()
-    assert run.state == "finished" and "a host or rank was lost" in log_of(run.path)
+    assert run.state == "finished" and f"{node} was lost; the job is started again" in log_of(run.path)
+    spare = nodes == "three_nodes"
+    used = cluster.call("scontrol", "show", "hostnames", ended["NodeList"]).stdout.split()
+    assert (node not in used, ended["ExcNodeList"]) == (spare, node if spare else "(null)"), log_of(run.path)
     assert next(e["step"] for e in run.events if e["event"] == "resumed") >= 20
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
     assert not list(run.path.glob(".open*")) and not list(run.path.glob(".ends*"))

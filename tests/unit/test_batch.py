@@ -132,22 +132,54 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
     assert process.wait(20) == 69 and (tmp_path / "queued").read_text().count("7.server") == 3, "ended by a person"
 
 
+@pytest.fixture
+def slurm_script(tmp_path):
+    """Starts the SLURM script of one task of an array; tools that write down how they were called, and leave `out` out."""
+
+    def start(body: str, requeues: bool, out: str = "", others: bool = True) -> subprocess.Popen:
+        tools, job = tmp_path / "tools", job_of(tmp_path, "bash", "-c", body, array=[4])
+        ends = {
+            "scontrol": f"exit {0 if requeues else 1}", "squeue": f"echo {out}",
+            "sbatch": f'[ "$1" != --test-only ] || exit {0 if others else 1}',
+        }  # fmt: skip
+        for name, end in ends.items():
+            tools.mkdir(exist_ok=True)
+            (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/queued\n{end}\n')
+            (tools / name).chmod(0o755)
+        job.logs.mkdir()
+        job.script.write_text(render(job, Site(), "slurm"))
+        environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
+        return subprocess.Popen(["bash", str(job.script)], env=os.environ | environ, start_new_session=True)
+
+    return start
+
+
+def asked_of_slurm(folder: Path) -> list[str]:
+    """The calls that change something."""
+    lines = (folder / "queued").read_text().replace(f" {folder}/logs/submit.sh", "").splitlines()
+    return [line for line in lines if not line.startswith("squeue") and "--test-only" not in line]
+
+
 @pytest.mark.parametrize("requeues", [True, False])
-def test_slurm_without_requeueing_gets_a_dependent_job(tmp_path, requeues):
-    tools, job = tmp_path / "tools", job_of(tmp_path, "bash", "-c", SAVES, array=[4])
-    for name, code in (("scontrol", 0 if requeues else 1), ("sbatch", 0)):
-        tools.mkdir(exist_ok=True)
-        (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{tmp_path}/queued\nexit {code}\n')
-        (tools / name).chmod(0o755)
-    job.logs.mkdir()
-    job.script.write_text(render(job, Site(), "slurm"))
-    environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
-    process = subprocess.Popen(["bash", str(job.script)], env=os.environ | environ, start_new_session=True)
+def test_slurm_without_requeueing_gets_a_dependent_job(slurm_script, tmp_path, requeues):
+    process = slurm_script(SAVES, requeues)
     wait_for((tmp_path / "up").exists, 20)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 75
-    follows = f"sbatch --dependency=afterany:9 --array=4 {job.script}"
-    assert (tmp_path / "queued").read_text().splitlines() == ["scontrol requeue 9"] + [follows] * (not requeues)
+    follows = "sbatch --dependency=afterany:9 --array=4"
+    assert asked_of_slurm(tmp_path) == ["scontrol requeue 9"] + [follows] * (not requeues)
+
+
+@pytest.mark.parametrize("requeues", [True, False])
+@pytest.mark.parametrize(("others", "left_out"), [(True, "x1,x7"), (False, "x1")])
+def test_a_lost_host_is_left_out_where_others_are_left(slurm_script, tmp_path, requeues, others, left_out):
+    """Beside those that were left out before; `windlass launch` names it in a file."""
+    assert slurm_script('printf x7 >"$WINDLASS_LOST_HOSTS"; exit 69', requeues, "x1", others).wait(20) == 69
+    how = f"scontrol update JobId=9 ExcNodeList={left_out}"
+    how = how if requeues else f"sbatch --dependency=afterany:9 --exclude={left_out} --array=4"
+    assert asked_of_slurm(tmp_path) == ["scontrol requeue 9", how]
+    assert "--test-only --exclude=x1,x7 --array=4" in (tmp_path / "queued").read_text()
+    assert [path.name for path in (tmp_path / "logs").glob(".open*")] == [".open-4"]
 
 
 @pytest.mark.parametrize(("code", "done"), [(0, True), (1, True), (69, False), (75, False)])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides
-from windlass.errors import DONE, FAILED, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
+from windlass.errors import DONE, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
 from windlass.processes import WINDLASS
 
 if TYPE_CHECKING:
@@ -77,7 +77,12 @@ def launch(
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
         code = here.wait_for_ranks(child, Path(reports))
-        return here.outcome(code if code >= 0 else 128 - code, Path(reports))
+        code = here.outcome(code if code >= 0 else 128 - code, Path(reports))
+        if code == LOST and (gone := here.lost_hosts(allocation, Path(reports))):
+            typer.echo(f"windlass: no rank of {', '.join(gone)} has reported its end: lost", err=True)
+            if path := os.environ.get(here.LOST_HOSTS):
+                Path(path).write_text(",".join(gone))
+        return code
 
 
 def _show_allocation(allocation: Allocation, launcher: str, gpus: int) -> None:

@@ -35,6 +35,7 @@ PASSED_ON = re.compile(
     r"(NCCL|TORCH|OMP|GOMP|CUDA|HF|WANDB|MLFLOW|WINDLASS|MASTER|GLOO|PYTHON)|(PATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
 )
 JOB_DIR = "WINDLASS_JOB_DIR"  # set by a batch script: its log directory, which all hosts see
+LOST_HOSTS = "WINDLASS_LOST_HOSTS"  # set by a batch script: the file that is to name lost hosts
 LAUNCHER_SECONDS = 120.0  # srun and mpiexec have ended by then
 TORCHRUN_PORT = 29_400
 LAUNCHERS = ("srun", "mpiexec", "torchrun")
@@ -184,6 +185,12 @@ def outcome(code: int, reports: Path) -> int:
     failures = [failure for path in reports.glob("failure-*.json") if (failure := read_json(path))]
     only_lost = failures and all(failure["secondary"] or failure["lost"] for failure in failures)
     return LOST if code and only_lost else code
+
+
+def lost_hosts(allocation: Allocation, reports: Path) -> list[str]:
+    """The hosts of which no rank has reported why it ended."""
+    alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
+    return [host for host in allocation.hosts if host.partition(".")[0] not in alive and host not in alive]
 
 
 def environment_options(environ: Mapping[str, str]) -> list[str]:

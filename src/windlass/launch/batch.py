@@ -3,7 +3,8 @@
 A script starts its command on the hosts of the job, asks for a signal ahead of its time limit, and puts the job back into
 the queue when the command has exited with 75 (stopped, everything saved) for that reason. It does so once per limit, never
 after a failure, and never when a person or the scheduler ended the job (`scancel`, `qdel`, preemption: a scheduler that
-preempts requeues by itself). Where the job starts again and its last attempt never came to an end, hosts were lost.
+preempts requeues by itself). Where the job starts again and its last attempt never came to an end, hosts were lost. Those
+that `windlass launch` names are left out from then on (SLURM; PBS has no way to ask for any host but one).
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def pbs_header(job: Job, site: Site) -> list[str]:
 START = """\
 # An attempt that never came to its end, or ended with 69, lost a host.
 open={open}
+export WINDLASS_LOST_HOSTS="$open.hosts"
 lost=$([ -e "$open" ] && echo $(($(cat "$open") + 1)) || echo 0)
 if [ "$lost" -gt {most} ]; then
   echo "windlass: hosts were lost $lost times, and --max-restarts is {most}: not started again"
@@ -156,15 +158,28 @@ wait $child; code=$?
 while [ $code -gt 128 ] && kill -0 $child 2>/dev/null; do wait $child; code=$?; done
 [ $code -gt 128 ] && {{ wait $child; code=$?; }}  # a signal cut the wait short, not the command
 [ $timer ] && kill $timer 2>/dev/null
-rm -f "$open"
+gone=$(cat "$open.hosts" 2>/dev/null)
+rm -f "$open" "$open.hosts"
 if [ ! $ended ] && [ $code = 75 ] && [ $limit ]; then
   again
 elif [ ! $ended ] && [ $code = 69 ] && [ "$lost" -lt {most} ]; then
-  echo "windlass: a host or rank was lost; the job is started again"
+  echo "windlass: ${{gone:-a rank}} was lost; the job is started again"
   echo "$lost" >"$open"  # the next start counts this one
   again
 fi
 """
+
+# A later start leaves out the hosts that were lost, where enough others are left; and no signal of a requeue ends this.
+SLURM_AGAIN = """\
+trap '' TERM
+  out=$(squeue -h -j {id} -o %x)
+  more=$out${{out:+,}}$gone
+  [ "$gone" ] && sbatch --test-only --exclude="$more"{task} {script} 2>/dev/null && out=$more
+  if scontrol requeue {id}; then
+    [ "$out" ] && scontrol update JobId={id} ExcNodeList="$out"
+  else
+    sbatch --dependency=afterany:{id}${{out:+ --exclude="$out"}}{task} {script}
+  fi"""
 
 
 def body(job: Job, site: Site, scheduler: str) -> list[str]:
@@ -181,7 +196,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     # one task of an array is not an array.
     if slurm:
         task = ' --array="$SLURM_ARRAY_TASK_ID"' if job.array else ""
-        again = f'scontrol requeue "{job_id}" || sbatch --dependency="afterany:{job_id}"{task} {script}'
+        again = SLURM_AGAIN.format(id=job_id, task=task, script=script)
     else:
         again = (
             f'qrerun "$PBS_JOBID" 2>/dev/null || '
