@@ -86,6 +86,7 @@ def test_charts_have_the_ideal_line_and_the_spread(strong):
 
 def test_values_of_setups_for_published_tables(strong):
     one, two, _, failed = setup_values(read_study(strong.path))
+    assert one["train.precision"] == "fp32" and failed["train.precision"] == "auto", "what it was, or is to be"
     assert (one["setup"], two["world"], two["efficiency"]) == ("1 host, 1 rank", 2, pytest.approx(84 / 112))
     assert two["peak_mem_mb"] == two["memory_mb"] == 450 and two["runtime_factor"] == pytest.approx(1 / two["ratio"])
     assert two["train.global_batch"] == 64 and two["eval_loss"] == 2.5 and one["reasons"]["exposed_ms"]

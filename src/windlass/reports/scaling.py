@@ -107,6 +107,7 @@ def setup_values(seen: StudyView, table: Sequence[ScalingRow] | None = None) -> 
             numbers = all(type(value) in (int, float) for value in values)
             merged[name] = statistics.median(values) if numbers else values[0]
         head = {"setup": row.setup, "state": row.state, "reasons": row.missing}
+        head |= {"train.precision": row.start["precision"]} if "precision" in row.start else {}  # what `auto` was
         found.append({**row.recipe.flat(), **row.assignment, **merged, **row.values, **head})
     return found
 
