@@ -105,7 +105,7 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert n == result.size.trained and result.size.parts == {} and result.speed.basis == "assumed"
     assert result.optimal_tokens == 20 * n and result.steps == result.optimal_steps == 20 * n // (4 * 64)
     assert (result.size.flops_per_token, result.size.checkpoint_bytes, result.recommended) == (6 * n, 12 * n, {})
-    assert [row.memory.total for row in result.memory] == [16 * n, 8 * n, 8 * n]
+    assert [row.memory.total for row in result.memory] == [16 * n, 8 * n, 12 * n, 8 * n]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan
     own[0] = "model.name=nobody/nothing"
     assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown

@@ -80,10 +80,8 @@ class Checkpoint:
         for chunk in info.chunks:
             first, last = max(start, chunk.start), min(stop, chunk.start + chunk.rows)
             if last > first:
-                rows, path = (
-                    raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes],
-                    self.path / chunk.file,
-                )
+                path = self.path / chunk.file
+                rows = raw[(first - start) * info.row_bytes : (last - start) * info.row_bytes]
                 try:
                     with open(path, "rb", buffering=0) as source:
                         source.seek(chunk.offset + (first - chunk.start) * info.row_bytes)
@@ -137,10 +135,8 @@ def candidates(
     if resume == "never":
         if not entries:
             return []
-        raise UserError(
-            f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never; use fresh=True to "
-            "set the run aside, or resume from it"
-        )
+        problem = f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never"
+        raise UserError(f"{problem}; use fresh=True to set the run aside, or resume from it")
     if resume == "latest":
         return _latest(run, entries, up_to)
     if resume == "best":
@@ -166,10 +162,8 @@ def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
     if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
-        raise UserError(
-            f"{run.path} has no checkpoint yet since it started from {origin}, and that one is gone: restore it, or "
-            "name another one to resume from (checkpoint.resume=STEP)"
-        )
+        gone = f"{run.path} has no checkpoint yet since it started from {origin}, and that one is gone"
+        raise UserError(f"{gone}: restore it, or name another one to resume from (checkpoint.resume=STEP)")
     return [*paths, *([origin] if origin.is_dir() else [])]
 
 

@@ -115,10 +115,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> 
         if optimizer is not None:
             _restore_optimizer(checkpoint, model, optimizer)
     except (Damaged, FileNotFoundError) as error:
-        raise UserError(
-            f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}; give the same "
-            "command again, and the newest one that is whole is taken"
-        ) from None
+        problem = f"checkpoint {checkpoint.path} was whole when it was chosen, and is not any more: {error}"
+        raise UserError(f"{problem}; give the same command again, and the newest one that is whole is taken") from None
 
 
 def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
@@ -128,10 +126,9 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         saved.setdefault(name, []).append(key)
     trained = _trained(model, optimizer)
     if unknown := sorted(set(saved) - {name for name, _ in trained}):
-        raise UserError(
-            f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}, which the optimizer here "
-            "does not train: the recipe freezes other weights or names another optimizer"
-        )
+        extra = f"checkpoint {checkpoint.path} has an optimizer's state for {_some(unknown)}"
+        why = "which the optimizer here does not train: the recipe freezes other weights or names another optimizer"
+        raise UserError(f"{extra}, {why}")
     for name, parameter in trained:
         state = optimizer.state[parameter]
         old = dict(state)
@@ -213,7 +210,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _as_sharded(state: Tensor, parameter: Tensor) -> Tensor:
-    """An optimizer's state that is kept as the plain rows of a sharded parameter, seen as sharded like it."""
+    """An optimizer's state that is held as the plain rows of a sharded parameter, seen as sharded like it."""
     if not isinstance(parameter, DTensor) or isinstance(state, DTensor) or not state.dim():
         return state
     if state.shape != parameter.to_local().shape:

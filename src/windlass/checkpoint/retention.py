@@ -45,7 +45,7 @@ def committed(directory: Path) -> dict[Path, Saved]:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `keep_signal`, `best`."""
+    """What stays: `checkpoint.keep_last`, `keep_best`, `keep_every` as a predicate of a step, `keep_signal`, `best`."""
 
     last: int = 10
     best: bool = True
@@ -90,25 +90,20 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
-def better(value: float, than: float | None, measure: str) -> bool:
-    """Whether a value of the measure beats another one, or is the first; one that is not finite never wins."""
-    return math.isfinite(value) and (than is None or (value < than if measure.startswith(LOSS) else value > than))
-
-
 def best(scores: Mapping[int, float], measure: str) -> int | None:
     """The step with the lowest validation loss, or the highest value of another measure; the first of equal ones."""
-    sign = 1 if measure.startswith(LOSS) else -1
+    sign = 1 if measure == LOSS else -1
     steps = (step for step in sorted(scores) if math.isfinite(scores[step]))
     return min(steps, key=lambda step: sign * scores[step], default=None)
 
 
 def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]) -> dict[int, list[str]]:
-    """Why each checkpoint is kept, by its serial number; those with an empty list may go.
+    """Why each checkpoint stays, by its serial number; those with an empty list may go.
 
-    The newest is always kept, and the last N of those that were due or final. One that was written because it was the
-    best, or because the run had to stop, does not push those out, and goes when it is neither the newest nor the best
-    any more; the last `policy.signal` that a stop has written stay. Final ones stay: a run may be extended, and its first end is a result. So does the one that the current
-    lineage started from. `scores` are values of `policy.measure` by step.
+    The newest always stays, and so do the last N that were due or final. One that was written because it was the best, or
+    because the run had to stop, does not push those out, and goes when it is neither the newest nor the best any more; the
+    last `policy.signal` that a stop has written stay. So do final ones (a run may be extended, and its first end is a result)
+    and the one that the current lineage started from. `scores` are values of `policy.measure` by step.
     """
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
@@ -122,8 +117,7 @@ def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, fl
     for c in newest_first:
         reasons = {
             "last": c.serial in last, "best": c.serial == best_serial, "final": c.reason == FINAL,
-            "signal": c.serial in signal,
-            "every": policy.keep_forever(c.step), "start": c.step == policy.start,
+            "signal": c.serial in signal, "every": policy.keep_forever(c.step), "start": c.step == policy.start,
         }  # fmt: skip
         why[c.serial] = [reason for reason, applies in reasons.items() if applies]
     return why
@@ -167,10 +161,8 @@ def read_lineage(run: Path) -> Lineage | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValidationError):
-        raise UserError(
-            f"{path}, which says where the run's current steps began, cannot be read: restore it, or delete it "
-            "and name the checkpoint to resume from (checkpoint.resume=STEP)"
-        ) from None
+        advice = "restore it, or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
+        raise UserError(f"{path}, which says where the run's current steps began, cannot be read: {advice}") from None
 
 
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:

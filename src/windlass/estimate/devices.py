@@ -1,4 +1,4 @@
-"""Memory of devices by name, so that a plan can be made for a device that is not on this machine."""
+"""Memory of devices by name, for plans of a device that is not on this machine."""
 
 from __future__ import annotations
 
@@ -28,34 +28,19 @@ class Device:
 
 
 TABLE = (  # what is typed, the name that the driver reports, GiB by the maker's datasheet
-    ("B200", "NVIDIA B200", 180),
-    ("GH200-96GB", "NVIDIA GH200 480GB", 96),
-    ("H200", "NVIDIA H200", 141),
-    ("H200-NVL", "NVIDIA H200 NVL", 141),
-    ("H100", "NVIDIA H100 80GB HBM3", 80),
-    ("H100-PCIe", "NVIDIA H100 PCIe", 80),
-    ("H100-NVL", "NVIDIA H100 NVL", 94),
-    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80),
-    ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
-    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 80),
-    ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40),
-    ("A40", "NVIDIA A40", 48),
-    ("A30", "NVIDIA A30", 24),
-    ("A10", "NVIDIA A10", 24),
-    ("A6000", "NVIDIA RTX A6000", 48),
-    ("L40S", "NVIDIA L40S", 48),
-    ("L40", "NVIDIA L40", 48),
-    ("L4", "NVIDIA L4", 24),
-    ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
-    ("V100-16GB", "Tesla V100-SXM2-16GB", 16),
-    ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
-    ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16),
-    ("T4", "Tesla T4", 16),
-    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32),
-    ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
-    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24),
-    ("MI300X", "AMD Instinct MI300X", 192),
-)
+    ("B200", "NVIDIA B200", 180), ("GH200-96GB", "NVIDIA GH200 480GB", 96), ("H200", "NVIDIA H200", 141),
+    ("H200-NVL", "NVIDIA H200 NVL", 141), ("H100", "NVIDIA H100 80GB HBM3", 80),
+    ("H100-PCIe", "NVIDIA H100 PCIe", 80), ("H100-NVL", "NVIDIA H100 NVL", 94),
+    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 80), ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40),
+    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 80), ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40),
+    ("A40", "NVIDIA A40", 48), ("A30", "NVIDIA A30", 24), ("A10", "NVIDIA A10", 24),
+    ("A6000", "NVIDIA RTX A6000", 48), ("L40S", "NVIDIA L40S", 48), ("L40", "NVIDIA L40", 48),
+    ("L4", "NVIDIA L4", 24), ("V100-32GB", "Tesla V100-SXM2-32GB", 32),
+    ("V100-16GB", "Tesla V100-SXM2-16GB", 16), ("V100-PCIe-32GB", "Tesla V100-PCIE-32GB", 32),
+    ("V100-PCIe-16GB", "Tesla V100-PCIE-16GB", 16), ("T4", "Tesla T4", 16),
+    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32), ("RTX-4090", "NVIDIA GeForce RTX 4090", 24),
+    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24), ("MI300X", "AMD Instinct MI300X", 192),
+)  # fmt: skip
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:

@@ -102,11 +102,8 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     step = Step(model, vocab, layout, optimizer)
     moments = 2 * count(model, vocab).total - (model.layers * block_matrices(model) if optimizer == "muon" else 0)
     sharded = layout.strategy in SHARDED
-    parameters, state, host = (
-        -(-step.weights // (layout.shard if sharded else 1)),
-        -(-step.master * moments // layout.shard),
-        0,
-    )
+    parameters, host = -(-step.weights // (layout.shard if sharded else 1)), 0
+    state = -(-step.master * moments // layout.shard)
     if layout.offload:  # parameters, optimizer state and reduced gradients
         host, parameters, state = 2 * parameters + state, 0, 0
     always = 16 * step.n  # tokens and labels, int64
@@ -164,11 +161,9 @@ def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | 
     row = next((row for row in rows if (row.fits if micro_batch else row.largest_micro_batch)), None)
     if row is None:
         size = min(row.memory.total for row in rows) / 1e9
-        return {}, (
-            f"nothing fits: with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB. Use a device with "
-            f"more than {size / USABLE:.3g} GB, more ranks, a lower train.precision, or a smaller "
-            "train.micro_batch or model.context"
-        )
+        problem = f"nothing fits: with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB"
+        advice = "more ranks, a lower train.precision, or a smaller train.micro_batch or model.context"
+        return {}, f"{problem}. Use a device with more than {size / USABLE:.3g} GB, {advice}"
     layout, size_of_batch = row.layout, micro_batch or row.largest_micro_batch or 0
     settings: dict[str, str | int | bool] = {"parallel.strategy": layout.strategy}
     settings |= {"parallel.activation_checkpointing": layout.checkpointing, "train.micro_batch": size_of_batch}

@@ -90,7 +90,8 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     Where the data is not prepared (`samples_per_epoch` 0) nothing that is counted in epochs is in the list. With the size of
     the validation set the last evaluation is as long as it will be.
     """
-    steps, (warmup, fall) = horizon.steps, phases(recipe.optim.schedule, horizon)
+    steps, (warmup, fall), settings = horizon.steps, phases(recipe.optim.schedule, horizon), recipe.checkpoint
+    saves = [step for every in (settings.every, settings.keep_every) for step in occurrences(horizon, every)]
     at: dict[str, Iterable[int]] = {
         "warm-up ends": [warmup] if 0 < warmup < steps else [],
         "decay starts": [fall] if recipe.optim.schedule.kind == "wsd" and 0 < fall < steps else [],
@@ -98,9 +99,7 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
         "epoch ends": occurrences(horizon, "1 epoch"),
         EVALUATION: sorted({0, *occurrences(horizon, recipe.eval.every), steps}) if recipe.eval.every else [],
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),
-        CHECKPOINT: sorted(
-            {*occurrences(horizon, recipe.checkpoint.every), *occurrences(horizon, recipe.checkpoint.keep_every), steps}
-        ),
+        CHECKPOINT: sorted({*saves, steps}),
         "end": [steps],
     }
     limit = recipe.eval.batches * horizon.samples_per_step

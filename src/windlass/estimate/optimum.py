@@ -50,21 +50,15 @@ def resolve_steps(
         return steps
     if steps != "compute-optimal":
         if not samples_per_epoch:
-            raise UserError(
-                f'train.steps = "{steps}" needs the number of samples in the prepared data: prepare them first, or '
-                "write a number of steps"
-            )
+            needs = f'train.steps = "{steps}" needs the number of samples in the prepared data'
+            raise UserError(f"{needs}: prepare them first, or write a number of steps")
         return max(1, Horizon(0, samples_per_epoch, recipe.train.global_batch).steps_in(steps))
     if parameters is None:
         if recipe.model.kind != "gpt":
-            raise UserError(
-                "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its "
-                "configuration, which could not be read: write train.steps as a number or in epochs"
-            )
+            needs = "compute-optimal steps need the number of parameters, and a Hugging Face model's is in its configuration"
+            raise UserError(f"{needs}, which could not be read: write train.steps as a number or in epochs")
         if not (rows := recipe.model.vocab or vocab or recipe_vocab(recipe)):
-            raise UserError(
-                f"the vocabulary of the tokenizer {recipe.data.tokenizer!r} is not fixed before the data is prepared: "
-                "prepare it first, or set model.vocab"
-            )
+            problem = f"the vocabulary of {recipe.data.tokenizer!r} is not fixed before the data is prepared"
+            raise UserError(f"{problem}: prepare it first, or set model.vocab")
         parameters = count(recipe.model, rows).total
     return optimal_steps(recipe, parameters, tokens_per_sample)

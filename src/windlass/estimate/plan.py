@@ -170,11 +170,10 @@ def plan(
     subject = subject_of(recipe, run, past, world, device, memory_bytes)
     speed = past_speed(subject, past or [run or Run(recipe.run_dir)])
     if past and speed is None:
-        raise UserError(
-            f"no steps of this model on {subject.device.name} are logged in "
-            f"{', '.join(str(run.path) for run in past)}: name a run of the same model, with device=NAME where it was made on "
-            "another one, or leave past=RUN out and have the speed assumed from the device's peak"
-        )
+        names = ", ".join(str(run.path) for run in past)
+        problem = f"no steps of this model on {subject.device.name} are logged in {names}"
+        advice = "name a run of the same model, with device=NAME where that is of another one, or leave past=RUN out"
+        raise UserError(f"{problem}: {advice} and have the speed assumed from the device's peak")
     return assemble(subject, speed or assumed_speed(subject, mfu), run)
 
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from windlass.estimate.memory import COMPUTE_BYTES, Layout
-from windlass.recipe.settings import SHARDED
+from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # as rates are named
 RECOMPUTED = {"full": 4 / 3}  # of forward and backward, with a second forward pass; `selective` repeats no product
-Rates = Mapping[
-    str, Any
-]  # of a machine: `matrix_tflops` by dtype, and `collectives` by name and size, as preflight has them
+Rates = Mapping[str, Any]  # of a machine, by preflight: `matrix_tflops` by dtype, and the rows `collectives`
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
         calls = max(1, math.ceil(gradients / (bucket_mb * 2**20)))
         sent = [Collective("all_reduce", gradients / calls, calls, world)]
         # ZeRO-1: each rank updates its share, which then goes to all
-        return sent + [Collective("all_gather", gradients, 1, world)] * (strategy == "shard_optim")
+        return sent + [Collective("all_gather", gradients, 1, world)] * (strategy == SHARD_OPTIM)
     share = tensors.trained / tensors.total  # gradients a parameter
     root, steps = tensors.total - tensors.blocks * tensors.block, layout.accumulation
     gathers = 1 if strategy == "shard_grad_op" else 2 * steps  # of a block: for each forward and each backward pass
@@ -77,17 +77,11 @@ def collectives(layout: Layout, tensors: Tensors, bucket_mb: float = 25.0) -> li
 def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], name: str, size: float) -> float | None:
     """Bytes a second over the bus of a collective of this size: between the measured sizes linear in the logarithm of the
     size, beyond them that of the nearest. None where it was not measured."""
-    measured = sorted((float(row["size"]), float(row["busbw"])) for row in rows if row["collective"] == name)
+    measured = sorted((math.log(float(row["size"])), float(row["busbw"])) for row in rows if row["collective"] == name)
     if not measured:
         return None
-    (low, rate), *above = measured
-    if size <= low:
-        return rate * 1e9
-    for high, then in above:
-        if size <= high:
-            return 1e9 * (rate + (then - rate) * math.log(size / low) / math.log(high / low))
-        low, rate = high, then
-    return rate * 1e9
+    sizes, rates = zip(*measured, strict=True)
+    return 1e9 * float(np.interp(math.log(size), sizes, rates))
 
 
 class StepTime(NamedTuple):

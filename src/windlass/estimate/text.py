@@ -14,7 +14,6 @@ from windlass.telemetry.terminal import pairs, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 Fact = tuple[str, str]
 
 
@@ -71,11 +70,8 @@ def _facts(plan: Any) -> list[Fact]:
             tokens += f" (real ones: {share:.0f} % of {plan.padded_tokens_per_step:,} with padding)"
         facts.append(("length", tokens + "; samples are taken as full" * plan.taken_as_full))
     if plan.schedule_steps:
-        end = (
-            "the run ends before it"
-            if plan.schedule_steps > plan.steps
-            else "its last learning rate holds from there on"
-        )
+        longer = plan.schedule_steps > plan.steps
+        end = "the run ends before it" if longer else "its last learning rate holds from there on"
         facts.append(("schedule", f"of {plan.schedule_steps:,} steps: {end}"))
     if plan.optimal_tokens and size.parameters:
         ratio = f"; this run has {plan.tokens / size.parameters:.3g} tokens a parameter" if plan.tokens else ""

@@ -49,9 +49,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (self.max_tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise UserError(
-                f"max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1; not {self}"
-            )
+            limits = "max-tokens 1 or more, temperature and top-k 0 or more, top-p above 0 and at most 1"
+            raise UserError(f"{limits}; not {self}")
 
 
 def uniform(seed: int, index: int, place: int) -> float:

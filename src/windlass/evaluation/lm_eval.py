@@ -91,10 +91,8 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
             context, sums = unwrap(model).context, []
             for request in requests:
                 ids = tokenizer.encode(request.args[0]).tolist()
-                # Each token once, after as much as the window holds of its stretch.
-                rows = [
-                    Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in range(0, len(ids), context)
-                ]
+                starts = range(0, len(ids), context)  # each token once, after those before it in its stretch
+                rows = [Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in starts]
                 sums.append(sum(value for value, _greedy in score(rows)))
             return sums
 
@@ -132,11 +130,8 @@ def generate_until(
     ids = [tokenizer.encode(context).tolist() or prompt_ids(model, tokenizer, "") for context, _ in asked]
     texts: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
-        prompts = {
-            n: ids[n][-max(1, window(unwrap(model)) - one.max_tokens) :]
-            for n, one in enumerate(samplings)
-            if one == sampling
-        }
+        room = max(1, window(unwrap(model)) - sampling.max_tokens)
+        prompts = {n: ids[n][-room:] for n, one in enumerate(samplings) if one == sampling}
         group = generate_divided(model, tokenizer, ranks, sampling, list(prompts), prompts.__getitem__, **how)
         if group is None:
             raise Interrupted

@@ -95,11 +95,8 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
     model = source.module
     if source.own_model and model is None:
-        write = f"evaluate(run, model={source.own_model}(...))"
-        raise UserError(
-            f"{source.name} is the run of a model of your own code ({source.own_model}), which cannot be opened without "
-            f"that code: give the model from Python, as {write}"
-        )
+        problem = f"{source.name} is the run of a model of your own code ({source.own_model}), which it cannot be opened without"
+        raise UserError(f"{problem}: give the model from Python, as evaluate(run, model={source.own_model}(...))")
     if model is None:
         model = build_model(recipe, source.tokenizer.vocab, run=source.run.path if source.run else None)
     if recipe.train.precision == "fp64":

@@ -57,9 +57,8 @@ def score(predictions: Mapping[str, str], references: Mapping[str, Sequence[str]
 
     def percent(metric: Callable[[str, str], float]) -> float:
         answered = ((predictions[key], answers) for key, answers in references.items() if key in predictions)
-        return (
-            100.0 * sum(max(metric(text, answer) for answer in answers) for text, answers in answered) / len(references)
-        )
+        total = sum(max(metric(text, answer) for answer in answers) for text, answers in answered)
+        return 100.0 * total / len(references)
 
     return {"exact_match": percent(exact_match), "f1": percent(f1), "items": len(references)}
 

@@ -70,7 +70,7 @@ def torch_optimizer(settings: OptimSettings) -> type[Any] | None:
     for option in settings.options:
         if option not in taken:
             raise UserError(f"optim.options: {settings.kind} takes no {option}; {did_you_mean(option, taken)}")
-    try:  # whatever the class says about the values, before anything is written
+    try:  # the class checks the values, before anything is written
         one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optim.options: {settings.kind} refuses them: {error}") from None
@@ -97,11 +97,9 @@ def build_torch_optimizer(groups: list[Group], settings: OptimSettings) -> torch
             shapes = {x.shape for x in one_step(optimizer([probe], lr=settings.lr, **settings.options))}
         except RuntimeError:  # torch has not written one of its operations for tensors that are sharded
             shapes = {torch.Size([0])}
-        if shapes - {torch.Size(), probe.shape}:  # also rows of a matrix have not all that its factors are made of
-            raise UserError(
-                f"optim.kind: {settings.kind} needs whole parameters, and here each rank updates rows of them: "
-                'write parallel.strategy = "ddp", or another optimizer'
-            )
+        if shapes - {torch.Size(), probe.shape}:  # rows of a matrix do not determine its factors
+            why = f"{settings.kind} needs whole parameters, and here each rank updates rows of them"
+            raise UserError(f'optim.kind: {why}: write parallel.strategy = "ddp", or another optimizer')
     try:
         built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
     except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
@@ -160,11 +158,8 @@ def describe_groups(groups: list[Group]) -> str:
 
 def _split_by_decay(parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str) -> list[Group]:
     """One or two groups; with `optim.decay_on = "matrices"` weight decay is for two and more (global) dimensions."""
-    groups = []
-    for name, weight_decay in (("decay", settings.weight_decay), ("no_decay", 0.0)):
-        params = [p for p in parameters if (settings.decay_on == "all" or p.ndim >= 2) == (name == "decay")]
-        if params:
-            groups.append(
-                {"name": prefix + name, "params": params, "base_lr": lr, "lr": lr, "weight_decay": weight_decay}
-            )
-    return groups
+    split: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
+    for p in parameters:
+        split["decay" if settings.decay_on == "all" or p.ndim >= 2 else "no_decay"].append(p)
+    common, decay = {"base_lr": lr, "lr": lr}, {"decay": settings.weight_decay, "no_decay": 0.0}
+    return [{"name": prefix + k, "params": ps, **common, "weight_decay": decay[k]} for k, ps in split.items() if ps]

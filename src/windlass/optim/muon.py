@@ -53,20 +53,15 @@ class Muon(torch.optim.Optimizer):
 
     State by parameter: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`; each is shaped and sharded like its
     parameter, so that a checkpoint treats it like any other. A group has its own `lr`, `weight_decay` (decoupled, times
-    the learning rate) and `muon`; with `parts`, for each matrix the rows of those stacked in it.
+    the learning rate) and `muon`; with `parts`, for each matrix the rows of those stacked in it. The momentum of matrices is a
+    running mean, and the update looks ahead (Nesterov).
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        momentum: float = 0.95,  # of the matrices: a running mean, and the update looks ahead (Nesterov)
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        fused: bool = True,
-        device_type: str = "cpu",  # where matrices are orthogonalised; on "cuda" in bfloat16
-        group: dist.ProcessGroup | None = None,  # ranks that hold equal plain tensors (DDP) and share the work
-    ):
+        self, groups: Iterable[dict[str, Any]], *, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8, fused: bool = True, device_type: str = "cpu", group: dist.ProcessGroup | None = None,
+    ):  # fmt: skip
+        # Matrices are orthogonalised on `device_type`; the ranks of `group` hold equal plain tensors (DDP) and share the work.
         self.device_type, self.group = device_type, group
         # The name by which torch asks whether `found_inf` makes the update conditional, on the device.
         self._step_supports_amp_scaling = fused
@@ -91,11 +86,8 @@ class Muon(torch.optim.Optimizer):
     def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
         for p in parameters:
             if not self.state[p]:
-                self.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device if g["fused"] else "cpu"),
-                    "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-                }
+                step = torch.zeros((), dtype=torch.float32, device=p.device if g["fused"] else "cpu")
+                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         states = [self.state[p] for p in parameters]
         first, second, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
@@ -115,7 +107,7 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, p: Tensor, rate: float) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead of it."""
         if not self.state[p]:
-            self.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
+            self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
         gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
         gradient = self._if_finite(gradient, momentum)  # replaced by the momentum it leaves the momentum as it was
         momentum.lerp_(gradient, 1 - rate)

@@ -40,14 +40,11 @@ def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's rows, for whole parameters: hands it the gradients' rows, and gathers what it updated.
+    """An optimizer of this rank's rows, for whole parameters: hands it the gradients' rows, and gathers what it updated."""
 
-    Attributes:
-        rows: what the optimizer trains in the place of each whole parameter; the keys of its `state`.
-    """
-
-    def __init__(self, rows: dict[nn.Parameter, nn.Parameter], optimizer: torch.optim.Optimizer, mesh: DeviceMesh):
-        # Not the base's: it would make groups and state of its own.
+    def __init__(self, rows: dict[nn.Parameter, Any], optimizer: torch.optim.Optimizer, mesh: DeviceMesh):
+        # `rows`: by whole parameter what the optimizer trains in its place, a DTensor, and the key of its state. The base
+        # class would create groups and state of its own.
         self.rows, self.mesh, self.inner = rows, mesh, optimizer
         self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
         # As torch's fused optimizers and Muon have them: whether the device may leave an update out, and where it says so.
@@ -55,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.buckets: list[list[nn.Parameter]] = []
         bucket_bytes, dtype = 0, None
-        for p in (p for p, own in rows.items() if _placement(own).is_shard()):
+        for p in (p for p, own in rows.items() if own.placements[0].is_shard()):
             if dtype != p.dtype or bucket_bytes + p.nbytes > GATHER_BYTES:
                 self.buckets.append([])
                 bucket_bytes = 0
@@ -65,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for p, rows in self.rows.items():
-            rows.grad = None if p.grad is None else own_rows(p.grad, self.mesh, _placement(rows))
+            rows.grad = None if p.grad is None else own_rows(p.grad, self.mesh, rows.placements[0])
         if self.found_inf is not None:
             self.inner.found_inf = self.found_inf  # type: ignore[attr-defined]
         self.inner.step()
@@ -82,20 +79,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sizes = [-(-p.shape[0] // world) * p[0].numel() for p in bucket]  # of the first rank, which has the most rows
         sent = bucket[0].new_zeros(sum(sizes))
         for part, p in zip(sent.split(sizes), bucket, strict=True):
-            local = _local(self.rows[p])
+            local = self.rows[p].to_local()
             part[: local.numel()].copy_(local.reshape(-1))
         received = sent.new_empty(world, len(sent))
         gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
         gather(received.view(-1), sent, group=self.mesh.get_group())
         for part, p in zip(received.split(sizes, dim=1), bucket, strict=True):
             p.copy_(part.reshape(-1)[: p.numel()].view(p.shape))  # what is missing lies at the end
-
-
-def _local(tensor: Any) -> Tensor:
-    rows: Tensor = tensor.to_local()
-    return rows
-
-
-def _placement(tensor: Any) -> Placement:
-    [one] = tensor.placements
-    return one

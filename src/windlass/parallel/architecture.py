@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def code_for(
     name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
 ) -> tuple[str, str]:
-    """What is to be said of a device, and what to do where torch has no code for it, else empty.
+    """A sentence about a device, and what to do where torch has no code for it, else empty.
 
     `built_for` is that of torch.cuda.get_arch_list: code for an earlier minor number of the same generation runs, PTX
     (`compute_`) of any earlier one is compiled.
@@ -19,9 +19,8 @@ def code_for(
     ptx = [m for m in (re.fullmatch(r"compute_(\d+)(\d)[a-z]?", a) for a in built_for) if m]
     if any(int(m[1]) <= capability[1] for m in same) or any((int(m[1]), int(m[2])) <= capability for m in ptx):
         return f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it", ""
-    wheel = (
-        "the wheels of the same torch for CUDA 12.6 have it: install torch from the index whose name ends in cu126"
-        if (5, 0) <= capability <= (7, 0)
-        else f"install a torch whose wheel was built for {own}"
-    )
+    wheel = f"install a torch whose wheel was built for {own}"
+    if (5, 0) <= capability <= (7, 0):
+        index = "install torch from the index whose name ends in cu126"
+        wheel = f"the wheels of the same torch for CUDA 12.6 have it: {index}"
     return f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only", wheel

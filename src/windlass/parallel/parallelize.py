@@ -79,14 +79,12 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     for p in model.parameters() if ranks.strategy == SHARD_OPTIM else ():
         p.data = p.data.contiguous()  # torch's fused optimizers take rows as consecutive numbers
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch >= 2.12
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        **{"forward_sync_buffers" if is_new else "broadcast_buffers": False},  # no buffer of ours changes
-        init_sync=False,  # done above
-        bucket_cap_mb=settings.bucket_mb,  # type: ignore[arg-type]
-        gradient_as_bucket_view=True,
-    )
+    options: dict[str, Any] = {
+        "device_ids": [ranks.device] if ranks.device.type == "cuda" else None, "init_sync": False,  # done above
+        "bucket_cap_mb": settings.bucket_mb, "gradient_as_bucket_view": True,
+        "forward_sync_buffers" if is_new else "broadcast_buffers": False,  # no buffer of ours changes
+    }  # fmt: skip
+    wrapped = DistributedDataParallel(model, **options)
     # A bucket's gradients added over the ranks (DDP's own hook averages). A lambda, because DDP rejects string annotations.
     wrapped.register_comm_hook(
         None,
@@ -103,11 +101,8 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
     needs += ["parallel.activation_checkpointing"] if recipe.parallel.activation_checkpointing != "none" else []
     needs += ["train.compile"] if recipe.train.compile else []
     if needs:
-        write = "def blocks(self): return list(self.layers)"
-        raise UserError(
-            f"{' and '.join(needs)}: {type(model).__name__} does not say which parts of it repeat; give it a method "
-            f"that does, as `{write}`"
-        )
+        lack = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts of it repeat"
+        raise UserError(f"{lack}; give it a method that does, as `def blocks(self): return list(self.layers)`")
     return []
 
 

@@ -1,4 +1,4 @@
-"""What is said of a key or a value that a recipe cannot have: the setting that was meant, the values that it takes.
+"""The message about a key or a value that a recipe cannot have: the setting that was meant, the values that it takes.
 
 A wrong key is looked up among the keys of other tools (`other_tools.toml`), then among the same names in other sections, then
 among misspellings. Where nothing is sure the answer lists what there is.

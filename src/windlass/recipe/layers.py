@@ -27,14 +27,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def presets() -> dict[str, Path]:
+def presets(folder: str = "") -> dict[str, Path]:
     """The recipes that ship with the package, by name."""
-    return {path.stem: path for path in sorted((Path(__file__).parent.parent / "presets").glob("*.toml"))}
+    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "presets" / folder).glob("*.toml"))}
 
 
 def study_presets() -> dict[str, Path]:
     """The studies that ship with the package, by name."""
-    return {path.stem: path for path in sorted((Path(__file__).parent.parent / "presets" / "studies").glob("*.toml"))}
+    return presets("studies")
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -110,9 +110,8 @@ def _find(recipe: str | Path) -> Path:
         raise UserError(f"there is no recipe or run {name}; the presets are {', '.join(shipped)}")
     if name in study_presets():
         study = tomllib.loads(study_presets()[name].read_text(encoding="utf-8"))
-        raise UserError(
-            f"{name} is a preset of studies, not of recipes: give it to {study['verb']}, or take its recipe, {study['recipe']}"
-        )
+        instead = f"give it to {study['verb']}, or take its recipe, {study['recipe']}"
+        raise UserError(f"{name} is a preset of studies, not of recipes: {instead}")
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"there is no preset {name}{hint}; there are {', '.join(shipped)}, or give a path to a .toml")

@@ -290,10 +290,8 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
         yield "checkpoint.best", f'it is "{best}", and eval.suites does not measure {suite}: {write}'
     if recipe.eval.train_batches and sections.LOSS_SUITE not in suites:
-        yield (
-            "eval.train_batches",
-            "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0",
-        )
+        problem = "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0"
+        yield "eval.train_batches", problem
     if t.early_stop and not recipe.eval.every:
         yield "train.early_stop", "it needs evaluations, and eval.every is 0: set that, or leave this out"
     try:
@@ -315,7 +313,5 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if share > 1 or (isinstance(length, int) and steps > length):
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
-        yield (
-            f"optim.schedule.{key}",
-            f"warm-up {warmup} and decay {decay} are longer than the {what} ({length} steps): shorten it, or write a share of the run, as 0.02",
-        )
+        problem = f"warm-up {warmup} and decay {decay} are longer than the {what} ({length} steps)"
+        yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share of the run, as 0.02"

@@ -110,17 +110,13 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     share, rest = divmod(global_batch, world)
     if rest:
         sizes = " or ".join(str(size) for size in (share * world, (share + 1) * world) if size)
-        raise UserError(
-            f"train.global_batch = {global_batch} sequences is not divisible by world size {world}; "
-            f"write {sizes}, or use a number of ranks that divides it"
-        )
+        problem = f"train.global_batch = {global_batch} sequences is not divisible by world size {world}"
+        raise UserError(f"{problem}; write {sizes}, or use a number of ranks that divides it")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
         micro_batch = max(d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context))
     if share % micro_batch:
         near = min(divisors, key=lambda d: abs(d - micro_batch))
-        raise UserError(
-            f"train.micro_batch = {micro_batch} does not divide the {share} sequences that each of {world} ranks has "
-            f"in a step (train.global_batch = {global_batch}); the nearest that does is {near}"
-        )
+        each = f"the {share} sequences that each of {world} ranks has in a step (train.global_batch = {global_batch})"
+        raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; the nearest that does is {near}")
     return BatchPlan(global_batch, micro_batch, world, context)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 
 from windlass.run import Line, Run, effective, last_start, read_lines
-from windlass.telemetry.timing import STARTS, wall_time
+from windlass.telemetry.timing import BEGINS, wall_time
 
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step that a ledger has
 
@@ -15,7 +15,7 @@ def windows(lines: Iterable[Line], warmup: int) -> list[Line]:
     """The `train` lines whose steps begin after `warmup` steps of their start. A line holds means since the one before it."""
     step, start, chosen = 0, 0, []
     for line in lines:
-        if line["kind"] == "event" and line.get("event") in STARTS:
+        if line["kind"] == "event" and line.get("event") in BEGINS:
             step = start = line["step"]
         elif line["kind"] == "train":
             if line.get("step_ms") and step - start >= warmup:

@@ -138,10 +138,8 @@ class Console:
         # A notebook wraps a long line, and the next one could not take its place.
         width = NOTEBOOK if "ipykernel" in sys.modules else terminal.size(self._stream).columns
         if begins:
-            legends, fitting = (
-                [FIELDS[key][1] for key in present],
-                self._fitting(width).count(" | ") - bool(self._doing),
-            )
+            legends = [FIELDS[key][1] for key in present]
+            fitting = self._fitting(width).count(" | ") - bool(self._doing)
             self._write_log(f"{'legend':<8}{'; '.join(legends)}")
             self._show(f"{'legend':<8}{'; '.join(legends[:fitting])}", indent=" " * 8)
         self._draw()

@@ -23,12 +23,7 @@ MB = 1e6
 LAST_SAMPLES = 20_000  # of each rank, that the means are computed from: ten days on 64 GPUs have 8 GB of them
 PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')  # in any sample, without parsing them all
 NAMES = {
-    "cuda": {
-        "util_pct": "gpu_util_pct",
-        "mem_alloc_mb": "mem_alloc_mb",
-        "mem_reserved_mb": "mem_reserved_mb",
-        "mem_used_mb": "mem_used_mb",
-    },
+    "cuda": {"util_pct": "gpu_util_pct"} | {name: name for name in ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb")},
     "cpu": {"util_pct": "cpu_util_pct", "rss_mb": "rss_mb"},
 }
 
@@ -91,7 +86,7 @@ class CudaProbe:
 class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now to `stop`.
 
-    Whatever goes wrong is noted in `warning` and ends the sampling, never the run. `device` is `cpu` or `cuda:<index>`,
+    Any error is noted in `warning` and ends the sampling, never the run. `device` is `cpu` or `cuda:<index>`,
     `every` in seconds, `attempt` as in the ledger, `phases` gives the process's seconds by phase. A `probe` has `about`,
     written once a start, and `read()`; None: what fits the device.
     """

@@ -47,7 +47,7 @@ URL_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|key|secret|signature|sig|pas
 
 
 def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Text without what looks like a secret: users in URLs, keys of well-known shapes, values of secret variables."""
+    """Text without what looks like a secret: users in URLs, keys of common shapes, values of secret variables."""
     for name, value in (os.environ if environ is None else environ).items():
         if len(value) >= 8 and SECRET_NAME.search(name):  # `1` or `test` would be replaced in every text
             text = text.replace(value, HIDDEN)

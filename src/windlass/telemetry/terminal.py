@@ -49,10 +49,10 @@ def fallback() -> str:
 class Output:
     """A standard stream that takes every character, and whose reader may go away, as `head` does.
 
-    What is written after that is lost and `gone` is set; a verb goes on, and its exit code stays that of its work.
+    What is written after that is lost and `gone` is set; a verb continues, and its exit code stays that of its work.
     """
 
-    buffer = None  # click would write UTF-8 to it, whatever the stream's own encoding is
+    buffer = None  # click would write UTF-8 to it, also where the stream has another encoding
 
     def __init__(self, stream: IO[str], trims: bool = False):
         self._stream, self.gone, self._trims = stream, False, trims

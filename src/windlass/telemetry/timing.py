@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from windlass.run import Line
+from windlass.run import STARTS, Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")  # of a process's wall time
-STARTS = ("started", "resumed", "branched", "rewound")  # events from whose step steps are counted on
+BEGINS = (*STARTS, "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
 
@@ -133,7 +133,7 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     windows: list[tuple[Line, float, bool]] = []  # a line, the seconds of its steps, whether it is the start's first
     step, first = 0, True
     for line in ledger:
-        if line["kind"] == "event" and line.get("event") in STARTS:
+        if line["kind"] == "event" and line.get("event") in BEGINS:
             step, first = line["step"], True
         elif line["kind"] == "train":
             if line.get("step_ms") and "tokens_per_s" in line:

@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
-from windlass.run import STARTS, Line, Run, effective, last_start, timestamp
+from windlass.run import PLACE, STARTS, Line, Run, effective, last_start, timestamp
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.environment import scrub
 
@@ -43,13 +43,10 @@ SUMMARY = {
     "device_hours": "device_hours", "runtime_s": "duration_s",
 }  # fmt: skip
 """What it gets of the `summary` line: a run's headline in a table of runs."""
-# fields of an `eval` line that are no score
 NO_SCORE = {
-    "kind", "step", "time", "attempt", "suite", "epoch", "samples", "samples_trained", "tokens", "items", "examples",
-    "runtime_s", "samples_per_s", "tokens_per_s", "train_tokens", "train_samples",
+    *PLACE, "samples", "tokens", "items", "runtime_s", "samples_per_s", "tokens_per_s", "train_tokens", "train_samples",
 }  # fmt: skip
-
-
+"""Fields of an `eval` line that are no score."""
 STARTED = ("parameters", "trained", "steps", "precision", "device")
 """What it gets of the event of starting, as hyper-parameters beside the recipe's."""
 DEVICE = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "rss_mb", "power_w")
@@ -111,7 +108,7 @@ class Trackers:
             if process.poll() is None:
                 self._note(name, f"not done {timeout:.0f} s after the end")
             with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
             process.wait()
         self.close()
         return notes + self.poll()

@@ -94,9 +94,9 @@ def check_loss_is_a_sum(
         whole, *halves = (float(unwrap(model)(tokens.to(ranks.device), m.to(ranks.device))) for m in masked)
     wrong = math.isfinite(whole) and abs(sum(halves) - whole) > 0.3 * abs(whole)
     if any(ranks.all_gather_object("sum of the loss", wrong)):
+        parts = f"{whole:.4g} for two samples, {halves[0]:.4g} and {halves[1]:.4g} for the two halves of their labels"
         raise UserError(
-            f"your model's forward(tokens, labels) gives no sum: {whole:.4g} for two samples, and {halves[0]:.4g} and "
-            f"{halves[1]:.4g} for the two halves of their labels. Return the loss summed over labels that are not -100 "
+            f"your model's forward(tokens, labels) gives no sum: {parts}. Return the loss summed over labels that are not -100 "
             '(reduction="sum"); Windlass divides it by their number in the whole step (train.startup_checks=false: no check)'
         )
 

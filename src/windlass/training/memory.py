@@ -35,7 +35,8 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     ours = not recipe.train.micro_batch and ranks.world == 1 and ranks.strategy not in SHARDED
     if less and ours and not recorder.started_up and phase in ("forward", "backward"):
         return replace(batch, micro_batch=less)
-    where = f"memory ran out in step {recorder.state.step + 1} ({phase}), with micro-batches of {batch.micro_batch} sequences on each rank"
+    size = f"micro-batches of {batch.micro_batch} sequences on each rank"
+    where = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
     advice = ['parallel.activation_checkpointing="full"']
     advice += ['parallel.strategy="full_shard"'] if ranks.world > 1 and ranks.strategy not in SHARDED else []
     advice += [f"train.micro_batch={less} (the same samples and result, but for rounding)"] if less else []

@@ -171,7 +171,7 @@ def set_up(
 
 
 def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
-    """The user's own data, or the recipe's, once run and data directory are known to be seen by all hosts."""
+    """The user's own data, or the recipe's, once all hosts have seen run and data directory."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
     return open_data(plan.recipe) if data is None else data
@@ -256,16 +256,13 @@ def prepare_model(
     device_name = "CPU"
     if ranks.device.type == "cuda":
         about, cuda = torch.cuda.get_device_properties(ranks.device), torch.version.cuda
-        device_name = about.name
-        text, wheel = code_for(
-            device_name, (about.major, about.minor), torch.cuda.get_arch_list(), torch.__version__, cuda or ""
-        )
+        device_name, capability = about.name, (about.major, about.minor)
+        text, wheel = code_for(device_name, capability, torch.cuda.get_arch_list(), torch.__version__, cuda or "")
         if wheel and cuda:  # else the first kernel ends it, and says less
             raise UserError(f"{text}: {wheel}")
     sizes, hf = sizes_of(model), isinstance(model, HfModel) and not custom
-    flops = sizes.flops_per_token() if hf or recipe.model.freeze else None
-    if not custom and flops is None:
-        flops = flops_per_token(recipe.model, data.vocab)
+    counted = hf or bool(recipe.model.freeze)
+    flops = sizes.flops_per_token() if counted else flops_per_token(recipe.model, data.vocab)
     facts = ModelFacts(
         sizes, precision, uses_dropout(model), tie_groups(model), hf, None if custom else flops, device_name,
         peak_flops(device_name, precision, tf32=recipe.train.tf32), rows,

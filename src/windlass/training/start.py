@@ -211,9 +211,7 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
         for key, place in places.items() if index is None else [("run.dir", places["run.dir"])]:
             there = next(path for path in (place, *place.parents) if path.is_dir())
             try:
-                descriptor, marks[key] = tempfile.mkstemp(
-                    prefix=".windlass-", dir=there
-                )  # a new name: in no cache of NFS
+                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=there)  # a name in no cache of NFS
             except OSError as error:
                 raise UserError(f"{there} cannot be written ({error.strerror}); give another {key}") from None
             os.close(descriptor)
@@ -222,19 +220,16 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
     marks = decide_on_rank_0(ranks, "shared", create)
     prepared = ranks.broadcast_object("prepared", index and index.fingerprint)
     missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    missing += (
-        ["data.dir"] if prepared and data is not None and (index is None or index.fingerprint != prepared) else []
-    )
+    same = data is None or not prepared or (index is not None and index.fingerprint == prepared)
+    missing += [] if same else ["data.dir"]
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
     for mark in marks.values() if ranks.main else ():
         Path(mark).unlink(missing_ok=True)
-    ranks.broadcast_object("removed")  # nobody goes on while they lie there
+    ranks.broadcast_object("removed")  # nobody continues while they lie there
     for key, place in places.items():
         if blind := sorted({f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}):
-            raise UserError(
-                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by {', '.join(blind)}: put it on a file system that all "
-                f"hosts share ({key}=PATH)"
-            )
+            problem = f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by {', '.join(blind)}"
+            raise UserError(f"{problem}: put it on a file system that all hosts share ({key}=PATH)")
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:

@@ -141,12 +141,11 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                save_due = any(
-                    horizon.due(every, state.step) for every in (recipe.checkpoint.every, recipe.checkpoint.keep_every)
-                )
+                saves = recipe.checkpoint
+                save_due = any(horizon.due(every, state.step) for every in (saves.every, saves.keep_every))
                 evaluation_due = self.evaluation_due()
                 stopping = bool(stop_requested) or (not last and (bool(asked) or state.step == self.stop_at))
-                # What is logged, saved or measured must be known to be good; on a CPU every step is looked at.
+                # What is logged, saved or measured must be finite; on a CPU every step is looked at.
                 look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
