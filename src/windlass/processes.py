@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,18 @@ class RankStatus:
                 Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
                 for name in (os.environ.get("SLURMD_NODENAME", self.host), self.host.partition(".")[0]):
                     Path(directory, f"host-{name}").touch()
+
+
+def first_to_show(message: str) -> bool:
+    """Whether no other rank of a job has shown this message: what all of them refuse is shown once."""
+    try:
+        if reports := os.environ.get(REPORTS):
+            Path(reports, f"shown-{zlib.crc32(message.encode())}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def report_code(code: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,8 +83,13 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **LONG))
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
+    shown = tmp_path / "shown"
+    with shown.open("wb") as out:
+        watch = subprocess.Popen([*SUBMIT, "--watch", str(run.path)], env=cluster.environment, stdout=out)
+    wait_for(lambda: f"[{job}: running]" in shown.read_text(), 60)
     done = cluster.call(*SUBMIT, "--cancel", str(run.path))
     assert done.returncode == 0, done.stdout
+    assert watch.wait(60) == 75 and "the run is preempted" in shown.read_text(), shown.read_text()
     ended = cluster.wait(job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log_of(run.path)
     assert run.state == "preempted"
@@ -98,7 +104,7 @@ def test_an_ordinary_failure_is_not_started_again(cluster: Cluster, settings, tm
     )
     ended = cluster.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log_of(run.path)
-    assert "missing.txt" in log_of(run.path)
+    assert log_of(run.path).count("there is no file") == 1, "each rank showed it"
 
 
 @pytest.mark.full
@@ -147,9 +153,9 @@ def test_a_check_under_its_bandwidth_ends_the_job_before_training(cluster: Clust
 def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
     """One rank has nothing to send; the run directory's name has a space."""
     run = Run(tmp_path / "a run")
-    words = [*settings(run.path), "parallel.device=cpu", "--nodes", "1", "--min-busbw", "1"]
+    words = [*settings(run.path), "parallel.device=cpu", "--nodes", "1", "--min-busbw", "1", "--watch"]
     done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 44 and "exit code 44 before the run began" in done.stdout, done.stdout
     ended = cluster.wait(read_json(run.path / "job.json")["job"])
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "44:0", "0"), log_of(run.path)
     assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from helpers import refused, wait_for, windlass, write_ledger
+from windlass.fileio import read_json
 from windlass.launch.batch import INDEX, Job, Site, render
-from windlass.launch.submit import Resources, cancel, find_scheduler, make_job, read_site, submit_run
+from windlass.launch.submit import Resources, cancel, find_scheduler, make_job, queued, read_site, submit_run
 from windlass.recipe import Recipe
 from windlass.study.study import Study
 from windlass.study.submit import submit_study
@@ -71,7 +72,7 @@ def run_script(tmp_path, monkeypatch):
     """Starts a PBS script as bash; `qsub` writes its arguments and the script into `queued`."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "qsub").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/queued\ncat >>{tmp_path}/queued\n')
+    (tools / "qsub").write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/queued\ncat >>{tmp_path}/queued\necho 8.server\n')
     (tools / "qrerun").write_text(f'#!/bin/sh\n[ -e {tmp_path}/operator ] && echo "rerun $@" >>{tmp_path}/queued\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -111,7 +112,7 @@ def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
 def test_any_other_end_is_an_end(run_script, tmp_path, code):
     assert run_script(f"exit {code}").wait(20) == code
-    assert not (tmp_path / "queued").exists()
+    assert not (tmp_path / "queued").exists() and (tmp_path / "logs" / ".exit").read_text().strip() == str(code)
 
 
 @pytest.mark.parametrize("operator", [False, True])
@@ -125,6 +126,8 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
         assert (text.count("rerun 7.server"), text.count("afterany:7.server")) == (
             (times, 0) if operator else (0, times)
         )
+        followed = {} if operator else {"scheduler": "pbs", "job": "8.server"}
+        assert read_json(tmp_path / "logs" / "job.json") == followed, "--watch and --cancel find the job that follows"
     assert run_script("exit 69", max_restarts=2).wait(20) == 69, "the count began anew after the job had ended"
     process = run_script("trap 'exit 69' TERM; touch up; while :; do sleep 0.05; done", max_restarts=9)
     wait_for((tmp_path / "up").exists, 20)
@@ -166,7 +169,7 @@ def test_slurm_without_requeueing_gets_a_dependent_job(slurm_script, tmp_path, r
     wait_for((tmp_path / "up").exists, 20)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 75
-    follows = "sbatch --dependency=afterany:9 --array=4"
+    follows = "sbatch --parsable --dependency=afterany:9 --array=4"
     assert asked_of_slurm(tmp_path) == ["scontrol requeue 9"] + [follows] * (not requeues)
 
 
@@ -176,7 +179,7 @@ def test_a_lost_host_is_left_out_where_others_are_left(slurm_script, tmp_path, r
     """Beside those that were left out before; `windlass launch` names it in a file."""
     assert slurm_script('printf x7 >"$WINDLASS_LOST_HOSTS"; exit 69', requeues, "x1", others).wait(20) == 69
     how = f"scontrol update JobId=9 ExcNodeList={left_out}"
-    how = how if requeues else f"sbatch --dependency=afterany:9 --exclude={left_out} --array=4"
+    how = how if requeues else f"sbatch --parsable --dependency=afterany:9 --exclude={left_out} --array=4"
     assert asked_of_slurm(tmp_path) == ["scontrol requeue 9", how]
     assert "--test-only --exclude=x1,x7 --array=4" in (tmp_path / "queued").read_text()
     assert [path.name for path in (tmp_path / "logs").glob(".open*")] == [".open-4"]
@@ -247,9 +250,10 @@ def test_what_is_refused(tmp_path, monkeypatch, asked, words):
 def test_the_site_file(tmp_path, monkeypatch):
     path = tmp_path / "site.toml"
     for text, words in (
-        ('queue = "x"', ["queue", "partition"]), ("time = 4", ["time"]), ("a =", ["site.toml"]),
+        ('queue = "x"', ["queue", "partition"]), ('time = "4h"', ["time", "HH:MM:SS"]), ("a =", ["site.toml"]),
         ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]), ('scheduler = "lsf"', ["scheduler", "lsf"]),
-        ('launcher = "ssh"', ["launcher", "ssh"]),
+        ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]), ("modules = 'cuda'", ["modules", "list"]),
+        ("directives = ['#SBATCH -x a']", ["directives", "#SBATCH -x a"]),
     ):  # fmt: skip
         path.write_text(text)
         with refused(*words):
@@ -277,7 +281,9 @@ def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, call
             if tool == "qstat"
             else f'echo {tool} "$@" >{tmp_path}/called'
         )
-        (tmp_path / tool).write_text(f"#!/bin/sh\n{told if state else 'exit 35'}\n")
+        (tmp_path / tool).write_text(
+            f"#!/bin/sh\n{told if state else 'echo qstat: 7.server Job has finished >&2; exit 35'}\n"
+        )
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "job.json").write_text('{"scheduler": "pbs", "job": "7.server"}')
@@ -286,6 +292,24 @@ def test_cancel_on_pbs_leaves_time_for_a_save(tmp_path, monkeypatch, state, call
             cancel(tmp_path)
         return
     assert cancel(tmp_path) == "7.server" and (tmp_path / "called").read_text().strip() == called
+
+
+@pytest.mark.parametrize(
+    ("slurm", "state"),
+    [
+        ("echo PENDING PartitionTimeLimit", "pending (PartitionTimeLimit)"), ("echo RUNNING None", "running"), ("true", ""),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", ""),
+        ("echo Socket timed out >&2; exit 1", "unknown (Socket timed out)"),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_job(tmp_path, monkeypatch, slurm, state):
+    """Why it waits; and a scheduler that does not answer is no job that is over."""
+    for tool, body in (("sbatch", ""), ("squeue", slurm)):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "job.json").write_text('{"scheduler": "slurm", "job": "7"}')
+    assert queued(tmp_path) == ("7", state)
 
 
 def test_dry_run_and_cancel_in_the_terminal(tmp_path):

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from helpers import gone, wait_for
+from windlass.processes import REPORTS, first_to_show
 
 STEPS = """
 import resource, sys
@@ -47,3 +48,11 @@ def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> 
         assert not gone(child)
         parent.kill()
     wait_for(lambda: gone(child))
+
+
+def test_ranks_of_a_job_show_the_same_message_once(tmp_path, monkeypatch) -> None:
+    assert first_to_show("no file x") and first_to_show("no file x"), "no job"
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    assert [first_to_show(text) for text in ("no file x", "no file y", "no file x")] == [True, True, False]
+    monkeypatch.setenv(REPORTS, str(tmp_path / "gone"))
+    assert first_to_show("no file x")

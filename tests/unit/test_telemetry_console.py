@@ -73,11 +73,12 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert plain(tmp_path / "log.txt") == lines
 
 
-def test_other_ranks_show_warnings_alone(tmp_path, capsys):
+def test_other_ranks_show_their_own_warnings_alone(tmp_path, capsys):
     out = io.StringIO()
-    show(Console(200, rank=3, log_path=tmp_path / "log.txt", stream=out))
+    show(console := Console(200, rank=3, log_path=tmp_path / "log.txt", stream=out))
+    console.warning("no space", own=True)
     assert out.getvalue() == "" and not (tmp_path / "log.txt").exists()
-    assert capsys.readouterr().err == "rank 3: warning: mlflow: no way\n"
+    assert capsys.readouterr().err == "rank 3: warning: no space\n"
 
 
 def in_terminal(console, **options):

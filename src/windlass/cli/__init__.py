@@ -122,7 +122,8 @@ def _run(arguments: list[str] | None) -> None:
     except typer.Abort:
         sys.exit(130)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
-        print(f"windlass: {as_typed(str(error))}", file=sys.stderr)
+        if processes.first_to_show(str(error)):
+            print(f"windlass: {as_typed(str(error))}", file=sys.stderr)
         kinds = {errors.HostLost: errors.LOST, errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
         sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
     except Exception as error:

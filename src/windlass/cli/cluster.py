@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli import Json, Overrides
-from windlass.errors import DONE, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
+from windlass.errors import DONE, FAILED, INTERRUPTED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
 from windlass.processes import WINDLASS
 
 if TYPE_CHECKING:
@@ -116,7 +116,10 @@ def env(
         path = here.save_job(os.environ, here.jobs_dir())
         typer.echo(f'saved to {path}; in another shell: eval "$(windlass env)"', err=True)
         return DONE
-    for name, value in here.load_job(here.jobs_dir(), socket.gethostname()).items():
+    variables = here.load_job(here.jobs_dir(), socket.gethostname())
+    job = next(variables[name] for name in here.JOB_ID.values() if name in variables)
+    typer.echo(f"the variables of job {job}, which was the last to be saved on this host", err=True)
+    for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
     return DONE
 
@@ -137,7 +140,9 @@ def submit(
         0.0, min=0, metavar="GB/S", help="Bus bandwidth that `windlass check` must measure first."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
-    watch: bool = typer.Option(False, "--watch", help="Follow state and log until the job is over."),
+    watch: bool = typer.Option(
+        False, "--watch", help="Follow state and log until the job is over; also of a run or study that waits or runs."
+    ),
     cancel: bool = typer.Option(False, "--cancel", help="End the job of this run or study; it saves first."),
 ) -> int:
     """Submit a training, or the open cells of a study, to SLURM or PBS. It requeues itself at its time limit and resumes.
@@ -152,6 +157,8 @@ def submit(
     if cancel:
         typer.echo(f"job {jobs.cancel(directory)} was told to save and end")
         return DONE
+    if watch and not dry_run and jobs.queued(directory)[1]:
+        return _watch(directory)
     asked, chosen = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw), jobs.read_site(site)
     how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked, "dry_run": dry_run}
     if Study.is_study(directory):
@@ -177,18 +184,29 @@ def submit(
 
 def _watch(directory: Path) -> int:
     """Follow the job of a run or study to its end; the exit code of what it trained."""
+    from windlass.cli.train import show_end
+    from windlass.launch.batch import EXIT_CODE
     from windlass.launch.submit import watch
     from windlass.run import Run
     from windlass.study.study import Study
 
-    watch(directory, typer.echo)
+    try:
+        watch(directory, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo(f"the job goes on; windlass submit --watch {shlex.quote(str(directory))} follows it again", err=True)
+        return INTERRUPTED
     if Study.is_study(directory):
         states = [result.state for result in Study.open(directory).results()]
         typer.echo(f"cells finished: {states.count('finished')} of {len(states)}")
         return DONE if states.count("finished") == len(states) else FAILED
-    state = Run(directory).state
-    typer.echo(f"the run is {state}")
-    return {"finished": DONE, "preempted": STOPPED}.get(state, FAILED)
+    run, exits = Run(directory), directory / EXIT_CODE
+    state, text = run.state, exits.read_text().strip() if exits.is_file() else ""
+    if state == "finished":
+        typer.echo("the run is finished")
+        return show_end(run)
+    ended = "the job ended" + (f" with exit code {text}" if text else "")
+    typer.echo(f"{ended} before the run began" if state == "new" else f"the run is {state}; {ended}")
+    return int(text or (STOPPED if state == "preempted" else FAILED))
 
 
 def check(

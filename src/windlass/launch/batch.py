@@ -14,11 +14,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub"}
 TIME = r"\d+:[0-5]\d:[0-5]\d"
+SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
+EXIT_CODE = ".exit"  # of a run's last job, in its directory
 GRACE_SECONDS = 120  # between the signal and the time limit
 
 
@@ -43,7 +46,7 @@ class Site(BaseModel):
     """Features of the nodes: SLURM's `--constraint`, or resources that PBS adds to each chunk (`system=polaris`)."""
     mail: str = ""
     """Where the scheduler mails when a job ends or fails."""
-    directives: list[str] = []
+    directives: list[Annotated[str, Field(pattern="^-")]] = []
     """More options of the scheduler, as after `#SBATCH` or `#PBS`; one of ours with the same name gives way."""
     modules: list[str] = []
     """Modules to load."""
@@ -149,6 +152,7 @@ WAIT = """\
 child=$!
 again() {{
   {again}
+  [ "$task" ] || [ ! "$new" ] || printf '{{"scheduler": "%s", "job": "%s"}}' {scheduler} "${{new%%;*}}" >{submitted}
 }}
 limit= ended= timer=
 trap 'limit=1; kill -TERM $child' USR1  # the time limit is near
@@ -171,14 +175,14 @@ fi
 
 # A later start leaves out the hosts that were lost, where enough others are left; and no signal of a requeue ends this.
 SLURM_AGAIN = """\
-trap '' TERM
+trap '' TERM; new=
   out=$(squeue -h -j {id} -o %x)
   more=$out${{out:+,}}$gone
   [ "$gone" ] && sbatch --test-only --exclude="$more"{task} {script} 2>/dev/null && out=$more
   if scontrol requeue {id}; then
     [ "$out" ] && scontrol update JobId={id} ExcNodeList="$out"
   else
-    sbatch --dependency=afterany:{id}${{out:+ --exclude="$out"}}{task} {script}
+    new=$(sbatch --parsable --dependency=afterany:{id}${{out:+ --exclude="$out"}}{task} {script})
   fi"""
 
 
@@ -200,7 +204,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     else:
         again = (
             f'qrerun "$PBS_JOBID" 2>/dev/null || '
-            f'sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task"'
+            f'new=$(sed \'/^#PBS -J/d\' {script} | qsub -W depend="afterany:$PBS_JOBID" -v WINDLASS_TASK="$task")'
         )
     launcher = {"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}
     exported = {"WINDLASS_JOB_DIR": str(job.logs), **launcher, **site.environment}
@@ -208,6 +212,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     return [
         *([] if slurm else [f"exec >>{log} 2>&1"]),
         f"task={index}",
+        *([] if job.array else ["trap " + shlex.quote(f"echo $? >{shlex.quote(str(job.logs / EXIT_CODE))}") + " EXIT"]),
         *([f'case "$task" in {done}) exit 0;; esac  # cells that are done'] if left_out else []),
         f"cd {shlex.quote(str(job.directory))} || exit 1",
         *(['[ "$(type -t module)" ] || . /etc/profile', f"module load {shlex.join(site.modules)} || exit 1"] if site.modules else []),
@@ -219,7 +224,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         f"{command} &",
         *WAIT.format(
             timer=f"(sleep {max(1, limit - GRACE_SECONDS)}; kill -USR1 $$) 2>/dev/null & timer=$!" if limit and not slurm else "",
-            again=again, most=job.max_restarts,
+            again=again, most=job.max_restarts, scheduler=scheduler, submitted=shlex.quote(str(job.logs / SUBMITTED)),
         ).splitlines(),
         *(f"[ $code = 75 ] || [ $code = 69 ] || {shlex.join(command)}" for command in job.after),  # at its end, not a restart
         "exit $code",

@@ -17,14 +17,17 @@ from pydantic import ValidationError
 
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import GRACE_SECONDS, SCHEDULERS, TIME, Job, Site, render
+from windlass.launch.batch import EXIT_CODE, GRACE_SECONDS, SCHEDULERS, SUBMITTED, TIME, Job, Site, render
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
-SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
+SCRIPT = "submit.sh"  # beside it
 WATCH_SECONDS = 5.0
+OVER = re.compile(
+    "invalid job|unknown job|has finished", re.IGNORECASE
+)  # what squeue and qstat say of a job that is over
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,12 @@ def read_site(path: Path | None = None) -> Site:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"the site file {chosen} cannot be read: {error}") from None
     except ValidationError as error:
-        keys = ", ".join(sorted(Site.model_fields))
-        wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc']))} is no key of it" if e["type"] == "extra_forbidden"
-            else f"{'.'.join(map(str, e['loc']))} = {e['input']!r} is not what it must be" for e in error.errors()
-        )  # fmt: skip
-        raise UserError(f"{chosen}: {wrong}. Its keys are {keys} (docs/clusters.md)") from None
+        wrong = [f"{chosen}:"]
+        for e in error.errors():
+            name, key = ".".join(map(str, e["loc"])), Site.model_fields.get(str(e["loc"][0]))
+            what = f"= {e['input']!r}: {e['msg']}. {key.description}" if key else "is no key of it"
+            wrong.append(f"  {name} {what}")
+        raise UserError("\n".join([*wrong, f"  Its keys are {', '.join(sorted(Site.model_fields))}"])) from None
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{chosen}: environment has {', '.join(secret)}, and a batch script is a file that others may read: leave it out; "
@@ -99,7 +102,7 @@ def make_job(name: str, command: Sequence[str], logs: Path, site: Site, asked: R
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
     check = (*WINDLASS, "launch", "--", *WINDLASS, "check", "--min-busbw", f"{asked.min_busbw:g}")
     return Job(
-        name, command, Path(site.scratch or Path.cwd()), logs, logs / "submit.sh", asked.nodes, asked.per_host or max(1, gpus),
+        name, command, Path(site.scratch or Path.cwd()), logs, logs / SCRIPT, asked.nodes, asked.per_host or max(1, gpus),
         gpus, asked.time, max_restarts=asked.max_restarts, before=check if asked.min_busbw else (),
     )  # fmt: skip
 
@@ -135,7 +138,8 @@ def submit_run(
     if run.path.exists() and not dry_run:
         job_id, state = queued(run.path)
         if state:
-            raise UserError(f"job {job_id} of {run.path} is {state}: `windlass submit --cancel {run.path}` ends it")
+            ends = f"`windlass submit --watch {run.path}` follows it, --cancel in place of --watch ends it"
+            raise UserError(f"job {job_id} of {run.path} is {state}: {ends}")
     return submit(job, site, scheduler, dry_run)
 
 
@@ -146,7 +150,7 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
         return script, ""
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
-        for mark in job.logs.glob(".open-*"):  # of an earlier job: its lost hosts do not count in this one
+        for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job, which does not count here
             mark.unlink(missing_ok=True)
         job.script.write_text(script, encoding="utf-8")
     except OSError as error:
@@ -165,18 +169,21 @@ def submit(job: Job, site: Site, scheduler: str, dry_run: bool = False) -> tuple
 
 
 def queued(directory: Path) -> tuple[str, str]:
-    """The id of a directory's last job, and its state; empty where it is over or there was none."""
+    """The id of a directory's last job, and its state in words; empty where it is over or there was none."""
     submitted = read_json(directory / SUBMITTED)
     job = str(submitted.get("job", ""))
     if not job or shutil.which(SCHEDULERS[submitted["scheduler"]]) is None:
         return job, ""
-    query = ["squeue", "--noheader", "-o", "%T", "-j", job] if submitted["scheduler"] == "slurm" else ["qstat", job]
+    query = ["squeue", "--noheader", "-o", "%T %r", "-j", job] if submitted["scheduler"] == "slurm" else ["qstat", job]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
+    if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
+        return job, f"unknown ({(done.stderr or query[0]).strip()})"
     words = done.stdout.split()
     if done.returncode or not words:
         return job, ""
     if submitted["scheduler"] == "slurm":
-        return job, words[0].lower()
+        why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
+        return job, words[0].lower() + why
     return job, {"Q": "pending", "R": "running"}.get(words[-2], words[-2])
 
 
@@ -200,12 +207,12 @@ def cancel(directory: Path) -> str:
 
 def watch(directory: Path, show: Callable[[str], None], seconds: float = WATCH_SECONDS) -> None:
     """Show state and logs of a directory's job until it is over."""
-    shown, last = dict[Path, int](), ""
+    shown, last, since = dict[Path, int](), "", (directory / SCRIPT).stat().st_mtime
     while True:
         job, state = queued(directory)
         if state and state != last:
             show(f"[{job}: {state}]")
-        for log in sorted(directory.glob("*.out")):
+        for log in sorted(log for log in directory.glob("*.out") if log.stat().st_mtime >= since):
             with log.open(errors="replace") as file:
                 file.seek(shown.get(log, 0))
                 if text := file.read():

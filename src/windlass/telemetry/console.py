@@ -172,13 +172,13 @@ class Console:
         for line in terminal.printable(text).split("\n"):
             self._print(f"  | {line}", style="italic", indent="  | ")
 
-    def warning(self, text: str) -> None:
-        """A warning; the only thing that ranks other than 0 show."""
+    def warning(self, text: str, own: bool = False) -> None:
+        """A warning; ranks other than 0 show only those of their own, which rank 0 does not have."""
         if self.rank == 0:
             self._print(f"warning: {text}", style="yellow")
-            return
-        with self._while_terminal_is_there():
-            print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
+        elif own:
+            with self._while_terminal_is_there():
+                print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._live is not None:

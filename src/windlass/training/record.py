@@ -292,7 +292,7 @@ class Recorder:
             self.console.warning(text)
         for source in (self.ledger, self.sampler):
             if source.warning:
-                self.console.warning(source.warning)
+                self.console.warning(source.warning, own=True)
                 source.warning = None
 
     def show(self, notes: list[Note]) -> None:
