@@ -11,18 +11,14 @@ from report_fixtures import stamp
 
 from windlass.model.size import count
 from windlass.recipe import Recipe
+from windlass.run import Run, timestamp
 from windlass.study.grid import REPEAT, WORLD, Assignment, Scaling, cells_of
 from windlass.study.study import Study
 
 SETTINGS = [
-    "model.layers=2",
-    "model.width=64",
-    "model.heads=2",
-    "model.context=32",
-    "train.steps=20",
-    "train.global_batch=8",
-]
-SETTINGS += ["telemetry.every=5", "train.micro_batch=1"]
+    "model.layers=2", "model.width=64", "model.heads=2", "model.context=32", "train.steps=20", "train.global_batch=8",
+    "telemetry.every=5", "train.micro_batch=1",
+]  # fmt: skip
 VOCAB = 100
 Step = Callable[[dict[str, Any]], Mapping[str, float]]
 
@@ -56,18 +52,18 @@ def write_run(
         rate = batch / own["step_ms"] * 1e3
         loss = 4 - step / 10
         line(
-            "train",
-            step,
-            loss=loss,
-            tokens=step * batch * context,
-            samples=step * batch,
-            samples_per_s=rate,
-            tokens_per_s=rate * context,
-            **own,
-        )
+            "train", step, loss=loss, tokens=step * batch * context, samples=step * batch, samples_per_s=rate,
+            tokens_per_s=rate * context, **own,
+        )  # fmt: skip
+        if step == 5:
+            line("event", step, event="first_step", startup_s=seconds["startup"])
     if finished:
+        total = sum(seconds.values())
         line("eval", 20, suite="loss", loss=2.5, samples=8, tokens=256, runtime_s=1.0)
-        line("summary", 20, steps=20, world=world, parameters=size, peak_mem_mb=peak_mb)
+        line(
+            "summary", 20, steps=20, world=world, parameters=size, peak_mem_mb=peak_mb, final_loss=loss, train_loss_mean=2.9,
+            runtime_s=total, samples_per_s_whole_run=20 * batch / (total - 3), wall_time={"compile": 0.0},
+        )  # fmt: skip
         line("event", 20, event="finished")
     (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
@@ -102,27 +98,24 @@ def build_scaling(
             for rank in range(world):
                 place = path / "probes" / Path(cell.directory).name / str(rank)
                 write_run(place, cell.recipe, 1, dict(probe(cell.assignment)), slow_start=3.0)
-            (place.parent / "probe.json").write_text(json.dumps({"state": "finished", "reason": ""}))
+            # the windows up to step 10 begin before all ranks of the probe are running
+            together = timestamp(Run(place).lines("train")[0]) + 0.001
+            ended = {"state": "finished", "reason": "", "together": together}
+            (place.parent / "probe.json").write_text(json.dumps(ended))
     if rates:
         (path / "machine.json").write_text(json.dumps(rates))
     return study
 
 
 def worlds(*ranks, repeats=1, **settings):
-    cells = [
-        {WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for r in range(1, repeats + 1) for n in ranks
-    ]
+    each = [(n, r) for r in range(1, repeats + 1) for n in ranks]
+    cells = [{WORLD: n, REPEAT: r} | {k: v(n) for k, v in settings.items()} for n, r in each]
     return [{k.replace("__", "."): v for k, v in one.items() if repeats > 1 or k != REPEAT} for one in cells]
 
 
 def phases(step, data=1.0):
-    return {
-        "step_ms": step,
-        "data_ms": data,
-        "forward_ms": 0.3 * step,
-        "backward_ms": 0.5 * step,
-        "optimizer_ms": 0.1 * step,
-    }
+    shares = {"forward": 0.3, "backward": 0.5, "optimizer": 0.1}
+    return {"step_ms": step, "data_ms": data} | {f"{name}_ms": share * step for name, share in shares.items()}
 
 
 def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):

@@ -1,5 +1,7 @@
 """The numbers of scaling studies on made-up ledgers with known answers."""
 
+import json
+
 import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
@@ -8,6 +10,7 @@ from windlass.estimate.memory import Layout
 from windlass.estimate.steptime import Collective, Tensors, bus_bandwidth_at, collectives, predict
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
+from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
 from windlass.study.projection import projections
 from windlass.study.scaling import NAMES, PARTS, rows
@@ -21,15 +24,26 @@ def test_windows_that_begin_after_the_warm_up_of_each_start():
     start = {"kind": "event", "event": "started", "step": 0}
     lines = [{"kind": "train", "step": s, "step_ms": 1.0} for s in (1, 5, 10, 20)]
     assert [x["step"] for x in windows([start, *lines], 5)] == [10, 20], "the line of step 10 holds steps 6 to 10"
-    again = [
-        start,
-        *lines[:3],
-        start | {"event": "resumed", "step": 10},
-        lines[3],
-        {"kind": "train", "step": 25, "step_ms": 1.0},
-    ]
-    assert [x["step"] for x in windows(again, 5)] == [10, 25], "a resume warms up anew"
+    again = [start, *lines[:3], start | {"event": "resumed", "step": 10}, lines[3], lines[3] | {"step": 25}]
+    assert [x["step"] for x in windows(again, 5)] == [10, 25], "a resume warms up again"
     assert [x["step"] for x in windows([start, *lines], 0)] == [1, 5, 10, 20]
+    timed = [line | {"time": f"2026-01-01T00:00:{line['step']:02}Z"} for line in lines]
+    assert [x["step"] for x in windows([start, *timed], 0, since=timestamp(timed[1]))] == [10, 20]
+
+
+def test_a_probe_counts_from_where_all_its_ranks_were_running(tmp_path):
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(60.0), probe=lambda a: phases(50.0)
+    )
+    [directory] = (study.path / "probes").iterdir()
+    alone = [Run(directory / str(rank)) for rank in range(2)]
+    together = timestamp(alone[0].lines("train")[1]) + 0.001  # of step 10: in the window up to 15 they were suspended
+    for run in alone:
+        edit(
+            run, lambda line: line | phases(900.0 if line["step"] == 15 else 7.0) if line["step"] in (10, 15) else line
+        )
+    (directory / "probe.json").write_text(json.dumps({"state": "finished", "reason": "", "together": together}))
+    assert rows(study)[1].values["exposed_ms"] == pytest.approx(60 - 50)
 
 
 def test_strong_speed_up_efficiency_and_karp_flatt_against_the_smallest_world(tmp_path):
@@ -239,12 +253,8 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tm
 
 
 def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):
-    took = {
-        "ddp": (100.0, 900.0),
-        "shard_grad_op": (101.0, 500.0),
-        "full_shard": (150.0, 400.0),
-        "hybrid_shard": (160.0, 450.0),
-    }
+    took = {"ddp": (100.0, 900.0), "shard_grad_op": (101.0, 500.0), "full_shard": (150.0, 400.0)}
+    took["hybrid_shard"] = (160.0, 450.0)
 
     def step(a):
         ms, mb = took[a["parallel.strategy"]]
@@ -282,3 +292,11 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(tmp_path):
     assert row.flops == 4 * PARAMETERS + 2 * 1000, "frozen weights have no gradient"
     assert row.tensors == Tensors(PARAMETERS, 1000, (PARAMETERS - VOCAB * 64) // 2, 2)
     assert not row.on_cpu and row.layout.device == "cuda" and row.missing["mfu"] == "no peak is known of NVIDIA X1"
+
+
+def test_from_one_rank_nothing_is_projected(tmp_path):
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong", project=(4,)), worlds(1), lambda a: phases(50.0), rates=rates("1x1")
+    )
+    [four], basis = projections(study, rows(study))
+    assert (four.step_ms, basis) == (None, "") and "only one rank was measured" in four.reason

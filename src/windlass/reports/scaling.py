@@ -26,22 +26,38 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
 
 COLUMNS: dict[str, tuple[str, str, str]] = {
+    "setup": ("Setup", "setup", ""), "state": ("State", "state", ""),
     "layers": ("Layers", "layers", "count"), "batch_per_device": ("Samples of a rank in a step", "batch/rank", "amount"),
     "global_batch": ("Samples of a step", "batch", "count"), "parameters": ("Parameters", "parameters", "count"),
     "flops_per_device": ("GFLOP of a rank in a step", "GFLOP/rank", "hours"), "step_ms": ("Step (ms)", "step ms", "rate"),
-    "samples_per_s": ("Samples/s", "samples/s", "rate"), "memory_mb": ("Peak memory, fullest rank (MB)", "memory MB", "mb"),
+    "spread": ("Lowest to highest (ms)", "low to high", ""), "samples_per_s": ("Samples/s", "samples/s", "rate"),
+    "peak_mem_mb": ("Peak memory, fullest rank (MB)", "memory MB", "mb"),
     "tokens_per_s_per_device": ("Tokens/s of a rank", "tok/s/rank", "count"), "mfu": ("MFU", "MFU", "share"),
     "speedup": ("Speed-up", "speed-up", "hours"), "efficiency": ("Efficiency", "eff.", "share"),
     "serial_fraction": ("Serial fraction", "serial", "hours"), "ratio": ("Runtime ÷ baseline's", "runtime÷", "share"),
     "compute_ms": ("Computing (ms)", "compute", "rate"), "exposed_ms": ("Communication exposed (ms)", "comm.", "rate"),
     "data_ms": ("Waiting for data (ms)", "data", "rate"), "host_ms": ("Host (ms)", "host", "rate"),
     "predicted_ms": ("Predicted step (ms)", "predicted", "rate"), "predicted_error": ("Prediction's error", "error", "share"),
-    "train_loss_mean": ("Training loss, mean", "loss", "loss"),
-    "runtime_s": ("Runtime (s)", "runtime s", "rate"), "startup_s": ("Start-up (s)", "start-up s", "rate"),
-    "compile_s": ("Compiling (s)", "compile s", "rate"), "pareto": ("Pareto front", "pareto", ""), "recommended": ("Recommended", "best", ""),
+    "train_loss_mean": ("Training loss, mean", "loss", "loss"), "runtime_s": ("Runtime (s)", "runtime s", "rate"),
+    "startup_s": ("Start-up (s)", "start-up s", "rate"), "compile_s": ("Compiling (s)", "compile s", "rate"),
+    "pareto": ("Pareto front", "pareto", ""), "recommended": ("Recommended", "best", ""),
 }  # fmt: skip
 """What the tables show, by name: the heading in a report, in the terminal, and the kind of number (see `text.show`)."""
 IF_DIFFERENT = ("layers", "batch_per_device", "global_batch", "parameters", "flops_per_device", "pareto", "recommended")
+METERS = (
+    "The driver's numbers come from NVML, the wall clock's samples/s are those of the whole run without its start-up; the trainer's "
+    "are what its allocator holds and samples/s of its steps after the warm-up."
+)
+UNEXPLAINED = ("predicted_error", "compile_s")  # columns of which nobody asks why they are empty
+OF_STRATEGIES, OF_RANKS = ("pareto", "recommended"), ("speedup", "efficiency", "serial_fraction", "ratio")
+KARP = "p = N ÷ N0; serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
+FORMULAS = {
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; speed-up = T(N0) ÷ T(N); {KARP}",
+    "fixed-data": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample (that of a step ÷ its samples), N0 the fewest ranks; "
+    f"speed-up = T(N0) ÷ T(N); {KARP}",
+    "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
+    "strategies": "Recommended: the fastest; of those within 2 % of it, or the spread of its repeats, the one with the least memory.",
+}
 
 
 @dataclass(frozen=True)
@@ -97,84 +113,54 @@ def read_scaling(seen: StudyView) -> ScalingView | None:
 def setup_values(seen: StudyView, table: Sequence[ScalingRow] | None = None) -> list[dict[str, Any]]:
     """Of each setup everything by name: its settings, the medians of its finished runs' measures, its numbers of
     `study.scaling.NAMES`, `setup`, `state`, and `reasons`: why a number is not there, by name."""
-    runs = {view.run.path: measures(view) for view in seen.views}
-    found = []
+    runs, setups = {view.run.path: measures(view) for view in seen.views}, []
     for row in rows(seen.study, seen.results) if table is None else table:
-        own = [runs[r.run.path] for r in row.results if r.state == "finished" and r.run.path in runs]
-        merged: dict[str, Any] = {}
-        for name in dict.fromkeys(name for one in own for name in one):
-            values: list[Any] = [one[name] for one in own if name in one]
+        finished = [runs[r.run.path] for r in row.results if r.state == "finished" and r.run.path in runs]
+        medians: dict[str, Any] = {}
+        for name in dict.fromkeys(name for run in finished for name in run):
+            values: list[Any] = [run[name] for run in finished if name in run]
             numbers = all(type(value) in (int, float) for value in values)
-            merged[name] = statistics.median(values) if numbers else values[0]
+            medians[name] = statistics.median(values) if numbers else values[0]
         head = {"setup": row.setup, "state": row.state, "reasons": row.missing}
         head |= {"train.precision": row.start["precision"]} if "precision" in row.start else {}  # what `auto` was
-        found.append({**row.recipe.flat(), **row.assignment, **merged, **row.values, **head})
-    return found
-
-
-def _shown(table: Sequence[ScalingRow]) -> list[str]:
-    """The columns that have a value, without those that are the same in all rows and describe the setup."""
-    texts = {n: {show(_value(row, n), COLUMNS[n][2]) for row in table if n in row.values} for n in COLUMNS}
-    return [name for name, own in texts.items() if len(own) > (1 if name in IF_DIFFERENT else 0)]
+        setups.append({**row.recipe.flat(), **row.assignment, **medians, **row.values, **head})
+    return setups
 
 
 def _value(row: ScalingRow, name: str) -> Any:
+    """What stands in a row under a name of COLUMNS."""
+    if name == "setup":
+        return row.setup
+    if name == "state":
+        return f"{row.state}: {row.reason}" if row.reason else row.state
+    if name == "spread":
+        return " to ".join(show(ms, "rate") for ms in row.spread["step_ms"]) if "step_ms" in row.spread else None
     value = row.values.get(name)
     return value / 1e9 if value is not None and name == "flops_per_device" else value
 
 
-def _state(row: ScalingRow) -> str:
-    return f"{row.state}: {row.reason}" if row.reason else row.state
-
-
-def _spread(row: ScalingRow) -> str | None:
-    return " to ".join(show(ms, "rate") for ms in row.spread["step_ms"]) if "step_ms" in row.spread else None
-
-
 def _table(table: Sequence[ScalingRow]) -> Table:
-    """A row a setup, for people."""
-    names = _shown(table)
-    columns = [
-        Column("setup", "Setup"),
-        Column("state", "State"),
-        *(Column(n, COLUMNS[n][0], COLUMNS[n][2]) for n in names),
-    ]
-    at = next((i for i, c in enumerate(columns) if c.name == "step_ms"), 1) + 1
-    spread = [_spread(row) for row in table]
-    cells = [[row.setup, _state(row), *(_value(row, name) for name in names)] for row in table]
-    if any(spread):
-        columns.insert(at, Column("spread", "Lowest to highest (ms)"))
-        for line, text in zip(cells, spread, strict=True):
-            line.insert(at, text)
-    return Table(columns, [tuple(line) for line in cells])
+    """A row a setup, for people: the columns with a value, without those that describe the setup and are all the same."""
+    texts = {n: {show(x, COLUMNS[n][2]) for row in table if (x := _value(row, n)) is not None} for n in COLUMNS}
+    names = [name for name, values in texts.items() if len(values) > (1 if name in IF_DIFFERENT else 0)]
+    columns = [Column(name, COLUMNS[name][0], COLUMNS[name][2]) for name in names]
+    return Table(columns, [tuple(_value(row, name) for name in names) for row in table])
 
 
 def _csv(table: Sequence[ScalingRow]) -> Table:
     """Every number of every setup, with the spread of step and throughput, remarks, and the reason for what is not there."""
-    low_high = [(name, end) for name in ("step_ms", "samples_per_s") for end in (0, 1)]
+    ends = {
+        f"{name}_{end}": (name, i) for name in ("step_ms", "samples_per_s") for i, end in enumerate(("low", "high"))
+    }
     keys = dict.fromkeys(key for row in table for key in row.assignment if key not in (WORLD, NODES))
-    columns = [
-        *(Column(x) for x in ("setup", "state", *keys, *NAMES)),
-        *(Column(f"{n}_{'high' if e else 'low'}") for n, e in low_high),
-    ]
-    cells = []
+    names, cells = ("setup", "state", *keys, *NAMES, *ends, "repeats", "remarks", "reasons"), []
     for row in table:
-        ends = [row.spread[name][end] if name in row.spread else None for name, end in low_high]
-        why = "; ".join(f"{name}: {text}" for name, text in row.missing.items())
-        numbers = [row.values.get(name) for name in NAMES]
-        cells.append(
-            (
-                row.setup,
-                _state(row),
-                *map(row.assignment.get, keys),
-                *numbers,
-                *ends,
-                len(row.results),
-                "; ".join(row.remarks),
-                why,
-            )
-        )
-    return Table([*columns, *(Column(name) for name in ("repeats", "remarks", "reasons"))], cells)
+        cells.append((
+            row.setup, _value(row, "state"), *map(row.assignment.get, keys), *map(row.values.get, NAMES),
+            *(row.spread[name][i] if name in row.spread else None for name, i in ends.values()), len(row.results),
+            "; ".join(row.remarks), "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
+        ))  # fmt: skip
+    return Table([Column(name) for name in names], cells)
 
 
 def _projected(projected: Sequence[Projection]) -> Table:
@@ -189,12 +175,6 @@ def _projected(projected: Sequence[Projection]) -> Table:
     return Table([Column(name, *heading) for name, heading in headings.items()], cells)
 
 
-METERS = (
-    "The driver's numbers come from NVML, the wall clock's samples/s are those of the whole run without its start-up; the trainer's "
-    "are what its allocator holds and samples/s of its steps after the warm-up."
-)
-
-
 def _meters(table: Sequence[ScalingRow], values: Sequence[dict[str, Any]]) -> Table:
     """What the driver and the wall clock say of each setup beside what the trainer measured; on a CPU the driver is silent."""
     names = {
@@ -204,15 +184,13 @@ def _meters(table: Sequence[ScalingRow], values: Sequence[dict[str, Any]]) -> Ta
     }  # fmt: skip
     cpu = any(row.on_cpu for row in table)
     names |= {"rss_mb": "Trainer: resident memory of a rank (MB)"} if cpu else {}
-    gpu_only, lines = ("driver_mem_mb", "util_pct", "mem_alloc_mb"), list[tuple[Any, ...]]()
-    for row, own in zip(table, values, strict=True):
-        why = dict.fromkeys(gpu_only, "no GPU") if row.on_cpu else {}
-        state = row.state if not row.start else "not measured"
-        lines.append((row.setup, *(why.get(name) or own.get(name, state) for name in names)))
-    kinds = {"driver_mem_mb": "mb", "mem_alloc_mb": "mb", "rss_mb": "mb"}
-    return Table(
-        [Column("setup", "Setup"), *(Column(n, text, kinds.get(n, "rate")) for n, text in names.items())], lines
-    )
+    lines = list[tuple[Any, ...]]()
+    for row, numbers in zip(table, values, strict=True):
+        why = dict.fromkeys(("driver_mem_mb", "util_pct", "mem_alloc_mb"), "no GPU") if row.on_cpu else {}
+        state = "not measured" if row.start else row.state
+        lines.append((row.setup, *(why.get(name) or numbers.get(name, state) for name in names)))
+    columns = [Column(name, text, "mb" if name.endswith("_mb") else "rate") for name, text in names.items()]
+    return Table([Column("setup", "Setup"), *columns], lines)
 
 
 def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
@@ -220,10 +198,8 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in table if row.measured]
     repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
-    start = (
-        f"Step: the median over the lines of the ledger that begin after {scaling.warmup} steps of each start{repeats}."
-    )
-    text = [f"{start} {FORMULAS[scaling.mode]}"]
+    start = f"Step: the median over the lines of the ledger that begin after {scaling.warmup} steps of each start"
+    text = [f"{start}{repeats}. {FORMULAS[scaling.mode]}"]
     if scaling.grow == "model" and len(measured) > 1:
         (low, high), names = (measured[0], measured[-1]), ("layers", "parameters", "flops_per_device")
         more = [high.values[name] / low.values[name] for name in names]
@@ -241,30 +217,23 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
             "Predicted: FLOPs of a rank ÷ the measured rate of matrix products, and the collectives' bytes on a ring ÷ the measured "
             "bus bandwidth at their size, nothing overlapped."
         )
-    text += [f"{row.setup}: {remark}." for row in table for remark in row.remarks]
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in measured:
-        for name in COLUMNS:
-            if name in row.missing and name not in NOT_ASKED[scaling.mode]:
-                reasons.setdefault((COLUMNS[name][0].partition(" (")[0], row.missing[name]), []).append(row.setup)
-    for (name, why), setups in reasons.items():
-        of = "" if len(setups) == len(measured) else f" ({', '.join(setups)})"
-        text.append(f"No {name[0].lower() + name[1:] if name != 'MFU' else name}{of}: {why}.")
+    remarks = ((row.setup, text) for row in table for text in row.remarks if not text.startswith("recommended"))
+    text += [f"{setup}: {remark}." for setup, remark in remarks]
+    skipped = (*UNEXPLAINED, *(OF_RANKS if scaling.mode == "strategies" else OF_STRATEGIES))
+    empty: dict[tuple[str, ...], dict[str, list[str]]] = {}  # by setups and reason, the columns
+    for name, (heading, _, _) in COLUMNS.items():
+        without: dict[str, list[str]] = {}
+        for row in measured:
+            if name in row.missing and name not in skipped:
+                without.setdefault(row.missing[name], []).append(row.setup)
+        for why, setups in without.items():
+            words = heading.partition(" (")[0]
+            words = words if words.isupper() else words[0].lower() + words[1:]
+            empty.setdefault(tuple(setups), {}).setdefault(why, []).append(words)
+    for of, reasons in empty.items():
+        where = "all setups" if len(of) == len(measured) > 1 else "; ".join(of)
+        text += [f"No value of {', '.join(columns)} ({where}): {why}." for why, columns in reasons.items()]
     return text
-
-
-NOT_ASKED = dict.fromkeys(
-    ("strong", "fixed-data", "weak"), ("pareto", "recommended", "predicted_error", "compile_s")
-) | {"strategies": ("speedup", "efficiency", "serial_fraction", "ratio", "predicted_error", "compile_s")}
-"""What a mode does not ask for, so that its absence needs no word."""
-KARP = "p = N ÷ N0; serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
-FORMULAS = {
-    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; speed-up = T(N0) ÷ T(N); {KARP}",
-    "fixed-data": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample (that of a step ÷ its samples), N0 the fewest ranks; "
-    f"speed-up = T(N0) ÷ T(N); {KARP}",
-    "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
-    "strategies": "Recommended: the fastest; of those within 2 % of it, or the spread of its repeats, the one with the least memory.",
-}
 
 
 def _winners(study: Study, table: Sequence[ScalingRow]) -> list[dict[str, Any]]:
@@ -273,7 +242,7 @@ def _winners(study: Study, table: Sequence[ScalingRow]) -> list[dict[str, Any]]:
         if row.values.get("recommended"):
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
             command, remark = study.winner_command(assignment, row.world)
-            numbers = f"{show(row.values['samples_per_s'], 'rate')} samples/s, {show(row.values['memory_mb'], 'mb')} MB on the fullest rank"
+            numbers = f"{show(row.values['samples_per_s'], 'rate')} samples/s, {show(row.values['peak_mem_mb'], 'mb')} MB on the fullest rank"
             why = next(text for text in row.remarks if text.startswith("recommended"))
             return [{"text": f"{row.setup}: {numbers}; {why}", "command": command, "remark": remark, "rows": [number]}]
     return []
@@ -283,14 +252,9 @@ def scaling_table(table: Sequence[ScalingRow], width: int, title: str = "") -> G
     """The setups as a table for a terminal of that width, for `windlass scale`; print `sentences` under it."""
     from windlass.telemetry.terminal import table as terminal_table
 
-    names = _shown(table)
-    at = 3 + names.index("step_ms") if "step_ms" in names else 2  # the spread stands beside the step
-    head, lines = ["setup", "state", *(COLUMNS[name][1] for name in names)], list[list[str]]()
-    for row in table:
-        lines.append([row.setup, _state(row), *(show(_value(row, name), COLUMNS[name][2]) for name in names)])
-    for line, spread in zip((head, *lines), ("low to high", *(_spread(row) or "" for row in table)), strict=True):
-        line.insert(at, spread)
-    return terminal_table(head, lines, width, text=("setup", "state"), title=title)
+    shown = _table(table)
+    head = [COLUMNS[column.name][1] for column in shown.columns]
+    return terminal_table(head, shown.shown(), width, text=("setup", "state"), title=title)
 
 
 def endings(study: Study, table: Sequence[ScalingRow], width: int) -> list[Group | str]:
@@ -300,7 +264,7 @@ def endings(study: Study, table: Sequence[ScalingRow], width: int) -> list[Group
     projected, basis = projections(study, table)
     parts: list[Group | str] = []
     if projected:
-        own = _projected(projected)
-        parts += [terminal_table([h.lower() for h in own.headings], own.shown(), width, text=("reason",)), basis]
+        shown = _projected(projected)
+        parts += [terminal_table([h.lower() for h in shown.headings], shown.shown(), width, text=("reason",)), basis]
     parts += [f"{best['text']}\n  {best['command']}\n  {best['remark']}".rstrip() for best in _winners(study, table)]
     return [part for part in parts if part]

@@ -74,22 +74,22 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
         Chart("scaling-throughput", "Throughput", "samples/s", measures, note=f"against ranks{band}", **names),
         Chart("scaling-efficiency", "Efficiency", "%", efficiencies, note="against ranks", **names),
         Chart(
-            "scaling-memory", "Peak memory of the fullest rank", what, [series("memory_mb", "memory")],
+            "scaling-memory", "Peak memory of the fullest rank", what, [series("peak_mem_mb", "memory")],
             note="against ranks", **names,
         ),
     ]  # fmt: skip
-    return charts if any("memory_mb" in row.values for row in measured) else charts[:2]
+    return charts if any("peak_mem_mb" in row.values for row in measured) else charts[:2]
 
 
 def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
     """Throughput against memory of each setup, with the line of those that no other one beats in both."""
-    rivals = sorted((row for row in measured if "pareto" in row.values), key=lambda row: row.values["memory_mb"])
-    if len({row.values["memory_mb"] for row in rivals}) < 2:
+    rivals = sorted((row for row in measured if "pareto" in row.values), key=lambda row: row.values["peak_mem_mb"])
+    if len({row.values["peak_mem_mb"] for row in rivals}) < 2:
         return []
 
     def series(label: str, own: Sequence[ScalingRow], **rest: Any) -> Series:
         x, y = (
-            np.array([row.values[name] for row in own], dtype=np.float64) for name in ("memory_mb", "samples_per_s")
+            np.array([row.values[name] for row in own], dtype=np.float64) for name in ("peak_mem_mb", "samples_per_s")
         )
         return Series(-1, label, step=x, tokens=x, hours=x, y=y, **rest)
 
@@ -100,7 +100,7 @@ def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
             series(row.setup + ", recommended" * row.values["recommended"], [row], colour=i % 7, points="only")
         )
     lines += [series("not on the front", rest, colour=7, points="only")] if rest else []
-    values = sorted({float(row.values["memory_mb"]) for row in rivals})
+    values = sorted({float(row.values["peak_mem_mb"]) for row in rivals})
     x_names = [show(value, "mb") for value in values]
     label = "MB resident on the fullest rank" if measured[0].on_cpu else "MB allocated on the fullest rank"
     names: dict[str, Any] = {"x_label": label, "x_values": values, "x_names": x_names, "note": f"against {label}"}

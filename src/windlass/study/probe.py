@@ -3,7 +3,7 @@
 `probes/<cell>/<i>` are run directories of `windlass train` processes, each with one rank's share of the cell's batch and no
 communication. On this machine as many run side by side as the cell has ranks here, so that they contend for cores and memory
 as those do: each is suspended after its first step until all have come there, and all are killed when they have done enough
-steps. `probe.json` beside them says how it ended. `machine.json` of the study has what `windlass check` measured, by
+steps. `probe.json` beside them says how it ended, and from which time on (`together`) all were running. `machine.json` of the study has what `windlass check` measured, by
 `<hosts>x<ranks>` (all ranks).
 """
 
@@ -34,13 +34,9 @@ from windlass.study.sweep import CellProcess
 STEPS, WINDOWS = 10, 4  # of a probe after its warm-up, at least; windows are those between two `train` lines
 MOST_EVERY = 5  # steps of a window, at most
 ENDLESS, TINY_LR = 10**6, 1e-9  # it is killed before its end, and its loss must stay finite without a schedule
-SECONDS = 600.0  # a probe that takes longer is ended, with the steps that it has
+SECONDS = 600.0  # a probe that takes longer has failed
 POLL_SECONDS = 0.05
 CHECK_BYTES = "4M"  # largest message on a CPU
-
-
-def probe_dir(study: Study, cell: Cell) -> Path:
-    return study.path / "probes" / Path(cell.directory).name
 
 
 def probe_recipe(cell: Cell) -> Recipe:
@@ -63,7 +59,7 @@ def run_probe(
 ) -> None:
     """Run a cell's probe where it was not run to its end; a failure is written down, for the table."""
     assert study.scaling is not None
-    directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
+    directory, ranks = study.probe_dir(cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json")
     again = retry_failed and before.get("state") == "failed"
     if (cell.world or 1) < 2 or cell.recipe.parallel.offload or (before and not again):
@@ -82,21 +78,28 @@ def run_probe(
             device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
             processes.append(CellProcess(cell, command, place, recipe.train.threads, device))
         try:
-            reason = _wait(processes, [Run(directory / str(rank)) for rank in range(ranks)], steps, stopped)
+            runs = [Run(directory / str(rank)) for rank in range(ranks)]
+            together, reason = _wait(processes, runs, steps, stopped)
         finally:
             for process in processes:
                 process.kill()
     if stopped:
         raise Stopped("stopped with everything saved; the same command continues")
     state = "failed" if reason else "finished"
-    write_atomic(directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": steps}))
+    write_atomic(
+        directory / "probe.json", json.dumps({"state": state, "reason": reason, "steps": steps, "together": together})
+    )
     if reason:
         notify(f"{cell.label}: the probe failed, so the time of communication stays unknown: {reason}")
 
 
-def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]) -> str:
-    """Until all have done so many steps side by side, one has failed, or a signal came; why one failed."""
-    until, suspended = time.monotonic() + SECONDS, dict[int, int]()  # by rank the step at which it was suspended
+def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]) -> tuple[float, str]:
+    """Wait until all have done so many steps side by side, one has failed, or a signal came.
+
+    Returns the time from which on all were running, and why one failed.
+    """
+    until, together = time.monotonic() + SECONDS, 0.0
+    suspended = dict[int, int]()  # by rank the step at which it was suspended
 
     def step(rank: int) -> int:
         return max((line["step"] for line in runs[rank].lines("train")), default=0)
@@ -104,7 +107,7 @@ def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, sto
     while not stopped:
         for process in processes:
             if (code := process.poll()) is not None:
-                return process.failure(code) or "it ended before its last step"
+                return together, process.failure(code) or "it ended before its last step"
         for rank in set(range(len(runs))) - suspended.keys():
             if step(rank):
                 os.killpg(processes[rank].pid, signal.SIGSTOP)
@@ -112,12 +115,13 @@ def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, sto
                 if len(suspended) == len(runs):
                     for process in processes:
                         os.killpg(process.pid, signal.SIGCONT)
+                    together = time.time()
         if len(suspended) == len(runs) and all(step(rank) >= suspended[rank] + steps for rank in suspended):
-            return ""
+            break
         if time.monotonic() > until:
-            return f"not {steps} steps within {SECONDS:.0f} s"
+            return together, f"not {steps} steps within {SECONDS:.0f} s"
         time.sleep(POLL_SECONDS)
-    return ""
+    return together, ""
 
 
 @contextmanager
@@ -160,5 +164,5 @@ def store_rates(study: Path, ranks: Sequence[Mapping[str, Any]], rates: Sequence
         "collectives": [{name: rate[name] for name in names} for rate in rates if rate["group"] == "all ranks"],
     }  # fmt: skip
     with FileLock(study / ".machine.lock"):
-        known = read_json(study / "machine.json")
-        write_atomic(study / "machine.json", json.dumps(known | {f"{nodes}x{len(ranks)}": entry}, indent=1))
+        before = read_json(study / "machine.json")
+        write_atomic(study / "machine.json", json.dumps(before | {f"{nodes}x{len(ranks)}": entry}, indent=1))

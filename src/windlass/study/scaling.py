@@ -1,8 +1,7 @@
 """The numbers of a scaling study, from its runs' ledgers alone: rows of setups, efficiencies, where the time went. No torch.
 
-`rows` has a row a setup: the cells that are equal but for `repeat`. `ScalingRow.values` has its numbers by name, the median
-over the repeats: see NAMES. What is not there has a reason in words in `ScalingRow.missing`. The definitions and formulas
-are in docs/scale.md.
+A setup is the cells that are equal but for `repeat`. What a row does not have has a reason in words in `ScalingRow.missing`.
+The definitions and formulas are in docs/scale.md.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from windlass.estimate.memory import Layout, layout_of
@@ -20,15 +18,21 @@ from windlass.model.size import CountedSizes, block_parameters, flops_per_token
 from windlass.run import Line, Run, last_start
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling
 from windlass.study.result import CellResult
-from windlass.study.steps import PHASES, measure, times, windows
+from windlass.study.steps import measure, times, windows
 from windlass.study.study import Study
-
-__all__ = ["NAMES", "Scaling", "ScalingRow", "rows"]
+from windlass.telemetry.timing import STEP_PHASES
 
 LOW = 0.7  # an efficiency below this one is remarked on
 PARTS = {"compute_ms": "computing", "exposed_ms": "communication", "data_ms": "waiting for data", "host_ms": "the host"}
 """The parts of a step, by name; they sum to it."""
-ONE_RANK = "no communication on one rank"
+COMPARED = (
+    "speedup",
+    "efficiency",
+    "serial_fraction",
+    "samples_factor",
+    "runtime_factor",
+    "ratio",
+)  # with the baseline
 
 NAMES: dict[str, str] = {
     "world": "ranks",
@@ -55,13 +59,13 @@ NAMES: dict[str, str] = {
     "host_ms": "of a step: the rest",
     "predicted_ms": "time of a step from the machine's measured rates",
     "predicted_error": "predicted over measured time of a step, less 1",
-    "startup_s": "from the start of the process to the first step",
+    "startup_s": "from the start of the process to its first evaluation or step",
     "compile_s": "compiling",
     "runtime_s": "wall time of the whole run",
     "samples_per_s_whole_run": "all samples over the wall time of the run, without its start-up",
     "train_loss": "the last training loss",
-    "train_loss_mean": "mean training loss of the run's steps; without it in the summary of the `train` lines, weighted by their steps",
-    "memory_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
+    "train_loss_mean": "mean training loss of the run's steps",
+    "peak_mem_mb": "peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
     "pareto": "whether no setup is both faster and smaller in memory",
     "recommended": "whether it is the recommended setup",
 }  # fmt: skip
@@ -79,9 +83,7 @@ class ScalingRow:
     values: dict[str, Any] = field(default_factory=dict)  # by name: see NAMES
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)  # lowest and highest over the repeats, by name
     missing: dict[str, str] = field(default_factory=dict)  # why a number of NAMES is not there
-    remarks: list[str] = field(
-        default_factory=list
-    )  # what its reader must know: low efficiency, oversubscribed cores, noise
+    remarks: list[str] = field(default_factory=list)  # low efficiency, oversubscribed cores, noise
     start: Line = field(default_factory=dict)  # the last start of its first repeat that finished
 
     @property
@@ -134,14 +136,14 @@ def rows(study: Study, results: Sequence[CellResult] | None = None) -> list[Scal
     """A row for each setup of a scaling study, by the ledgers of its cells and probes, and by its `machine.json`."""
     scaling, groups = study.scaling or Scaling("strategies"), dict[str, list[CellResult]]()
     for result in study.results() if results is None else results:
-        same = {key: value for key, value in result.cell.assignment.items() if key != REPEAT}
-        groups.setdefault(repr(same), []).append(result)
-    table = [_row(study, scaling, own) for own in groups.values()]
+        groups.setdefault(repr(_without_repeat(result.cell)), []).append(result)
+    table = [_row(study, scaling, group) for group in groups.values()]
     rates = read_json(study.path / "machine.json")
-    for row in filter(lambda row: row.measured, table):
-        _divide(row, _probe(study, row, scaling.warmup))
-        _predict(row, rates)
-        _oversubscribed(row)
+    for row in table:
+        if row.measured:
+            _divide(row, _probe(study, row, scaling.warmup))
+            _predict(row, rates)
+            _oversubscribed(row)
     if scaling.mode == "strategies":
         _choose(table)
     else:
@@ -152,23 +154,25 @@ def rows(study: Study, results: Sequence[CellResult] | None = None) -> list[Scal
     return table
 
 
+def _without_repeat(cell: Cell) -> Assignment:
+    return {key: value for key, value in cell.assignment.items() if key != REPEAT}
+
+
 def _row(study: Study, scaling: Scaling, results: list[CellResult]) -> ScalingRow:
     """A setup with the medians of its repeats, without what is compared with other setups."""
     cell, done = results[0].cell, [r for r in results if r.state == "finished"]
-    assignment = {key: value for key, value in cell.assignment.items() if key != REPEAT}
-    open_ones = [r for r in results if r.state != "finished"]
-    order = ("failed", "diverged", "pruned", "interrupted", "running", "waiting")
-    worst = min(open_ones, key=lambda r: order.index(r.state)) if open_ones else None
+    order = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
+    worst = min(results, key=lambda r: order.index(r.state))
     start = last_start(done[0].run.ledger()) if done else {}
     numbers = [measure(r.run, scaling.warmup) for r in done]
     names = dict.fromkeys(name for one in numbers for name in one)
     columns = {name: [one[name] for one in numbers if name in one] for name in names}
     values: dict[str, Any] = _shape(study, cell, start) | {n: statistics.median(c) for n, c in columns.items()}
     row = ScalingRow(
-        _name(study, scaling, cell, values), assignment, results, worst.state if worst else "finished",
-        worst.reason if worst else "", values, {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1}, start=start,
+        _name(study, scaling, cell, values), _without_repeat(cell), results, worst.state, worst.reason, values,
+        {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1}, start=start,
     )  # fmt: skip
-    if done and open_ones:
+    if 0 < len(done) < len(results):
         row.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
     if row.measured:  # of the median step, so that they agree with it
         steps_per_s = 1e3 / values["step_ms"]
@@ -181,35 +185,29 @@ def _row(study: Study, scaling: Scaling, results: list[CellResult]) -> ScalingRo
 
 def _shape(study: Study, cell: Cell, start: Line) -> dict[str, Any]:
     """Ranks, hosts, layers, batch and parameters, as far as they are known before a run."""
-    world = int(start.get("world") or cell.world or cell.nodes)
-    layers = (start.get("network") or {}).get("layers") or (
-        cell.recipe.model.layers if cell.recipe.model.kind == "gpt" else None
-    )
+    model, world = cell.recipe.model, int(start.get("world") or cell.world or cell.nodes)
     batch = start.get("global_batch", cell.recipe.train.global_batch)
     shape = {
-        "world": world,
-        "nodes": cell.nodes,
-        "layers": layers,
-        "global_batch": batch,
-        "batch_per_device": batch / world,
-    }
-    shape["parameters"] = start.get("parameters")
+        "world": world, "nodes": cell.nodes, "global_batch": batch, "batch_per_device": batch / world,
+        "layers": (start.get("network") or {}).get("layers") or (model.layers if model.kind == "gpt" else None),
+        "parameters": start.get("parameters"),
+    }  # fmt: skip
     return {name: value for name, value in shape.items() if value is not None}
 
 
 def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
     """A setup as its row is headed: hosts, ranks, and what else tells it from the others."""
     if scaling.mode == "strategies":
-        own = {
-            k.rsplit(".", 1)[-1]: v
-            for k, v in cell.assignment.items()
-            if k not in AXES_ONLY and len(study.values[k]) > 1
-        }
-        plain = ("strategy", "precision")  # their values say what they are
-        on = {k.removeprefix("activation_"): v for k, v in own.items() if k in plain or v not in (False, 0, "none")}
-        return (
-            ", ".join(k if v is True else str(v) if k in plain else f"{k} {v}" for k, v in on.items()) or "the recipe"
-        )
+        words = []
+        for key, value in cell.assignment.items():
+            name = key.rsplit(".", 1)[-1].removeprefix("activation_")
+            if key in AXES_ONLY or len(study.values[key]) < 2:
+                continue
+            if name in ("strategy", "precision"):  # their values say what they are
+                words.append(str(value))
+            elif value not in (False, 0, "none"):
+                words.append(name if value is True else f"{name} {value}")
+        return ", ".join(words) or "the recipe"
     hosts, ranks = values["nodes"], values["world"]
     text = f"{hosts} host{'s' * (hosts > 1)}, {ranks} rank{'s' * (ranks > 1)}"
     return f"{text}, {values['layers']} layers" if scaling.grow == "model" and "layers" in values else text
@@ -222,21 +220,20 @@ def _probe(study: Study, row: ScalingRow, warmup: int) -> Mapping[str, float]:
     """
     if row.world == 1:
         return row.values
-    found, why = list[dict[str, float]](), "no probe without communication was run"
+    ranks, why = list[dict[str, float]](), "no probe without communication was run"
     if row.recipe.parallel.offload:
         why = "offloading takes time that a probe without communication does not have"
     for result in row.results:
-        directory = study.path / "probes" / Path(result.cell.directory).name
+        directory = study.probe_dir(result.cell)
         ended = read_json(directory / "probe.json")
         if ended.get("reason"):
             why = f"the probe failed: {ended['reason']}"
         elif ended:
             runs = [Run(path.parent) for path in sorted(directory.glob("*/metrics.jsonl"))]
-            found += filter(None, (times(windows(run.ledger(), warmup)) for run in runs))
-    names = {name for one in found for name in one}
-    if not found:
+            ranks += filter(None, (times(windows(run.ledger(), warmup, ended["together"])) for run in runs))
+    if not ranks:
         row.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
-    return {name: statistics.median(one[name] for one in found if name in one) for name in names}
+    return {name: statistics.median(one[name] for one in ranks if name in one) for one in ranks for name in one}
 
 
 def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
@@ -250,7 +247,7 @@ def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
     if not probe:
         return
     alone, rest = probe["step_ms"] - probe.get("data_ms", 0.0), values["step_ms"] - values["data_ms"]
-    phases = [probe[f"{name}_ms"] for name in PHASES[1:] if f"{name}_ms" in probe]
+    phases = [probe[f"{name}_ms"] for name in STEP_PHASES[1:] if f"{name}_ms" in probe]
     compute, exposed = min(sum(phases), alone) if phases else alone, rest - alone
     share = min(1.0, rest / alone) if alone else 1.0  # below 1 where the difference is negative
     values |= {"compute_ms": compute * share, "host_ms": (alone - compute) * share}
@@ -263,17 +260,15 @@ def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
 
 def _predict(row: ScalingRow, rates: Mapping[str, Any]) -> None:
     """The time of a row's step by the measured rates of its machine."""
-    own = rates.get(f"{row.values['nodes']}x{row.world}")
-    if not own or row.recipe.parallel.offload:
-        why = (
-            "the rates of these hosts and ranks were not measured"
-            if not own
-            else "the way to the host is not in the formula"
-        )
-        row.missing["predicted_ms"] = why
+    machine = rates.get(f"{row.values['nodes']}x{row.world}")
+    if row.recipe.parallel.offload:
+        row.missing["predicted_ms"] = "copies to and from the host are not in the formula"
+        return
+    if not machine:
+        row.missing["predicted_ms"] = "the rates of these hosts and ranks were not measured"
         return
     sent = collectives(row.layout, row.tensors, row.recipe.parallel.bucket_mb)
-    step = predict(own, row.values["flops_per_device"], row.layout, sent)
+    step = predict(machine, row.values["flops_per_device"], row.layout, sent)
     if step.compute is None or step.communication is None:
         row.missing["predicted_ms"] = step.reason
         return
@@ -286,19 +281,18 @@ def _oversubscribed(row: ScalingRow) -> None:
     environment = next(r.run.environment for r in row.results if r.state == "finished")
     cores, ranks = environment.get("machine", {}).get("cores"), environment.get("ranks", [])
     for host in sorted({str(rank.get("host")) for rank in ranks}) if row.on_cpu and cores else ():
-        own = [int(rank.get("threads") or 1) for rank in ranks if str(rank.get("host")) == host]
-        if sum(own) > cores:
-            text = f"{len(own)} ranks with {sum(own)} threads share the {cores} cores of {host}"
-            row.remarks.append(f"oversubscribed: {text}, so that this says nothing of {len(own)} devices")
+        threads = [int(rank.get("threads") or 1) for rank in ranks if str(rank.get("host")) == host]
+        if sum(threads) > cores:
+            text = f"{len(threads)} ranks with {sum(threads)} threads share the {cores} cores of {host}"
+            row.remarks.append(f"oversubscribed: {text}, so that this says nothing of {len(threads)} devices")
 
 
 def _compare(table: list[ScalingRow], scaling: Scaling) -> None:
     """Speed-up, efficiency and factors over the baseline: the smallest number of ranks."""
     base = min(table, key=lambda row: (row.world, row.values["nodes"]))
-    names = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
     for row in table:
         if row is not base and not base.measured:
-            row.missing.update(dict.fromkeys(names, f"the baseline, {base.setup}, has no numbers"))
+            row.missing.update(dict.fromkeys(COMPARED, f"the baseline, {base.setup}, has no numbers"))
         if not row.measured or not base.measured:
             continue
         values, first, p = row.values, base.values, row.world / base.world
@@ -307,9 +301,8 @@ def _compare(table: list[ScalingRow], scaling: Scaling) -> None:
         values |= {"efficiency": efficiency, "speedup": efficiency * p, "samples_factor": faster}
         if scaling.mode != "weak" and p > 1:
             values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
-        if "runtime_s" in values and "runtime_s" in first:
-            values["ratio"] = values["runtime_s"] / first["runtime_s"]
-            values["runtime_factor"] = 1 / values["ratio"]
+        values["ratio"] = values["runtime_s"] / first["runtime_s"]
+        values["runtime_factor"] = 1 / values["ratio"]
         if efficiency < LOW:
             row.remarks.append(f"low efficiency, {100 * efficiency:.0f} %: {_grown(row, base)}")
 
@@ -330,10 +323,10 @@ def _choose(table: list[ScalingRow]) -> None:
 
     Recommended is the fastest; of those within the spread of its repeats, or 2 % of it, the one with least memory.
     """
-    rivals = [row for row in table if row.measured and "memory_mb" in row.values]
+    rivals = [row for row in table if row.measured and "peak_mem_mb" in row.values]
     if not rivals:
         return
-    points = [(row.values["samples_per_s"], row.values["memory_mb"]) for row in rivals]
+    points = [(row.values["samples_per_s"], row.values["peak_mem_mb"]) for row in rivals]
     for row, (speed, memory) in zip(rivals, points, strict=True):
         better = [1 for s, m in points if s >= speed and m <= memory and (s, m) != (speed, memory)]
         row.values.update(pareto=not better, recommended=False)
@@ -341,10 +334,10 @@ def _choose(table: list[ScalingRow]) -> None:
     best = fastest.values["samples_per_s"]
     limit = min(0.98 * best, fastest.spread.get("samples_per_s", (best, best))[0])
     near = [row for row in rivals if row.spread.get("samples_per_s", (0, row.values["samples_per_s"]))[1] >= limit]
-    chosen = min(near, key=lambda row: row.values["memory_mb"])
+    chosen = min(near, key=lambda row: row.values["peak_mem_mb"])
     chosen.values["recommended"] = True
     if chosen is not fastest:
-        saved = 1 - chosen.values["memory_mb"] / fastest.values["memory_mb"]
+        saved = 1 - chosen.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
         how = f"as fast as the fastest, {fastest.setup}, within 2 % or the spread of its repeats"
         chosen.remarks.append(f"recommended: {how}, with {100 * saved:.0f} % less memory")
     else:
@@ -358,13 +351,12 @@ def _reasons(row: ScalingRow, scaling: Scaling) -> dict[str, str]:
         return dict.fromkeys(NAMES, why)
     if not row.measured:
         return dict.fromkeys(NAMES, f"no line of the ledger begins after {scaling.warmup} steps of warm-up")
-    weak, strategies, device = scaling.mode == "weak", scaling.mode == "strategies", row.start.get("device")
-    compared = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
     reasons = dict.fromkeys(NAMES, "not measured")
-    reasons |= {"mfu": f"no peak is known of {device}", "compile_s": "not compiled", "exposed_ms": ONE_RANK}
-    reasons["serial_fraction"] = "defined for a fixed amount of work" if weak else "the baseline"
-    if strategies:
-        reasons |= dict.fromkeys(compared, "all setups have the same number of ranks")
+    reasons |= {"mfu": f"no peak is known of {row.start.get('device')}", "compile_s": "not compiled"}
+    reasons |= {"exposed_ms": "no communication on one rank"}
+    reasons["serial_fraction"] = "defined for a fixed amount of work" if scaling.mode == "weak" else "the baseline"
+    if scaling.mode == "strategies":
+        reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
     else:
         reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
     return reasons | {"predicted_error": row.missing.get("predicted_ms", "not measured")} | row.missing

@@ -3,58 +3,52 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from windlass.run import Line, Run, effective, last_start, read_lines
-from windlass.telemetry.timing import BEGINS, wall_time
-
-PHASES = ("data", "forward", "backward", "optimizer")  # of a step that a ledger has
+from windlass.run import Line, Run, last_start, timestamp
+from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
 
-def windows(lines: Iterable[Line], warmup: int) -> list[Line]:
-    """The `train` lines whose steps begin after `warmup` steps of their start. A line holds means since the one before it."""
-    step, start, chosen = 0, 0, []
+def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
+    """The `train` lines whose steps begin after `warmup` steps of their start, and after the time `since`.
+
+    A line holds means since the one before it.
+    """
+    step, start, begun, chosen = 0, 0, 0.0, []
     for line in lines:
         if line["kind"] == "event" and line.get("event") in BEGINS:
             step = start = line["step"]
         elif line["kind"] == "train":
-            if line.get("step_ms") and step - start >= warmup:
+            if line.get("step_ms") and step - start >= warmup and begun >= since:
                 chosen.append(line)
-            step = line["step"]
+            step, begun = line["step"], timestamp(line) if since else 0.0
     return chosen
 
 
-def times(lines: Iterable[Line]) -> dict[str, float]:
+def times(lines: Sequence[Line]) -> dict[str, float]:
     """Medians of a step's time and its phases over `train` lines; empty without lines."""
-    every = list(lines)
-    columns = {f"{name}_ms": [x[f"{name}_ms"] for x in every if f"{name}_ms" in x] for name in ("step", *PHASES)}
+    columns = {f"{name}_ms": [x[f"{name}_ms"] for x in lines if f"{name}_ms" in x] for name in ("step", *STEP_PHASES)}
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
 def measure(run: Run, warmup: int) -> dict[str, float]:
-    """The numbers of one run by name, and the medians of its phases, from its ledger."""
-    raw = list(read_lines(run.metrics_path))
-    lines = effective(raw)
-    start, wall, chosen = last_start(lines), wall_time(raw), windows(lines, warmup)
+    """The numbers of a finished run by name: of its steps after the warm-up, and of the whole run by its summary."""
+    lines = run.ledger()
+    chosen = windows(lines, warmup)
     numbers = times(chosen)
     if chosen:
-        for name, rates in (("tokens", "tokens_per_s"), ("padded_tokens", "padded_tokens_per_s")):
-            per_step = [x.get(rates, x["tokens_per_s"]) * x["step_ms"] / 1e3 for x in chosen]
+        for name in ("tokens", "padded_tokens"):
+            per_step = [x.get(f"{name}_per_s", x["tokens_per_s"]) * x["step_ms"] / 1e3 for x in chosen]
             numbers[f"{name}_per_step"] = statistics.median(per_step)
-        numbers["samples_per_s"] = start["global_batch"] / numbers["step_ms"] * 1e3
+        numbers["samples_per_s"] = last_start(lines)["global_batch"] / numbers["step_ms"] * 1e3
         if all("mfu" in x for x in chosen):
             numbers["mfu"] = statistics.median(x["mfu"] for x in chosen)
-    train, step, losses = [x for x in lines if x["kind"] == "train"], 0, []
-    for line in train:  # each line's loss stands for the steps since the line before it
-        losses.append((line["step"] - step, float(line["loss"])))
-        step = line["step"]
-    if steps := sum(count for count, _ in losses):
-        numbers["train_loss"] = losses[-1][1]
-        numbers["train_loss_mean"] = sum(count * loss for count, loss in losses) / steps
-    numbers |= {f"{name}_s": wall[name] for name in ("startup", "compile") if wall[name]}
-    samples = next((x["samples"] for x in reversed(train) if "samples" in x), 0)
-    if (working := wall["total"] - wall["startup"]) > 0 and samples:
-        numbers |= {"runtime_s": wall["total"], "samples_per_s_whole_run": samples / working}
-    ended = [x for x in lines if x["kind"] == "summary"][-1:]
-    exact = {"peak_mem_mb": "memory_mb"} | {x: x for x in ("train_loss_mean", "samples_per_s_whole_run")}
-    return numbers | {ours: float(x[name]) for x in ended for name, ours in exact.items() if name in x}
+    summary = [x for x in lines if x["kind"] == "summary"][-1]
+    whole: dict[str, Any] = {
+        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
+        "compile_s": summary["wall_time"]["compile"] or None, "train_loss": summary["final_loss"],
+    }  # fmt: skip
+    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
+    whole |= {name: summary.get(name) for name in names}
+    return numbers | {name: float(value) for name, value in whole.items() if value is not None}  # NaN is text in JSON

@@ -202,6 +202,10 @@ class Study:
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
 
+    def probe_dir(self, cell: Cell) -> Path:
+        """Of a scaling study: where the steps of a cell without communication are (study/probe.py)."""
+        return self.path / "probes" / Path(cell.directory).name
+
     def runs(self) -> list[Run]:
         return [run for run in map(self.run_of, self.cells) if run.recipe_path.is_file()]
 
