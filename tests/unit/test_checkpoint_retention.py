@@ -54,6 +54,7 @@ def test_scores_are_the_finite_values_in_the_ledger() -> None:
     wanted = {"loss": {1: 3.0}, "squad.f1": {1: 10.0}, "hellaswag.acc": {}}
     assert {measure: retention.scores_by_step(lines, measure) for measure in wanted} == wanted
     assert best({}, "loss") is None and best({2: 1.0, 1: 1.0, 0: NAN}, "loss") == 1
+    assert best({1: 1.3, 2: 1.2}, "loss.bits_per_byte") == 2, "less is better, too"
     assert best({1: 3.0, 2: 2.0, 3: INF}, "squad.f1") == 1 and best({1: 3.0, 2: 2.0, 3: -INF}, "loss") == 2
 
 

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
-from windlass.checkpoint.retention import LOSS, Lineage, committed, policy_of, read_lineage, retain, scores_by_step
+from windlass.checkpoint.retention import (
+    LOSS,
+    Lineage,
+    committed,
+    lower_is_better,
+    policy_of,
+    read_lineage,
+    retain,
+    scores_by_step,
+)
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon
@@ -173,7 +182,7 @@ def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
     if lineage is not None:  # abandoned steps have no score: the ledger may have that of another model there
         entries = [e for e in entries if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step]
-    sign = 1 if measure == LOSS else -1
+    sign = 1 if lower_is_better(measure) else -1
     scored = sorted((e for e in entries if e.step in scores), key=lambda e: (sign * scores[e.step], e.step))
     return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
 

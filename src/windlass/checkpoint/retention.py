@@ -90,9 +90,13 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
+def lower_is_better(measure: str) -> bool:
+    return measure.split(".", maxsplit=1)[0] == LOSS  # also of `loss.bits_per_byte`
+
+
 def best(scores: Mapping[int, float], measure: str) -> int | None:
     """The step with the lowest validation loss, or the highest value of another measure; the first of equal ones."""
-    sign = 1 if measure == LOSS else -1
+    sign = 1 if lower_is_better(measure) else -1
     steps = (step for step in sorted(scores) if math.isfinite(scores[step]))
     return min(steps, key=lambda step: sign * scores[step], default=None)
 

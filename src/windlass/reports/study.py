@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS
+from windlass.checkpoint.retention import LOSS, lower_is_better
 from windlass.reports.charts import Chart, Series
 from windlass.reports.tables import Column, Table, label, measures
 from windlass.reports.text import short, show
@@ -162,7 +162,7 @@ def heat_map(seen: StudyView) -> Heat | None:
         values[rows.index(group.assignment[row_key])][columns.index(group.assignment[column_key])] = group.median
     table = np.array(values, dtype=np.float64)
     low, high = np.nanmin(table), np.nanmax(table)
-    far = (table - low if seen.study.measure == LOSS else high - table) / (high - low or 1)
+    far = (table - low if lower_is_better(seen.study.measure) else high - table) / (high - low or 1)
     # by the logarithm of the distance from the best: one very bad cell does not hide the differences between good ones
     shares = 1 - np.log1p(9 * far) / np.log(10)
     return Heat(f"Best {seen.title}", row_key, column_key, rows, columns, values, shares)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from windlass.checkpoint.retention import LOSS
+from windlass.checkpoint.retention import LOSS, lower_is_better
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
@@ -276,7 +276,7 @@ class Study:
         for group in self.groups(results):
             place = {key: value for key, value in group.assignment.items() if key not in choices}
             rivals.setdefault(repr(place), []).append(group)
-        sign, best_of = 1 if self.measure == LOSS else -1, []
+        sign, best_of = 1 if lower_is_better(self.measure) else -1, []
         for groups in rivals.values():
             scored = [group for group in groups if group.scores] if len(groups) > 1 else []
             if scored:

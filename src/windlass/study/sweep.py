@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from windlass.checkpoint.retention import LOSS
+from windlass.checkpoint.retention import lower_is_better
 from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, require
 from windlass.processes import WINDLASS, thread_share, visible_gpus
 from windlass.recipe import Recipe
@@ -255,7 +255,7 @@ class Halving:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
-        direction = "minimize" if study.measure == LOSS else "maximize"
+        direction = "minimize" if lower_is_better(study.measure) else "maximize"
         trials = optuna.create_study(direction=direction, pruner=pruner)
         self._trials = {cell.key: trials.ask() for cell in study.cells}
         self._reported = dict.fromkeys(self._trials, 0)
