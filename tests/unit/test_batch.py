@@ -328,11 +328,13 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     write_ledger(running, {"kind": "event", "event": "started"})
     running.heartbeat_path.touch()
     messages, asked = list[str](), Resources(2, gpus_per_node=4)
-    script, _ = submit_study(
-        study.path, scheduler="slurm", site=Site(), asked=asked, dry_run=True, notify=messages.append
-    )
+    how = {"scheduler": "slurm", "site": Site(), "asked": asked, "dry_run": True, "notify": messages.append}
+    script, _ = submit_study(study.path, **how)
     assert {"#SBATCH --array=0,3", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4"} <= set(header(script))
-    assert f'sweep {study.path} --only "$task" --launch &' in script and "cell 2" in messages[0]
+    assert f'sweep {study.path} --only "$task" --launch &' in script
+    assert "cell 1;" in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
+    script, _ = submit_study(study.path, **how, retry_failed=True)
+    assert "#SBATCH --array=0,1,3" in header(script) and '"$task" --launch --retry-failed &' in script
     cpu = Study.create(Recipe.load("quickstart", ["parallel.device=cpu"]), ["parallel.world=1,2"], tmp_path / "cpu")
     script, _ = submit_study(cpu.path, scheduler="pbs", site=Site(), asked=Resources(2), dry_run=True)
     assert "#PBS -l select=1:ncpus=2:mpiprocs=2" in header(script) and "--launch" not in script

@@ -1,10 +1,13 @@
 """What a check finds: pure functions of facts, and the verb on two real ranks."""
 
 import json
+import os
+import pty
+import subprocess
 
 import pytest
 
-from helpers import windlass
+from helpers import command, windlass
 from windlass.preflight import findings
 from windlass.preflight.check import Check, services, size_of
 from windlass.preflight.findings import Finding
@@ -102,4 +105,8 @@ def test_check_on_two_ranks(tmp_path):
         rank["tflops"]["float32"] > 0 for rank in result["ranks"]
     )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-    assert windlass("check", "--min-busbw", "1", cwd=tmp_path, code=44).stdout
+    terminal, inner = pty.openpty()
+    done = subprocess.run(command("check", "--min-busbw", "1"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=inner)
+    assert done.returncode == 44 and b"NOT MEASURED" in done.stdout
+    shown = os.read(terminal, 65536)
+    assert b"matrix products" in shown and shown.endswith(b"\r\x1b[K"), "the line of progress stands before the table"

@@ -139,6 +139,7 @@ def submit(
     min_busbw: float = typer.Option(
         0.0, min=0, metavar="GB/S", help="Bus bandwidth that `windlass check` must measure first."
     ),
+    retry_failed: bool = typer.Option(False, "--retry-failed", help="A study: its failed and diverged cells, too."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = typer.Option(
         False, "--watch", help="Follow state and log until the job is over; also of a run or study that waits or runs."
@@ -167,7 +168,7 @@ def submit(
         if overrides:
             raise UserError(f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out")
         where = directory
-        script, job = submit_study(directory, **how, notify=partial(typer.echo, err=True))
+        script, job = submit_study(directory, **how, retry_failed=retry_failed, notify=partial(typer.echo, err=True))
     else:
         loaded = Recipe.load(recipe, overrides)
         script, job = jobs.submit_run(loaded, recipe, overrides, **how)
@@ -246,10 +247,12 @@ def check(
     try:
         done = run_check(loaded, max_bytes=size_of(max_size), show=show)
     except RunFailed as error:
+        show("")
         if not min_busbw:
             raise
         typer.echo(f"windlass: the bandwidth could not be measured: {error}", err=True)
         return NOT_MEASURED
+    show("")
     if env.rank == 0:
         _show_check(done, min_busbw, json_)
         if rates:
@@ -291,4 +294,4 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
 
 
 def _progress(text: str) -> None:
-    print(f"\r\x1b[K{text} ", end="", file=sys.stderr, flush=True)
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

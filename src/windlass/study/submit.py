@@ -13,12 +13,12 @@ from windlass.processes import WINDLASS
 from windlass.study.grid import NODES
 from windlass.study.study import Study
 
-OPEN_STATES = ("waiting", "interrupted")
+OPEN_STATES, FAILED_STATES = ("waiting", "interrupted"), ("failed", "diverged")
 
 
 def submit_study(
     path: Path, *, scheduler: str = "", site: Site | None = None, asked: Resources | None = None, dry_run: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
+    retry_failed: bool = False, notify: Callable[[str], None] = lambda text: None,
 ) -> tuple[str, str]:  # fmt: skip
     """Submit the open cells of the study at `path`; returns the script and the job's id, both empty where no cell is open.
 
@@ -32,7 +32,11 @@ def submit_study(
         raise UserError(f"{path} is a scaling study: give again what made it, which submits the cells that are open")
     scheduler = find_scheduler(scheduler, site, dry_run)
     states = [result.state for result in study.results()]
-    numbers = [number for number, state in enumerate(states) if state in OPEN_STATES]
+    failed = [str(number) for number, state in enumerate(states) if state in FAILED_STATES]
+    if failed and not retry_failed:
+        notify(f"failed, so not submitted: cell {', '.join(failed)}; with --retry-failed they are")
+    wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+    numbers = [number for number, state in enumerate(states) if state in wanted]
     if running := [str(number) for number, state in enumerate(states) if state == "running"]:
         notify(f"running already, so not submitted: cell {', '.join(running)}")
     if not numbers:
@@ -43,6 +47,7 @@ def submit_study(
         asked = replace(asked, nodes=1, per_host=max(worlds))
     on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in cells)
     command = [*WINDLASS, "sweep", str(path), "--only", INDEX, *([] if worlds else ["--launch"])]
+    command += ["--retry-failed"] if retry_failed else []
     job = replace(make_job(f"windlass-{path.name}", command, path, site, asked, on_cpu), array=numbers)
     for cell in cells:
         cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
