@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def build_scaling(
         listed.append({"assignment": cell.assignment, "run": cell.directory, "key": cell.key})
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(base.toml())
-    (path / "study.json").write_text(json.dumps({"cells": listed, "scaling": scaling.stored()}))
+    (path / "study.json").write_text(json.dumps({"cells": listed, "scaling": asdict(scaling)}))
     study = Study.open(path)
     for number, cell in enumerate(study.cells):
         if number in waiting:

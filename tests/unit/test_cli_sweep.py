@@ -9,7 +9,7 @@ from rich.live import Live
 
 from helpers import write_ledger
 from windlass.cli import main
-from windlass.cli.sweep import _show, cells_table
+from windlass.cli.sweep import cells_table, show_cells
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.study import Study
@@ -53,7 +53,7 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     out, shown = io.StringIO(), {}
     with Live(console=Console(file=out, width=200), auto_refresh=False) as live:
         for _ in range(2):
-            _show(live, shown, study)
+            show_cells(live, shown, study)
     assert out.getvalue() == "[1/4] lr=0.01 seed=1: running, step 300/400, 1s left\n"
 
 

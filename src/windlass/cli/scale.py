@@ -12,7 +12,7 @@ import typer
 
 from windlass.cli import Json, Overrides, complete
 from windlass.cli.runs import show_study
-from windlass.cli.sweep import _show
+from windlass.cli.sweep import show_cells
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
@@ -73,18 +73,17 @@ def scale(
     base, options = load_study(recipe, "scale", overrides)
     path = dir_ or (Path(recipe) if Study.is_study(recipe) else None)
     if Study.is_study(recipe) and overrides and not worlds:
-        raise UserError(
-            f"{recipe} is a study, whose cells have their settings: leave {' '.join(overrides)} out, or add --worlds"
-        )
-    given: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
-    given |= {"worlds": numbers("worlds", worlds), "project": numbers("project", project)}
-    given |= {"precisions": [word for word in precisions.split(",") if word]}
-    options |= {name: value for name, value in given.items() if value not in (None, "", [])}
+        given = " ".join(overrides)
+        raise UserError(f"{recipe} is a study, whose cells have their settings: leave {given} out, or add --worlds")
+    asked: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
+    asked |= {"worlds": numbers("worlds", worlds), "project": numbers("project", project)}
+    asked |= {"precisions": [word for word in precisions.split(",") if word]}
+    options |= {name: value for name, value in asked.items() if value not in (None, "", [])}
     if nodes and worlds:
         raise UserError("--worlds and --nodes: with hosts the ranks are nodes x gpus-per-node; leave --worlds out")
     if nodes:
-        asked = Resources(gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw)
-        how = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
+        resources = Resources(gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw)
+        how = {"scheduler": scheduler, "site": read_site(site), "asked": resources}
         return _submit(base, options | {"nodes": numbers("nodes", nodes)}, path, how, dry_run)
     if not options.get("worlds") and not (path and Study.is_study(path)):
         raise UserError("which numbers of ranks? Write --worlds 1,2 (the smallest is the baseline)")
@@ -105,13 +104,14 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
 
     shown, console = dict[str, tuple[str, float]](), rich_console(sys.stderr if json_ else sys.stdout)
     with Live(console=console, auto_refresh=False) as live:
-        study = studies.scale(base, **options, show=partial(_show, live, shown), notify=console.out)
+        study = studies.scale(base, **options, show=partial(show_cells, live, shown), notify=console.out)
     results, only = study.results(), options["only"]
     table = rows(study, results)
     if json_:
-        values = [{"setup": row.setup, **row.assignment, **row.values, "state": row.state} for row in table]
-        more = [{"reason": r.reason, "spread": r.spread, "missing": r.missing, "remarks": r.remarks} for r in table]
-        typer.echo(json.dumps([one | rest for one, rest in zip(values, more, strict=True)], indent=1))
+        more = ("state", "reason", "spread", "missing", "remarks")
+        values = ({"setup": row.setup, **row.assignment, **row.values} for row in table)
+        listed = [one | {name: getattr(r, name) for name in more} for one, r in zip(values, table, strict=True)]
+        typer.echo(json.dumps(listed, indent=1))
     console.print(scaling_table(table, console.width, str(study.path)))
     for sentence in sentences(study, table):
         console.print(sentence, highlight=False)
@@ -134,10 +134,7 @@ def _submit(base: Recipe, options: dict[str, Any], path: Path | None, how: dict[
     on_cpu, site, asked = base.parallel.device == "cpu", how["site"], how["asked"]
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     ranks = 1 if on_cpu else max(1, gpus)
-    options = options | {
-        "worlds": [n * ranks for n in options["nodes"]],
-        "threads": site.cpus_per_rank if on_cpu else 0,
-    }
+    options |= {"worlds": [n * ranks for n in options["nodes"]], "threads": site.cpus_per_rank if on_cpu else 0}
     study = create_study(base, path=path, write=False, **options)
     scripts = submit_scaling(study, **how, dry_run=True)  # refuses what cannot be before anything is written
     if dry_run:

@@ -87,7 +87,7 @@ def sweep(
     one, shown = only if only >= 0 else None, dict[str, tuple[str, float]]()
     console = rich_console(sys.stderr if json_ else sys.stdout)  # with --json stdout is for JSON alone
     with Live(console=console, auto_refresh=False) as live:
-        show = partial(_show, live, shown)
+        show = partial(show_cells, live, shown)
         study = studies.sweep(base, axes, **settings, workers=workers, only=one, show=show, notify=console.out)
     results = study.results()
     if json_:
@@ -101,8 +101,8 @@ def sweep(
     return DONE if all(result.state in studies.DONE_STATES for result in worked_on) else FAILED
 
 
-def _show(live: Live, shown: dict[str, tuple[str, float]], study: Study) -> None:
-    """Draw the table anew in a terminal; elsewhere print a line for each cell whose state changed, or that trains on.
+def show_cells(live: Live, shown: dict[str, tuple[str, float]], study: Study) -> None:
+    """Draw the table again in a terminal; elsewhere print a line for each cell whose state changed, or that trains on.
 
     `shown`: by cell the state that was printed last, and when.
     """

@@ -49,12 +49,12 @@ def published(
     `setups`: of a scaling study what `scaling.setup_values` gives. Raises UserError where there is no table `name`, or it is one of
     studies and these are runs.
     """
-    known, wanted = specifications(), name or preset_of(views, study)
-    if wanted not in known:
+    specs, wanted = specifications(), name or preset_of(views, study)
+    if wanted not in specs:
         if name:
-            raise UserError(f"table={name}: there is no such table; there are {', '.join(known)}")
+            raise UserError(f"table={name}: there is no such table; there are {', '.join(specs)}")
         return None
-    spec = known[wanted]
+    spec = specs[wanted]
     columns: dict[str, str] = spec["columns"]
     rows: list[Row] = []
     if spec["rows"] == "run" and not study:
@@ -80,7 +80,7 @@ def published(
 def of_study(study: Study) -> Published | None:
     """The published table of a study's preset, with the study as it is on disk; None where there is none."""
     if study_preset(study) not in specifications():
-        return None
+        return None  # without reading the runs
     seen = read_study(study.path)
     return published(seen.views, seen, setups=setup_values(seen) if study.scaling else ())
 
@@ -103,8 +103,6 @@ def kind(name: str) -> str:
         return "hours"
     if name.startswith(EPOCH_LOSS):
         return "loss"
-    if name.startswith(EPOCH_LOSS):
-        return "loss"
     return KINDS.get(name, "rate" if name.endswith("_pct") else label(name)[1] if name in MEASURES else "")
 
 
@@ -119,16 +117,13 @@ def run_values(view: RunView) -> dict[str, Any]:
 
 def with_units(values: Values, gpus: bool) -> dict[str, Any]:
     """Measures, also in the units of tables (`x_gb`, `x_pct`), and those of GPUs alone only where there are some."""
-    found, world = dict(values), values.get("world")
+    more, world = dict(values), values.get("world")
     if gpus:
-        found |= {"gpus": world, "gpu_util_pct": found.get("util_pct"), "gpu_hours": found.get("device_hours")}
+        more |= {"gpus": world, "gpu_util_pct": more.get("util_pct"), "gpu_hours": more.get("device_hours")}
     else:
-        found |= dict.fromkeys(GPU_ONLY) | {"gpus": f"{world} CPU rank{'s' * (world != 1)}" if world else None}
-    found |= {f"{name[:-3]}_gb": found[name] / 1e3 for name in GPU_ONLY if found.get(name) is not None}
-    found |= {
-        f"{name}_pct": 100 * found[name] for name in ("efficiency", "ratio") if isinstance(found.get(name), float)
-    }
-    return found
+        more |= dict.fromkeys(GPU_ONLY) | {"gpus": f"{world} CPU rank{'s' * (world != 1)}" if world else None}
+    more |= {f"{name[:-3]}_gb": more[name] / 1e3 for name in GPU_ONLY if more.get(name) is not None}
+    return more | {f"{name}_pct": 100 * more[name] for name in ("efficiency", "ratio") if name in more}
 
 
 def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})) -> Reason:
@@ -140,9 +135,8 @@ def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingP
         if reason := reasons.get(name.removesuffix("_pct")):
             return reason
         if state != "finished":
-            return {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}.get(
-                state, state
-            )
+            words = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
+            return words.get(state, state)
         if name.startswith(EPOCH_LOSS):
             return f"no evaluation at epoch {name.removeprefix(EPOCH_LOSS)}"
         return "not measured"

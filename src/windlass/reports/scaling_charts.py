@@ -25,13 +25,14 @@ class Bars(NamedTuple):
 
     def stacks(self) -> list[tuple[str, float, str, list[tuple[str, int, float, str]]]]:
         """For the page: name, length in % of the longest, total, and of each part name, colour, share and text."""
-        totals = [sum(values) for values in zip(*self.parts.values(), strict=True)]
-        found = []
+        totals, bars = [sum(values) for values in zip(*self.parts.values(), strict=True)], []
         for i, (name, total) in enumerate(zip(self.names, totals, strict=True)):
             parts = zip(self.parts.items(), self.colours, strict=True)
-            own = [(part, colour, v[i] / total, f"{show(v[i], 'rate')} ms") for (part, v), colour in parts if v[i] > 0]
-            found.append((name, 100 * total / max(totals), show(total, "rate"), own))
-        return found
+            shares = [
+                (part, colour, v[i] / total, f"{show(v[i], 'rate')} ms") for (part, v), colour in parts if v[i] > 0
+            ]
+            bars.append((name, 100 * total / max(totals), show(total, "rate"), shares))
+        return bars
 
 
 def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]:
@@ -43,41 +44,30 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
         return []
     base, at = measured[0], np.array([float(row.world) for row in measured])
     names: dict[str, Any] = {
-        "x_label": "ranks",
-        "x_values": at.tolist(),
-        "x_names": [f"{n:g}" for n in at],
-        "x_log": True,
-        "zero": True,
-    }
+        "x_label": "ranks", "x_values": at.tolist(), "x_names": [f"{n:g}" for n in at], "x_log": True, "zero": True,
+    }  # fmt: skip
+    axis: dict[str, Any] = {"step": at, "tokens": at, "hours": at}
 
-    def series(name: str, label: str, factor: float = 1.0, **rest: Any) -> Series:
-        y = np.array([row.values.get(name, np.nan) for row in measured], dtype=np.float64) * factor
-        ends = [row.spread.get(name, (v, v)) for row, v in zip(measured, y / factor, strict=True)]
-        band = (
-            np.array(ends, dtype=np.float64).T * factor if any(name in row.spread for row in measured) else (None, None)
-        )
-        return Series(
-            -1, label, step=at, tokens=at, hours=at, y=y, colour=0, points="line", low=band[0], high=band[1], **rest
-        )
+    def series(name: str, label: str, factor: float = 1.0) -> Series:
+        y = np.array([row.values.get(name, np.nan) for row in measured], dtype=np.float64)
+        low, high = np.array([row.spread.get(name, (v, v)) for row, v in zip(measured, y, strict=True)]).T * factor
+        band = {"low": low, "high": high} if any(name in row.spread for row in measured) else {}
+        return Series(-1, label, **axis, y=y * factor, colour=0, points="line", **band)
 
     def line(label: str, y: Any) -> Series:
-        return Series(
-            -1, label, step=at, tokens=at, hours=at, y=np.asarray(y, dtype=np.float64), colour=7, dash=1, minor=True
-        )
+        return Series(-1, label, **axis, y=np.asarray(y, dtype=np.float64), colour=7, dash=1, minor=True)
 
     ideal = base.values["samples_per_s"] * (np.ones_like(at) if scaling.grow == "model" else at / base.world)
     band = ", band: lowest to highest of the repeats" if any("samples_per_s" in row.spread for row in measured) else ""
     what = "MB resident" if base.on_cpu else "MB allocated"
-    measures, whole = [series("samples_per_s", "measured"), line("ideal", ideal)], 100 * np.ones_like(at)
-    efficiencies = [series("efficiency", "measured", 100), line("ideal", whole)]
+    throughput = [series("samples_per_s", "measured"), line("ideal", ideal)]
+    efficiency = [series("efficiency", "measured", 100), line("ideal", 100 * np.ones_like(at))]
+    memory, title = [series("peak_mem_mb", "memory")], "Peak memory of the fullest rank"
     charts = [
-        Chart("scaling-throughput", "Throughput", "samples/s", measures, note=f"against ranks{band}", **names),
-        Chart("scaling-efficiency", "Efficiency", "%", efficiencies, note="against ranks", **names),
-        Chart(
-            "scaling-memory", "Peak memory of the fullest rank", what, [series("peak_mem_mb", "memory")],
-            note="against ranks", **names,
-        ),
-    ]  # fmt: skip
+        Chart("scaling-throughput", "Throughput", "samples/s", throughput, note=f"against ranks{band}", **names),
+        Chart("scaling-efficiency", "Efficiency", "%", efficiency, note="against ranks", **names),
+        Chart("scaling-memory", title, what, memory, note="against ranks", **names),
+    ]
     return charts if any("peak_mem_mb" in row.values for row in measured) else charts[:2]
 
 
@@ -87,18 +77,16 @@ def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
     if len({row.values["peak_mem_mb"] for row in rivals}) < 2:
         return []
 
-    def series(label: str, own: Sequence[ScalingRow], **rest: Any) -> Series:
-        x, y = (
-            np.array([row.values[name] for row in own], dtype=np.float64) for name in ("peak_mem_mb", "samples_per_s")
-        )
+    def series(label: str, setups: Sequence[ScalingRow], **rest: Any) -> Series:
+        names = ("peak_mem_mb", "samples_per_s")
+        x, y = (np.array([row.values[name] for row in setups], dtype=np.float64) for name in names)
         return Series(-1, label, step=x, tokens=x, hours=x, y=y, **rest)
 
     front, rest = ([row for row in rivals if row.values["pareto"] is on] for on in (True, False))
     lines = [series("Pareto front", front, colour=7, dash=1, minor=True)]
     for i, row in enumerate(front):  # each of the others is in the table: there are more than colours
-        lines.append(
-            series(row.setup + ", recommended" * row.values["recommended"], [row], colour=i % 7, points="only")
-        )
+        name = row.setup + ", recommended" * row.values["recommended"]
+        lines.append(series(name, [row], colour=i % 7, points="only"))
     lines += [series("not on the front", rest, colour=7, points="only")] if rest else []
     values = sorted({float(row.values["peak_mem_mb"]) for row in rivals})
     x_names = [show(value, "mb") for value in values]
@@ -109,8 +97,8 @@ def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:
 
 def step_bars(table: Sequence[ScalingRow]) -> Bars | None:
     """Where the time of a step went, of the setups where that is known."""
-    known = [row for row in table if "compute_ms" in row.values]
-    if not known:
+    divided = [row for row in table if "compute_ms" in row.values]
+    if not divided:
         return None
-    parts = {words: [float(row.values.get(name, 0.0)) for row in known] for name, words in PARTS.items()}
-    return Bars([row.setup for row in known], parts, list(COLOURS.values()))
+    parts = {words: [float(row.values.get(name, 0.0)) for row in divided] for name, words in PARTS.items()}
+    return Bars([row.setup for row in divided], parts, list(COLOURS.values()))

@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,15 +41,6 @@ class Scaling:
     repeats: int = 1
     project: tuple[int, ...] = ()  # numbers of ranks past those measured
     preset: str = ""  # of the study, where it was made from one
-
-    @staticmethod
-    def of(stored: Mapping[str, Any]) -> Scaling:
-        """From the object in `study.json`."""
-        return Scaling(**{**stored, "project": tuple(stored.get("project", ()))})
-
-    def stored(self) -> dict[str, Any]:
-        """The object of `study.json`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

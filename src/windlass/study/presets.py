@@ -48,17 +48,17 @@ def load_study(name: Any, verb: str, overrides: Changes = ()) -> tuple[Recipe, d
 
     `name` is a preset of studies, or anything that `Recipe.load` takes, which comes without options.
     """
-    text, known = str(name), study_presets()
-    if text in known and not Path(text).exists():
-        preset = StudyPreset(**tomllib.loads(known[text].read_text(encoding="utf-8")))
+    text, files = str(name), study_presets()
+    if text in files and not Path(text).exists():
+        preset = StudyPreset(**tomllib.loads(files[text].read_text(encoding="utf-8")))
         if preset.verb != verb:
             raise UserError(f"{text} is a preset for {preset.verb}, not for {verb}")
         recipe = Recipe.load(preset.recipe, dotted(preset.set) | dotted(overrides))
         return recipe, {**preset.options, "preset": text}
     is_name = isinstance(name, str) and not Path(text).exists() and not set("/=.") & set(text)
     if is_name and text not in presets():
-        names = [*known, *presets()]
-        raise UserError(f"there is no preset {text} ({did_you_mean(text, names)}); or give a .toml or a directory")
+        near = did_you_mean(text, [*files, *presets()])
+        raise UserError(f"there is no preset {text} ({near}); or give a .toml or a directory")
     return Recipe.load(name, overrides) if isinstance(name, str | Path) else as_recipe(name), {}
 
 

@@ -15,8 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,14 @@ CHECK_BYTES = "4M"  # largest message on a CPU
 def probe_recipe(cell: Cell) -> Recipe:
     """One rank's share of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
-    every = min(recipe.telemetry.every, MOST_EVERY)
     batch = recipe.batch(world, "cpu" if not visible_gpus() or recipe.parallel.device == "cpu" else "cuda")
     return recipe.replace({
         "train.global_batch": recipe.train.global_batch // world, "train.micro_batch": batch.micro_batch,
-        "train.steps": ENDLESS, "train.early_stop": 0, "optim.schedule.kind": "constant", "optim.schedule.warmup": 0, "optim.schedule.steps": 0,
-        "optim.lr": TINY_LR, "optim.muon_lr": TINY_LR,
+        "train.steps": ENDLESS, "train.early_stop": 0, "optim.lr": TINY_LR, "optim.muon_lr": TINY_LR,
+        "optim.schedule.kind": "constant", "optim.schedule.warmup": 0, "optim.schedule.steps": 0,
         "parallel.strategy": "single", "parallel.offload": False, "parallel.shard_size": 0,
         "eval.every": 0, "eval.sample_every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0,
-        "telemetry.every": every, "telemetry.trackers": [],
+        "telemetry.every": min(recipe.telemetry.every, MOST_EVERY), "telemetry.trackers": [],
     })  # fmt: skip
 
 
@@ -70,19 +68,19 @@ def run_probe(
     write_atomic(directory / "recipe.toml", recipe.toml())
     steps = study.scaling.warmup + max(STEPS, WINDOWS * recipe.telemetry.every)
     notify(f"{cell.label}: {steps} steps without communication, {ranks} process{'es' * (ranks > 1)}")
-    processes, stopped = list[CellProcess](), list[int]()
-    with _signals(stopped):
-        for rank in range(ranks):
-            place = directory / str(rank)
-            command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir='{place}'"]
+    processes, runs, stopped = list[CellProcess](), [Run(directory / str(rank)) for rank in range(ranks)], list[int]()
+    handlers = {s: signal.signal(s, lambda s, _: stopped.append(s)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank, run in enumerate(runs):
+            command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir='{run.path}'"]
             device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
-            processes.append(CellProcess(cell, command, place, recipe.train.threads, device))
-        try:
-            runs = [Run(directory / str(rank)) for rank in range(ranks)]
-            together, reason = _wait(processes, runs, steps, stopped)
-        finally:
-            for process in processes:
-                process.kill()
+            processes.append(CellProcess(cell, command, run.path, recipe.train.threads, device))
+        together, reason = _wait(processes, runs, steps, stopped)
+    finally:
+        for process in processes:
+            process.kill()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if stopped:
         raise Stopped("stopped with everything saved; the same command continues")
     state = "failed" if reason else "finished"
@@ -122,18 +120,6 @@ def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, sto
             return together, f"not {steps} steps within {SECONDS:.0f} s"
         time.sleep(POLL_SECONDS)
     return together, ""
-
-
-@contextmanager
-def _signals(received: list[int]) -> Iterator[None]:
-    """SIGINT and SIGTERM are collected instead of ending this process."""
-    numbers = signal.SIGINT, signal.SIGTERM
-    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def measure_machine(study: Study, world: int, notify: Callable[[str], None] = lambda text: None) -> None:

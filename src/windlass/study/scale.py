@@ -11,15 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, did_you_mean
 from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import plan
 from windlass.processes import usable_cores, visible_gpus
-from windlass.recipe import Recipe, settings, typed
-from windlass.recipe.settings import SHARDED
+from windlass.recipe import Recipe
 from windlass.study import probe
 from windlass.study.grid import MODES, NODES, REPEAT, WORLD, Assignment, Cell, Scaling
 from windlass.study.presets import load_study
@@ -27,11 +26,7 @@ from windlass.study.study import Study
 from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines that a cell has at least
-STRATEGIES = (
-    "ddp",
-    "shard_optim",
-    *(name for name in ("shard_grad_op", "full_shard", "hybrid_shard") if name in SHARDED),
-)
+STRATEGIES = ("ddp", "shard_optim", "shard_grad_op", "full_shard", "hybrid_shard")  # of several ranks
 
 
 def scale(
@@ -56,19 +51,17 @@ def scale(
     `nodes` are the hosts of each of the `worlds`, where all ranks of a job train a cell. Each setup is trained `repeats`
     times (default 1); `warmup` steps of each start (5) are not counted; `project` are numbers of ranks to predict for. `path`
     is the study's directory (None: `studies/<preset>-<mode>-<hash>`); without `worlds` the study there is continued. `preset`
-    is the study preset that the options are from. `probes` False leaves out the measurements without communication and of the machine; `only` is the number of the one cell to work
-    on. `show` and `notify` are those of `sweep`.
+    is the study preset that the options are from. `probes` False leaves out the measurements without communication and of
+    the machine. `retry_failed`, `only`, `show` and `notify` are those of `sweep`.
 
     Raises UserError where a cell cannot be, Stopped after a signal.
     """
     base, options = load_study(recipe, "scale")
     if isinstance(recipe, str | Path) and Study.is_study(recipe):
         path = path or recipe
-    given = {"worlds": worlds, "mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup, "project": project}
-    given |= {"preset": preset}
-    options |= {
-        name: value for name, value in (given | {"precisions": precisions}).items() if value not in ("", None, (), [])
-    }
+    given: dict[str, Any] = {"worlds": worlds, "mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
+    given |= {"project": project, "preset": preset, "precisions": precisions}
+    options |= {name: value for name, value in given.items() if value not in ("", None, (), [])}
     if options.get("worlds") and not nodes:
         prepare(base)  # else the first cell would pay for it
     study = create_study(base, nodes=nodes, path=path, **options)
@@ -131,10 +124,10 @@ def with_threads(recipe: Recipe, largest: int, before: Study | None, threads: in
     """The recipe with the threads of a rank on a CPU, which are the same in all cells: else the times compare threads."""
     if recipe.parallel.device == "cuda" or (recipe.parallel.device == "auto" and visible_gpus()):
         return recipe
-    own, there = recipe.train.threads, before.recipe.train.threads if before else 0
-    if own and there and own != there:
-        raise UserError(f"train.threads = {own}: the study's cells have {there}, and only equal ones can be compared")
-    return recipe.replace({"train.threads": own or there or threads or max(1, usable_cores() // largest)})
+    asked, there = recipe.train.threads, before.recipe.train.threads if before else 0
+    if asked and there and asked != there:
+        raise UserError(f"train.threads = {asked}: the study's cells have {there}, and only equal ones can be compared")
+    return recipe.replace({"train.threads": asked or there or threads or max(1, usable_cores() // largest)})
 
 
 def assignments(
@@ -155,8 +148,9 @@ def assignments(
     else:
         setups = [place | settings_of(recipe, scaling, place[WORLD], smallest or min(worlds)) for place in places]
     rounds = [setups if repeat % 2 else setups[::-1] for repeat in range(1, scaling.repeats + 1)]
-    numbered = enumerate(rounds, 1)
-    return [one | ({REPEAT: n} if scaling.repeats > 1 else {}) for n, setups in numbered for one in setups]
+    if scaling.repeats == 1:
+        return setups
+    return [one | {REPEAT: n} for n, setups in enumerate(rounds, 1) for one in setups]
 
 
 def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
@@ -176,9 +170,7 @@ def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
         ranks = " and ".join(map(str, odd))
         raise UserError(f"{key} = {value} cannot be divided among {ranks} ranks: write {key}={near}, or other worlds")
     if scaling.grow == "model" and recipe.model.kind != "gpt":
-        raise UserError(
-            'grow="model" makes more layers of a model of our own (model.kind = "gpt"), not of weights that exist'
-        )
+        raise UserError('grow="model" makes more layers of a model.kind = "gpt", not of weights that exist')
 
 
 def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> Assignment:
@@ -199,39 +191,38 @@ def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> 
 
 def strategies(recipe: Recipe, world: int, nodes: int, precisions: Sequence[str]) -> list[Assignment]:
     """The combinations of strategy, offload, activation checkpointing and precision that this recipe can be trained with."""
-    there = get_args(settings()["parallel.strategy"].annotation)
-    kinds = [name for name in STRATEGIES if name in there] if world > 1 else ["single", "shard_grad_op", "full_shard"]
+    kinds = list(STRATEGIES) if world > 1 else ["single", "shard_grad_op", "full_shard"]
     group = world // nodes if nodes > 1 else max((n for n in range(1, world) if world % n == 0), default=1)
     if not 1 < (recipe.parallel.shard_size or group) < world:
         kinds = [name for name in kinds if name != "hybrid_shard"]  # it would be ddp or full_shard
     checkpointing = recipe.parallel.activation_checkpointing
-    on = checkpointing if checkpointing != "none" else "full"
-    combinations = itertools.product(precisions or [recipe.train.precision], kinds, (False, True), ("none", on))
-    found, problems = [], []
-    for precision, kind, offload, checkpoint in combinations:
-        own: Assignment = {"train.precision": precision} if precisions else {}
-        own |= {"parallel.strategy": kind, "parallel.offload": offload, "parallel.activation_checkpointing": checkpoint}
+    modes = ("none", "full" if checkpointing == "none" else checkpointing)
+    possible, problems = [], []
+    for precision, kind, offload, mode in itertools.product(precisions or [""], kinds, (False, True), modes):
+        one = {"parallel.strategy": kind, "parallel.offload": offload, "parallel.activation_checkpointing": mode}
+        one = ({"train.precision": precision} if precision else {}) | one
         if size := recipe.parallel.shard_size:
-            own["parallel.shard_size"] = size if kind == "hybrid_shard" else 0
+            one["parallel.shard_size"] = size if kind == "hybrid_shard" else 0
         try:
-            Cell.of(recipe, own)
-            found.append(own)
+            Cell.of(recipe, one)
+            possible.append(one)
         except UserError as error:
             problems.append(error)
-    if not found:
+    if not possible:
         raise problems[0]
-    return found
+    return possible
 
 
 def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
     """Steps of the shortest cell, 1 where that is not known before the data is prepared."""
-    steps = set()
-    for one in {repr({k: v for k, v in one.items() if k != REPEAT}): one for one in listed}.values():
-        own = Cell.of(recipe, one).recipe
-        try:
-            steps.add(resolve_steps(own))
-        except UserError:
-            steps.add(plan(own, world=one[WORLD]).steps or 1)
+    steps = []
+    for one in listed:
+        if one.get(REPEAT, 1) == 1:
+            cell = Cell.of(recipe, one)
+            try:
+                steps.append(resolve_steps(cell.recipe))
+            except UserError:
+                steps.append(plan(cell.recipe, world=one[WORLD]).steps or 1)
     return min(steps)
 
 
@@ -262,8 +253,5 @@ def oversubscribed(study: Study) -> str:
     worlds = [n for n in study.values[WORLD] if n * threads > cores]
     if NODES in study.keys or not on_cpu or not worlds or not threads:
         return ""
-    words = f"{typed(threads)} thread{'s' * (threads > 1)}"
-    return (
-        f"{' and '.join(map(str, worlds))} ranks of {words} share {cores} cores: they take turns, and their times say nothing "
-        "about more machines"
-    )
+    ranks = f"{' and '.join(map(str, worlds))} ranks of {threads} thread{'s' * (threads > 1)}"
+    return f"{ranks} share {cores} cores: they take turns, and their times say nothing about more machines"

@@ -106,7 +106,7 @@ class ScalingRow:
 
     @property
     def on_cpu(self) -> bool:
-        return str(self.start.get("device", "")).upper() == "CPU"
+        return str(self.start.get("device")).upper() == "CPU"
 
     @property
     def layout(self) -> Layout:

@@ -13,7 +13,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ class Study:
                     write_atomic(path / "recipe.toml", study.recipe.toml())
                     listed = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in study.cells]
                     stored = {"axes": study.values, "cells": listed}
-                    stored |= {"scaling": study.scaling.stored()} if study.scaling else {}
+                    stored |= {"scaling": asdict(study.scaling)} if study.scaling else {}
                     write_atomic(path / "study.json", json.dumps(stored, indent=1))
         except OSError as error:
             raise UserError(f"the study {path} cannot be written: {error.strerror}; give another path=DIR") from None
@@ -142,7 +142,9 @@ class Study:
             why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
             what = f"{path}: its cells have other recipes than at its start"
             raise UserError(f"{what}: {why}. Restore it, or use another path=DIR")
-        return Study(path, recipe, cells, Scaling.of(scaling) if scaling else None)
+        return Study(
+            path, recipe, cells, Scaling(**scaling | {"project": tuple(scaling["project"])}) if scaling else None
+        )
 
     def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
         """This study with the cells of a grid that it does not have; those it has keep their order and directories.
