@@ -163,6 +163,7 @@ def test_every_preset_of_studies_is_one(name):
 def test_a_preset_of_studies_is_changed_on_the_way():
     recipe, options = load_study("quickstart-scaling", "scale", ["train.steps=7"])
     assert (recipe.train.steps, recipe.eval.every, options["worlds"], options["mode"]) == (7, 0, [1, 2], "strong")
+    assert "repeats" not in options, "what the preset does not set stays as a study has it"
     assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {})
     with refused("quickstart-scaling", "for scale"):
         load_study("quickstart-scaling", "sweep")

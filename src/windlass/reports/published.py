@@ -49,7 +49,7 @@ def published(
     `setups`: of a scaling study what `scaling.setup_values` gives. Raises UserError where there is no table `name`, or it is one of
     studies and these are runs.
     """
-    specs, wanted = specifications(), name or preset_of(views, study)
+    specs, wanted = specifications(), name or preset_of(views, study.study if study else None)
     if wanted not in specs:
         if name:
             raise UserError(f"table={name}: there is no such table; there are {', '.join(specs)}")
@@ -79,20 +79,16 @@ def published(
 
 def of_study(study: Study) -> Published | None:
     """The published table of a study's preset, with the study as it is on disk; None where there is none."""
-    if study_preset(study) not in specifications():
+    if preset_of((), study) not in specifications():
         return None  # without reading the runs
     seen = read_study(study.path)
     return published(seen.views, seen, setups=setup_values(seen) if study.scaling else ())
 
 
-def study_preset(study: Study) -> str:
-    return (study.scaling.preset if study.scaling else "") or study.recipe.preset
-
-
-def preset_of(views: Sequence[RunView], study: StudyView | None) -> str:
+def preset_of(views: Sequence[RunView], study: Study | None) -> str:
     """The preset's name that a study was made by, or that all runs have; else empty."""
     if study:
-        return study_preset(study.study)
+        return (study.scaling.preset if study.scaling else "") or study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}
     return names.pop() if len(names) == 1 else ""
 
@@ -101,9 +97,8 @@ def kind(name: str) -> str:
     """The kind of number of a value, for `text.show`: seconds stay seconds, for the heading names the unit."""
     if name.endswith("_gb"):
         return "hours"
-    if name.startswith(EPOCH_LOSS):
-        return "loss"
-    return KINDS.get(name, "rate" if name.endswith("_pct") else label(name)[1] if name in MEASURES else "")
+    measure = label(name)[1] if name in MEASURES or name.startswith(EPOCH_LOSS) else ""
+    return KINDS.get(name, "rate" if name.endswith("_pct") else measure)
 
 
 def on_gpus(view: RunView) -> bool:

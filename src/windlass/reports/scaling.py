@@ -32,6 +32,7 @@ COLUMNS: dict[str, tuple[str, str, str]] = {
     "flops_per_device": ("GFLOP of a rank in a step", "GFLOP/rank", "hours"), "step_ms": ("Step (ms)", "step ms", "rate"),
     "spread": ("Lowest to highest (ms)", "low to high", ""), "samples_per_s": ("Samples/s", "samples/s", "rate"),
     "peak_mem_mb": ("Peak memory, fullest rank (MB)", "memory MB", "mb"),
+    "pareto": ("Pareto front", "pareto", ""), "recommended": ("Recommended", "best", ""),
     "tokens_per_s_per_device": ("Tokens/s of a rank", "tok/s/rank", "count"), "mfu": ("MFU", "MFU", "share"),
     "speedup": ("Speed-up", "speed-up", "hours"), "efficiency": ("Efficiency", "eff.", "share"),
     "serial_fraction": ("Serial fraction", "serial", "hours"), "ratio": ("Runtime ÷ baseline's", "runtime÷", "share"),
@@ -40,7 +41,6 @@ COLUMNS: dict[str, tuple[str, str, str]] = {
     "predicted_ms": ("Predicted step (ms)", "predicted", "rate"), "predicted_error": ("Prediction's error", "error", "share"),
     "train_loss_mean": ("Training loss, mean", "loss", "loss"), "runtime_s": ("Runtime (s)", "runtime s", "rate"),
     "startup_s": ("Start-up (s)", "start-up s", "rate"), "compile_s": ("Compiling (s)", "compile s", "rate"),
-    "pareto": ("Pareto front", "pareto", ""), "recommended": ("Recommended", "best", ""),
 }  # fmt: skip
 """What the tables show, by name: the heading in a report, in the terminal, and the kind of number (see `text.show`)."""
 IF_DIFFERENT = ("layers", "batch_per_device", "global_batch", "parameters", "flops_per_device", "pareto", "recommended")

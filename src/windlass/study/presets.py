@@ -36,12 +36,6 @@ class StudyPreset(BaseModel):
     project: list[int] = []
     precisions: list[str] = []
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of its verb."""
-        names = ("axes", "world") if self.verb == "sweep" else tuple(StudyPreset.model_fields)[5:]
-        return {name: getattr(self, name) for name in names if getattr(self, name) not in ("", [])}
-
 
 def load_study(name: Any, verb: str, overrides: Changes = ()) -> tuple[Recipe, dict[str, Any]]:
     """The recipe that a study was asked for by, and the options that come with its preset, the preset's name among them.
@@ -54,7 +48,8 @@ def load_study(name: Any, verb: str, overrides: Changes = ()) -> tuple[Recipe, d
         if preset.verb != verb:
             raise UserError(f"{text} is a preset for {preset.verb}, not for {verb}")
         recipe = Recipe.load(preset.recipe, dotted(preset.set) | dotted(overrides))
-        return recipe, {**preset.options, "preset": text}
+        options = preset.model_dump(exclude={"verb", "recipe", "set"}, exclude_unset=True)
+        return recipe, options | {"preset": text}
     is_name = isinstance(name, str) and not Path(text).exists() and not set("/=.") & set(text)
     if is_name and text not in presets():
         near = did_you_mean(text, [*files, *presets()])
