@@ -229,6 +229,10 @@ def test_what_a_job_asks_for(tmp_path, monkeypatch):
     cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
     script, _ = submit_run(cpu, "quickstart", [], scheduler="slurm", site=site, asked=Resources(2), dry_run=True)
     assert "gpu" not in script and "#SBATCH --ntasks-per-node=1" in script
+    checked = Resources(2, min_busbw=5)
+    script, _ = submit_run(cpu, "quickstart", ["a.b=1"], scheduler="slurm", site=site, asked=checked, dry_run=True)
+    check, train = (next(line for line in script.splitlines() if f" {verb} " in line) for verb in ("check", "train"))
+    assert check.partition(" check ")[2] == train.partition(" train ")[2].replace(" &", " --min-busbw 5")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,7 +248,7 @@ def test_what_is_refused(tmp_path, monkeypatch, asked, words):
     with refused(*words):
         submit_run(Recipe.load("quickstart"), "quickstart", [], scheduler="pbs", site=Site(), asked=asked, dry_run=True)
     with refused("8", "4", "gpus_per_node"):
-        make_job("run", [], tmp_path, Site(gpus_per_node=4), Resources(gpus_per_node=8), on_cpu=False)
+        make_job("run", [], [], tmp_path, Site(gpus_per_node=4), Resources(gpus_per_node=8), on_cpu=False)
 
 
 def test_the_site_file(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import socket
 import subprocess
 
 import pytest
@@ -110,3 +111,12 @@ def test_check_on_two_ranks(tmp_path):
     assert done.returncode == 44 and b"NOT MEASURED" in done.stdout
     shown = os.read(terminal, 65536)
     assert b"matrix products" in shown and shown.endswith(b"\r\x1b[K"), "the line of progress stands before the table"
+
+
+@pytest.mark.dist
+def test_ranks_that_do_not_meet_measure_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ("check", "quickstart", "parallel.startup_timeout_seconds=1", "--min-busbw", "1")
+    assert "waited 1 s for rank 1" in windlass(*words, cwd=tmp_path, env=env, code=44).stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
@@ -251,6 +252,9 @@ def check(
         if not min_busbw:
             raise
         typer.echo(f"windlass: the bandwidth could not be measured: {error}", err=True)
+        from windlass.parallel.dist import exit_now
+
+        atexit.register(exit_now, NOT_MEASURED)  # runs before the one that a rank which failed has registered
         return NOT_MEASURED
     show("")
     if env.rank == 0:

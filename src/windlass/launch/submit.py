@@ -88,8 +88,10 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
     return chosen
 
 
-def make_job(name: str, command: Sequence[str], logs: Path, site: Site, asked: Resources, on_cpu: bool) -> Job:
-    """A job that asks for these resources; UserError where they are not what the site has."""
+def make_job(
+    name: str, command: Sequence[str], recipe: Sequence[str], logs: Path, site: Site, asked: Resources, on_cpu: bool
+) -> Job:
+    """A job that asks for these resources; UserError where they are not what the site has. A check before it is of `recipe`."""
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
         raise UserError(
@@ -100,7 +102,7 @@ def make_job(name: str, command: Sequence[str], logs: Path, site: Site, asked: R
         raise UserError(f"--gpus-per-node {gpus}: a node of this site has {site.gpus_per_node} (gpus_per_node)")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    check = (*WINDLASS, "launch", "--", *WINDLASS, "check", "--min-busbw", f"{asked.min_busbw:g}")
+    check = (*WINDLASS, "launch", "--", *WINDLASS, "check", *recipe, "--min-busbw", f"{asked.min_busbw:g}")
     return Job(
         name, command, Path(site.scratch or Path.cwd()), logs, logs / SCRIPT, asked.nodes, asked.per_host or max(1, gpus),
         gpus, asked.time, max_restarts=asked.max_restarts, before=check if asked.min_busbw else (),
@@ -125,8 +127,9 @@ def submit_run(
     given = [text for text in overrides if text.partition("=")[0].strip() != "run.dir"]
     if not any(text.startswith("checkpoint.grace_seconds") for text in given):  # the default is that of torchrun
         given.append(f"checkpoint.grace_seconds={GRACE_SECONDS - 10}")
-    command = [*WINDLASS, "launch", "--", *WINDLASS, "train", typed, *given, f"run.dir='{run.path}'"]
-    job = make_job(run.name, command, run.path, site, asked, recipe.parallel.device == "cpu")
+    words = [typed, *given, f"run.dir='{run.path}'"]
+    command = [*WINDLASS, "launch", "--", *WINDLASS, "train", *words]
+    job = make_job(run.name, command, words, run.path, site, asked, recipe.parallel.device == "cpu")
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided
     # W&B offline is sent when the run has ended, and so is what an MLflow server did not get. Local files need nothing.
     environ = os.environ | site.environment

@@ -47,8 +47,9 @@ def submit_study(
         asked = replace(asked, nodes=1, per_host=max(worlds))
     on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in cells)
     command = [*WINDLASS, "sweep", str(path), "--only", INDEX, *([] if worlds else ["--launch"])]
+    recipe = [str(path / "recipe.toml")]
     command += ["--retry-failed"] if retry_failed else []
-    job = replace(make_job(f"windlass-{path.name}", command, path, site, asked, on_cpu), array=numbers)
+    job = replace(make_job(f"windlass-{path.name}", command, recipe, path, site, asked, on_cpu), array=numbers)
     for cell in cells:
         cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
     return submit(job, site, scheduler, dry_run)
@@ -64,6 +65,7 @@ def submit_scaling(
     directory, the script and the id of each job; a number of hosts whose last job is not over is left out.
     """
     scheduler, path, jobs = find_scheduler(scheduler, site, dry_run), study.path.resolve(), []
+    recipe = [str(path / "recipe.toml")]
     waiting = [n for n, result in enumerate(study.results()) if result.state in OPEN_STATES]
     for nodes in study.values[NODES]:
         numbers = [number for number in waiting if study.cells[number].nodes == nodes]
@@ -77,9 +79,9 @@ def submit_scaling(
         on_cpu = study.recipe.parallel.device == "cpu"
         command = [*WINDLASS, "scale", str(path), "--only", INDEX]
         own = replace(asked, nodes=nodes, per_host=ranks)
-        job = make_job(f"windlass-{path.name}-{nodes}", command, where, site, own, on_cpu)
+        job = make_job(f"windlass-{path.name}-{nodes}", command, recipe, where, site, own, on_cpu)
         least = ["--min-busbw", f"{asked.min_busbw:g}"] if nodes * ranks > 1 else []  # one rank has no bandwidth
-        check = [*WINDLASS, "check", str(path / "recipe.toml"), *least, "--rates", str(path)]
+        check = [*WINDLASS, "check", *recipe, *least, "--rates", str(path)]
         job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check])
         jobs.append((where, *submit(job, site, scheduler, dry_run)))
     return jobs
