@@ -8,7 +8,7 @@ import torch
 from harness import Join, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
-from windlass.parallel.collectives import Agreement, global_grad_norm, sum_async, sum_over_ranks
+from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
 from windlass.parallel.dist import choose_device, init_ranks, shard_size
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import resolve_precision
@@ -21,17 +21,13 @@ TWO_HOSTS = DistEnv(world=8, local_world=4, nodes=2)
 def exchange(join: Join) -> dict[str, Any]:
     with join(recipe()) as ranks:
         first, second = sum_async([2**53 + ranks.rank, 1], ranks), sum_async([0.1 * (ranks.rank + 1)], ranks)
-        agreement, agreed = Agreement(ranks), []
-        for step in range(4):
-            agreed.append(agreement.result())
-            agreement.post([int(step == 2 and ranks.rank == 1), step])
-        agreed.append(agreement.result())
+        flags = max_async([ranks.rank == 1, ranks.rank], ranks)
         return {
             "ints": first.wait(),
             "again": first.wait(),
             "floats": second.wait(),
             "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks),
-            "agreed": agreed,
+            "flags": flags.wait(),
             "gathered": [ranks.all_gather_object("x", value) for value in ({"rank": ranks.rank}, ranks.rank * 10)],
             "broadcast": [ranks.broadcast_object("y", ranks.rank), ranks.broadcast_object("y", f"from {ranks.rank}")],
         }
@@ -43,7 +39,7 @@ def test_what_ranks_tell_each_other(world: int):
         assert seen["ints"] == seen["again"] == [world * 2**53 + sum(range(world)), world]  # exact beyond float64
         assert seen["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
         assert seen["tensor"].tolist() == [1.5 * world] * 2
-        assert seen["agreed"] == [None, [0, 0], [0, 1], [int(world > 1), 2], [0, 3]]  # one step later, on every rank
+        assert seen["flags"] == [world > 1, world - 1]  # the largest, on every rank
         assert seen["gathered"] == [[{"rank": r} for r in range(world)], [10 * r for r in range(world)]]
         assert seen["broadcast"] == [0, "from 0"]
 

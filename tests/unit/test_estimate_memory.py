@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory, memory_rows, recommend
+from windlass.estimate.memory import CHUNK_BYTES, GATHER_BYTES, Layout, Step, memory, memory_rows, recommend, shard_size
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
@@ -155,3 +155,7 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     huge = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
     settings, advice = recommend(memory_rows(huge, ROWS, "adamw", BASE_LAYOUT, int(20e9)), 0)
     assert settings == {} and all(word in advice for word in ("GB", "more ranks", "train.micro_batch", "model.context"))
+
+
+def test_a_sharding_group_divides_the_ranks_as_in_training():
+    assert {world: shard_size("hybrid_shard", world) for world in (4, 6, 9, 15)} == {4: 2, 6: 3, 9: 3, 15: 5}

@@ -10,7 +10,7 @@ from torch import nn
 from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
 from windlass.model.size import describe_sizes
-from windlass.optim.build import adamw_groups, build_optimizer, count_groups, describe_groups, muon_groups, set_lr
+from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, Muon, orthogonalise, update_scale
 from windlass.optim.schedule import factor
 from windlass.recipe import Horizon, ModelSettings, OptimSettings, Recipe, ScheduleSettings
@@ -58,11 +58,11 @@ def names(m, groups):
 def test_adamw_groups_by_dimension_and_ties_once():
     m = model()
     vectors = [f"layers.{i}.{part}" for i in (0, 1) for part in ("0.weight", "0.bias", "1.bias")]
-    assert names(m, adamw_groups(m, OptimSettings())) == {"decay": ["embedding.weight", *MATRICES], "no_decay": vectors}
-    (group,) = adamw_groups(m, OptimSettings(decay_on="all", weight_decay=0.3))
+    assert names(m, make_groups(m, OptimSettings())) == {"decay": ["embedding.weight", *MATRICES], "no_decay": vectors}
+    (group,) = make_groups(m, OptimSettings(decay_on="all", weight_decay=0.3))
     assert group["weight_decay"] == 0.3 and len(group["params"]) == len(list(m.parameters()))
     m.embedding.weight.requires_grad_(False)
-    assert names(m, adamw_groups(m, OptimSettings()))["decay"] == MATRICES
+    assert names(m, make_groups(m, OptimSettings()))["decay"] == MATRICES
 
 
 def test_decayed_and_undecayed_tensors_are_counted():
@@ -82,7 +82,7 @@ def test_decayed_and_undecayed_tensors_are_counted():
 
 def test_muon_takes_the_blocks_matrices_and_lr_keeps_the_ratio():
     m, settings = model(), OptimSettings(kind="muon", lr=0.01, muon_lr=0.02)
-    groups = names(m, muon_groups(m, settings))
+    groups = names(m, make_groups(m, settings))
     assert (groups["muon.decay"], groups["adamw.decay"]) == (MATRICES, ["embedding.weight"])
     assert len(groups["adamw.no_decay"]) == 6
     optimizer = build_optimizer(m, settings, "cpu")
@@ -90,7 +90,7 @@ def test_muon_takes_the_blocks_matrices_and_lr_keeps_the_ratio():
     assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.005, 0.005]
     assert all(type(g["lr"]) is float for g in optimizer.param_groups)
     gpt = GPT(ModelSettings(layers=1, heads=4, kv_heads=2, width=8, context=4), 11)
-    assert muon_groups(gpt, OptimSettings(kind="muon"))[0]["parts"] == [(8, 4, 4), (8,), (32,), (8,)]
+    assert make_groups(gpt, OptimSettings(kind="muon"))[0]["parts"] == [(8, 4, 4), (8,), (32,), (8,)]
 
 
 def adamw_by_hand(weights, grads, lr, decay):
@@ -131,7 +131,7 @@ def test_muon_against_torch():
     settings = OptimSettings(kind="muon", lr=1e-2, muon_lr=0.02, weight_decay=0.1)
     optimizer = build_optimizer(ours, settings, "cpu")
     optimizer.dtype = torch.bfloat16
-    split = muon_groups(reference, settings)
+    split = make_groups(reference, settings)
     matrices = [p for g in split if g["muon"] for p in g["params"]]
     muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95)
     rest = [{k: g[k] for k in ("params", "lr", "weight_decay")} for g in split if not g["muon"]]

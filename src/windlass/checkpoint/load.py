@@ -135,9 +135,8 @@ def candidates(
     checkpoint that the lineage started from. `best` is the one with the best score in the ledger, then the next best.
     Both pass over damaged checkpoints; of a step or a path that is damaged nothing else is tried.
 
-    `resume` is `latest`, `best`, a step, a path of a checkpoint or run, or `never`; `measure` is that of `best`, by
-    default the recipe's `checkpoint.best`; with `up_to` `latest` means only checkpoints up to this step. Raises UserError
-    where the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
+    `measure` is that of `best`, by default the recipe's `checkpoint.best`; with `up_to` `latest` means only checkpoints up
+    to this step. UserError: the checkpoint that was asked for is not there, or there is one and `resume` is `never`.
     """
     run = Run(run_dir)
     entries = format_.list_entries(run.checkpoints_dir)

@@ -102,10 +102,9 @@ def named_state(model: nn.Module, optimizer: Any = None) -> tuple[dict[str, Tens
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Any = None) -> None:
     """Fill model and optimizer from a checkpoint of any world size and strategy, bit for bit.
 
-    The model has its final shape, device and wrapping; its tensors are filled in place. The optimizer's state is
-    created where the optimizer has not made a step yet, and dropped where the checkpoint has none. Each rank reads only
-    its rows. Raises UserError where tensors are missing, left over, or of another shape or type, and names them; or
-    where a file that was whole when the checkpoint was chosen cannot be read now.
+    The model, in its final wrapping, is filled in place; the optimizer's state is created where there is none yet, and dropped
+    where the checkpoint has none. Each rank reads only its rows. UserError, with their names, where tensors are missing, left
+    over, or of another shape or type; or where a file that was whole when the checkpoint was chosen cannot be read now.
     """
     try:
         targets, aliases = _model_tensors(model)
@@ -169,8 +168,8 @@ def _fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
         checkpoint.read_into(name, start, _local(tensor))
 
 
-def _some(items: list[str], most: int = 6) -> str:
-    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+def _some(items: list[str]) -> str:
+    return "; ".join([*items[:6], *([f"and {len(items) - 6} more"] if len(items) > 6 else [])])
 
 
 def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -147,13 +147,11 @@ class Saver:
         self, step: int, state: State, counters: Mapping[str, Any], meta: Mapping[str, Any] | None = None,
         scores: Mapping[int, float] | None = None, while_waiting: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Take the state after so many steps; it may change as soon as this returns. The outcome comes by `poll` or
-        `wait`, and nothing is durable before it says so.
+        """Copy the state, which may change as soon as this returns; nothing is durable before `poll` or `wait` says so.
 
-        Waits for the save before this one, where that is still being written, and calls `while_waiting` ten times a
-        second. `counters` (JSON) is what a resume needs besides tensors; rank 0's are written. `meta` (JSON) is `reason`
-        (see retention), digests, anything else to list; a float that is not finite becomes null. `scores` are values of
-        `policy.measure` by step, from the run's ledger.
+        Waits for the save before this one, and calls `while_waiting` ten times a second. `counters` (JSON) is what a resume
+        needs besides tensors; rank 0's are written. `meta` (JSON) is `reason` (see retention) and anything else to list; a float
+        that is not finite becomes null. `scores` are values of `policy.measure` by step, from the run's ledger.
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)

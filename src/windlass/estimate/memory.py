@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from windlass.estimate.devices import USABLE
 from windlass.model.size import CountedSizes, block_matrices, block_parameters, count
+from windlass.parallel.env import half_of
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import SHARD_OPTIM, SHARDED
 
@@ -84,7 +85,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
 def shard_size(strategy: str, world: int, setting: int = 0) -> int:
     """Ranks in a sharding group; for `hybrid_shard` without `parallel.shard_size` half of all, as on two hosts."""
     if strategy == "hybrid_shard":
-        return setting or max(1, world // 2)
+        return setting or half_of(world)
     return world if strategy in (*SHARDED, SHARD_OPTIM) else 1
 
 

@@ -1,6 +1,6 @@
 """How long a run takes: from speeds measured in past runs' ledgers, or from a device's peak and an assumed MFU.
 
-A speed always says what it rests on (`basis`, `detail`); where nothing is known there is none.
+A speed always says what it rests on (`basis`, `detail`); without a measurement or a peak there is none.
 """
 
 from __future__ import annotations
@@ -113,32 +113,30 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
     environment = run.environment
     sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
     total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")
-    memory = PredictedAndActual(device_bytes=None if total is None else total * 1e6)
+    outcome = PredictedAndActual(device_bytes=None if total is None else total * 1e6)
     raw = list(read_lines(run.metrics_path))
     ledger = effective(raw)
     started = next((x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x), None)
     if started is None or ledger[-1]["step"] < int(started["steps"]) or not any("seconds" in x for x in raw):
-        return replace(memory, reason="the run has not finished")
-    steps = int(started["steps"])
-    worlds = dict.fromkeys(x["world"] for x in raw if x["kind"] == "event" and isinstance(x.get("world"), int))
-    if any(x.get("extended_from") for x in raw):
-        return replace(memory, reason="the run was extended")
+        return replace(outcome, reason="the run has not finished")
+    steps, events = int(started["steps"]), [x for x in raw if x["kind"] == "event"]
+    if any(x.get("extended_from") or x.get("steps", steps) != steps for x in events):
+        return replace(outcome, reason="the run was extended")
+    worlds = dict.fromkeys(x["world"] for x in events if isinstance(x.get("world"), int))
     if len(worlds) > 1:
-        return replace(memory, reason=f"the number of ranks changed: {', then '.join(map(str, worlds))}")
-    if len({x["steps"] for x in raw if x["kind"] == "event" and "steps" in x}) > 1:
-        return replace(memory, reason="the run was extended")
+        return replace(outcome, reason=f"the number of ranks changed: {', then '.join(map(str, worlds))}")
     early = (x for x in ledger if x["kind"] == "train" and max(PREDICTED_AT * steps, 2) <= x["step"] < steps)
     now = next(early, None)
     speed = measured_speed([x for x in ledger if now and x["step"] <= now["step"]], run.name)
     if now is None or speed is None:
-        return replace(memory, reason=f"nothing was logged between {100 * PREDICTED_AT:g} % of the steps and the end")
+        return replace(outcome, reason=f"nothing was logged between {100 * PREDICTED_AT:g} % of the steps and the end")
     horizon = Horizon(steps, int(started.get("samples_per_epoch", 0)), run.recipe.train.global_batch)
     per_step = now["tokens"] / now["step"] / speed.tokens_per_s
     val_samples = started.get("data", {}).get("val", {}).get("samples", 0)
     left = seconds_until(milestones(run.recipe, horizon, val_samples), steps, now["step"], per_step, speed.costs)
     predicted, actual = (_without_pauses(lines) for lines in (raw[: raw.index(now) + 1], raw))
-    memory = replace(memory, predicted_seconds=predicted + left, predicted_at_step=int(now["step"]))
-    return replace(memory, actual_seconds=actual)
+    times = {"predicted_seconds": predicted + left, "predicted_at_step": int(now["step"]), "actual_seconds": actual}
+    return replace(outcome, **times)
 
 
 def _without_pauses(raw: Sequence[Line]) -> float:

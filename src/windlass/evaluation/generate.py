@@ -2,7 +2,7 @@
 
 Unusual: which token is chosen is a pure function of (seed, index of the text, place of the token). It depends neither on
 what else is in the batch nor on the rank (but for rounding of the logits). No row is ever padded: all rows of a batch stand
-at the same column, and one whose prompt is longer takes its prompt's next token while others already choose theirs.
+at the same column, and one whose prompt is longer takes its prompt's next token while others already choose their own.
 
 Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 """
@@ -89,10 +89,8 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates; for an empty text the one that a text begins after.
-
-    That is what the tokenizer puts before a text; else the BOS of the model's configuration, which many Llamas have though
-    their tokenizer adds none; else the end-of-text token.
+    """The tokens from which a model generates. For an empty text: what the tokenizer puts before a text; else the BOS of the
+    model's configuration, which many Llamas have though their tokenizer adds none; else the end-of-text token.
     """
     bos = getattr(unwrap(model), "bos", None)
     return tokenizer.encode_prompt(text) if text or bos is None or tokenizer.bos else [bos]
@@ -117,20 +115,17 @@ def generate(
 
     Arguments as `generate_events`; `progress` is called with the number of complete texts, and of all.
     """
-    done = 0
-    texts: dict[int, list[int]] = {index: [] for index in how.get("indices") or range(len(prompts))}
-    complete = False
-
-    def events() -> Iterator[Event]:
-        nonlocal complete
-        complete = yield from generate_events(model, prompts, sampling, *arguments, **how)
-
-    for index, token in events():
+    done, texts = 0, {index: list[int]() for index in how.get("indices") or range(len(prompts))}
+    events = generate_events(model, prompts, sampling, *arguments, **how)
+    while True:
+        try:
+            index, token = next(events)
+        except StopIteration as end:
+            return list(texts.values()) if end.value else None
         texts[index] += [] if token is None else [token]
         if token is None and progress is not None:
             done += 1
             progress(done, len(prompts))
-    return list(texts.values()) if complete else None
 
 
 def generate_divided(
@@ -138,9 +133,9 @@ def generate_divided(
     prompt_of: Callable[[int], list[int]], progress: Callable[[int, int], object] | None = None, **how: Any,
 ) -> dict[int, str] | None:  # fmt: skip
     """A text for each of the numbers, each generated on one rank; the same result on every rank."""
-    own, all_texts = numbers[ranks.rank :: ranks.world], len(numbers)
+    own, count = numbers[ranks.rank :: ranks.world], len(numbers)
     if progress is not None:  # the other ranks are about as far as this one
-        how["progress"] = lambda done, _: progress(min(done * ranks.world, all_texts), all_texts)
+        how["progress"] = lambda done, _: progress(min(done * ranks.world, count), count)
     prompts = [prompt_of(number) for number in own]
     texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
     if texts is None:

@@ -38,13 +38,12 @@ def evaluate_loss(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, poll: Callable[[], bool] | None = None,
     progress: Progress | None = None, token_bytes: np.ndarray | None = None,
 ) -> dict[str, float] | None:  # fmt: skip
-    """Mean cross-entropy over the unmasked labels of a validation set, or of its first `limit` samples (0: all).
+    """`loss` over the unmasked labels of a validation set (nats a token), or of its first `limit` samples (0: all), `perplexity`,
+    `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`; with `token_bytes` [V] also `bits_per_byte` of text.
 
     With `whole` the rest is measured in the same pass: the numbers of all samples are the same fields with `full_` in front.
-    `model(tokens, labels)`, both [B, T], gives the summed loss. Losses and tokens are added over ranks before the one division,
-    so that neither the number of ranks nor the padding has an effect; where samples do not divide evenly, surplus rows are
-    masked. `batch` is sequences in one pass of one rank. `token_bytes` [V] adds `bits_per_byte` of text to the result: `loss`
-    (nats per token), `perplexity`, `tokens` and `samples` (over all ranks), `runtime_s`, `samples_per_s`.
+    `model(tokens, labels)`, both [B, T], gives the summed loss; `batch` is sequences in one pass of one rank. Losses and tokens
+    are added over ranks before the one division, and surplus rows are masked: neither world size nor padding has an effect.
     """
     started, model = time.perf_counter(), unwrap(model)
     count = min(limit, len(samples)) if limit else len(samples)
@@ -90,8 +89,6 @@ class Continuation(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Of an ending."""
-
     sum: float  # log-likelihood, in nats
     tokens: int  # that were scored
     greedy: bool  # whether each of them was the likeliest
@@ -146,11 +143,9 @@ def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[in
 
 @dataclass(frozen=True)
 class Item:
-    """A context, its endings (four of them), and the number of the right one."""
-
     context: str
-    endings: tuple[str, ...]
-    label: int
+    endings: tuple[str, ...]  # four
+    label: int  # the number of the right one
 
 
 def read_items(file: str = "", limit: int = 0) -> list[Item]:

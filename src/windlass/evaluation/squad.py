@@ -32,7 +32,6 @@ def normalise(text: str) -> str:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 where the normalised texts are equal, else 0."""
     return float(normalise(prediction) == normalise(reference))
 
 

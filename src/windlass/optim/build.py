@@ -26,12 +26,11 @@ def build_optimizer(
 
     Args:
         model: Not wrapped (see `unwrap`), its parameters plain tensors or DTensors (FSDP2); for `muon` it has `blocks()`.
-        settings: The recipe's `optim`.
         device_type: Where the training computes (`"cpu"`, `"cuda"`); with offloaded parameters not where they lie.
-        group: With `muon` and plain tensors that every rank of a group holds alike (DDP): the ranks share the work.
-        mesh: Ranks that hold plain parameters alike, and among which the optimizer's state is divided (`shard_optim`).
+        group: With `muon`, ranks that hold equal plain tensors (DDP): they share the work.
+        mesh: Ranks that hold equal plain parameters, and among which the optimizer's state is divided (`shard_optim`).
     """
-    groups = (muon_groups if settings.kind == "muon" else adamw_groups)(model, settings)
+    groups = make_groups(model, settings)
     devices = {p.device.type for g in groups for p in g["params"]}
     assert devices, "a model without trained parameters"
     rows: dict[nn.Parameter, nn.Parameter] = {}
@@ -113,13 +112,8 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-def adamw_groups(model: nn.Module, settings: OptimSettings) -> list[Group]:
-    """At most two groups, `decay` and `no_decay`."""
-    return _split_by_decay([p for p in model.parameters() if p.requires_grad], settings, settings.lr, "")
-
-
-def muon_groups(model: Any, settings: OptimSettings) -> list[Group]:
-    """The blocks' matrices for Muon (`muon.decay`), and the rest for AdamW (`adamw.decay`, `adamw.no_decay`).
+def make_groups(model: Any, settings: OptimSettings) -> list[Group]:
+    """`decay` and `no_decay`; with `muon` the blocks' matrices (`muon.decay`) and the rest (`adamw.decay`, `adamw.no_decay`).
 
     Embeddings, positions, the head, biases and norms are no linear maps between hidden spaces and stay with AdamW, as the
     author of Muon advises; he also advises to orthogonalise queries, keys and values separately where one matrix holds all
@@ -127,6 +121,8 @@ def muon_groups(model: Any, settings: OptimSettings) -> list[Group]:
     the matrices stacked in one parameter has.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if settings.kind != "muon":
+        return _split_by_decay(parameters, settings, settings.lr, "")
     inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
     matrices, rest = ([p for p in parameters if (id(p) in inside) == muon] for muon in (True, False))
     names = {id(p): name for name, p in model.named_parameters()}
@@ -140,7 +136,7 @@ def muon_groups(model: Any, settings: OptimSettings) -> list[Group]:
 
 def count_groups(model: Any, settings: OptimSettings) -> list[Group]:
     """Tensors and parameters, over all shards, of each group of trained parameters, with its weight decay."""
-    groups = muon_groups(model, settings) if settings.kind == "muon" else adamw_groups(model, settings)
+    groups = make_groups(model, settings)
     sizes = [{"tensors": len(g["params"]), "parameters": sum(p.numel() for p in g["params"])} for g in groups]
     return [{key: g[key] for key in ("name", "weight_decay")} | size for g, size in zip(groups, sizes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The collectives beside the model's own: sums of counts and losses, the gradient's norm, agreement on flags.
+"""The collectives beside the model's own: sums of counts and losses, the gradient's norm, flags that all act on.
 
 Counts, losses and flags travel as a few numbers over the gloo control group: asynchronously, and never on the device's
 stream. The gradient's norm stays on the device.
@@ -50,24 +50,9 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
-class Agreement:
-    """Flags that all ranks act on together: what one has seen at step *s*, all act on after step *s + 1*; no step waits.
-
-    At the end of each step a rank takes the `result` of the last `post` and posts its own flags again.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-        self._pending: Pending | None = None
-
-    def post(self, flags: Sequence[int]) -> None:
-        """Begin to take the largest of each flag over the ranks."""
-        self._pending = Pending(flags, self._ranks, dist.ReduceOp.MAX)
-
-    def result(self) -> list[int] | None:
-        """The largest of each flag of the last `post`; None where nothing was posted since."""
-        pending, self._pending = self._pending, None
-        return None if pending is None else [int(flag) for flag in pending.wait()]
+def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
+    """Begin to take the largest of each flag over the ranks: what one has seen before a step, all act on after it."""
+    return Pending(flags, ranks, dist.ReduceOp.MAX)
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
-from windlass.parallel.env import DistEnv, interface_to
+from windlass.parallel.env import DistEnv, half_of, interface_to
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SHARD_OPTIM, SHARDED
@@ -159,11 +159,10 @@ class Ranks:
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """Connect to the other ranks: `init_store`, then `init_process_group`.
+    """Connect to the other ranks: `init_store`, then `init_process_group`; with the strategy `single` there is no group.
 
-    A process of its own with the strategy `single` gets no process group at all. `store`: one that the ranks share already,
-    instead of one at the address of `env`. UserError where strategy, device and world do not go together; RunFailed where
-    another rank failed, or did not come within `parallel.startup_timeout_seconds`.
+    `store`: one that the ranks share already. UserError where strategy, device and world do not go together; RunFailed
+    where another rank failed, or did not come within `parallel.startup_timeout_seconds`.
     """
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(init_store(env, recipe, store))
@@ -287,12 +286,12 @@ def exit_now(code: int) -> None:
 
 
 def shard_size(wanted: int, env: DistEnv) -> int:
-    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) the largest divisor up to a half."""
+    """Ranks in a sharding group: as wanted, else those of one host, else (on one host) `half_of` all."""
     if wanted and env.world % wanted:
         raise UserError(f"parallel.shard_size = {wanted} does not divide the {env.world} ranks: write a size that does")
     if not wanted and env.nodes > 1 and env.world % env.local_world == 0:
         return env.local_world
-    return wanted or max(size for size in range(1, max(2, env.world // 2 + 1)) if env.world % size == 0)
+    return wanted or half_of(env.world)
 
 
 def choose_device(wanted: str, env: DistEnv) -> torch.device:

@@ -53,10 +53,9 @@ def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContext
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     """Make `model` ready to train on `ranks` as `recipe.parallel` and `recipe.train` say.
 
-    The model's parameters are on the meta device (they come out on the ranks' device, *uninitialised*: fill them in place
-    afterwards) or hold values (rank 0's reach every rank). `model.blocks()` lists the units of sharding, checkpointing and
-    compiling; without any of these a model needs none. Returns the model itself (FSDP2 works in place) or a
-    DistributedDataParallel around it; call it for the loss.
+    Parameters on the meta device come out on the ranks' device, *uninitialised*; of others rank 0's values reach every rank.
+    `model.blocks()` lists the units of sharding, checkpointing and compiling; without any of these a model needs none. Returns
+    the model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
     """
     settings, blocks = recipe.parallel, repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, settings.activation_checkpointing)
@@ -163,9 +162,8 @@ def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -
 def sync_gradients(model: nn.Module, last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch: reduce the gradients over the ranks after the `last` one of the step.
 
-    Before that, DDP and FSDP2 add to this rank's own whole gradients. With `parallel.reduce_each_micro_batch` FSDP2 reduces
-    after each one instead, and keeps only its shard: less memory, more traffic. ZeRO-2 (`shard_grad_op`) keeps its parameters
-    gathered over the whole step.
+    Before that, DDP and FSDP2 add to this rank's own whole gradients; with `parallel.reduce_each_micro_batch` FSDP2 reduces
+    after each one. ZeRO-2 (`shard_grad_op`) has its parameters gathered over the whole step.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or bool(model.reduces_always))
@@ -218,5 +216,4 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The bare model inside."""
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from windlass.recipe.layers import flatten
+from windlass.recipe.units import DURATION
 
 ALIKE = 0.75
 """Least `SequenceMatcher.ratio` of a misspelled name and the right one: `lrr` and `lr` have 0.8."""
@@ -128,7 +129,7 @@ def values(field: Any) -> str:
     """The values that a setting takes, in words."""
     words = _values(field.annotation)
     if any("duration" in str(part).lower() for part in (field.annotation, *field.metadata)):
-        words = 'steps (250), a share of the run (0.01), or "1 epoch"; 0 is never'
+        words = DURATION
     limits = [(part, name) for part in field.metadata for name in BOUNDS if hasattr(part, name)]
     bounds = [f"{BOUNDS[name]} {getattr(part, name)}" for part, name in limits]
     return f"{words}, {' and '.join(bounds)}" if bounds else words

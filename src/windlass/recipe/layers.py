@@ -76,8 +76,7 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Put dotted settings into nested ones; another `model.kind` first takes out what was set for the old one's network."""
-    model = tree.get("model")
-    kind = changes.get("model.kind")
+    model, kind = tree.get("model"), changes.get("model.kind")
     if isinstance(model, dict) and kind and kind != model.get("kind", "gpt"):
         for key in set(model) - {"context"}:
             del model[key]

@@ -17,12 +17,13 @@ from windlass.errors import UserError
 
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
 """With `train.micro_batch = 0`: about so many tokens go through the model at once."""
+DURATION = 'steps (250), a share of the run (0.01), or "1 epoch"; 0 is never'
 EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
 
 
 def _check_duration(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("a duration is a number of steps, a fraction of the run or 'N epochs'")
+        raise ValueError(f"it takes {DURATION}")
     if isinstance(value, int) and value < 0:
         raise ValueError("a duration cannot be negative (0 is never)")
     if isinstance(value, float) and not 0 <= value <= 1:
@@ -32,7 +33,7 @@ def _check_duration(value: Any) -> Any:
     return value
 
 
-_EXTRA = {"description": 'steps (250), a fraction of the run (0.01), or "1 epoch"; 0 is never'}
+_EXTRA = {"description": DURATION}
 Duration = Annotated[int | float | str, BeforeValidator(_check_duration), Field(json_schema_extra=_EXTRA)]
 
 
@@ -40,7 +41,7 @@ def epochs_in(text: str) -> Fraction:
     """The number of epochs in `"1 epoch"`, `"2.5 epochs"`; raises ValueError for anything else."""
     if match := EPOCHS.fullmatch(text):
         return Fraction(match[1])
-    raise ValueError('a duration is steps (250), a fraction of the run (0.01) or epochs ("1 epoch")')
+    raise ValueError(f"it takes {DURATION}")
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,8 @@ class CudaProbe:
 class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now to `stop`.
 
-    Any error is noted in `warning` and ends the sampling, never the run. `device` is `cpu` or `cuda:<index>`,
-    `every` in seconds, `attempt` as in the ledger, `phases` gives the process's seconds by phase. A `probe` has `about`,
-    written once a start, and `read()`; None: what fits the device.
+    Any error is noted in `warning` and ends the sampling, never the run. `every` is in seconds, `phases` gives the process's
+    seconds by phase. A `probe` has `about`, written once a start, and `read()`; None: what fits the device.
     """
 
     def __init__(
@@ -137,9 +136,8 @@ class DeviceSampler:
 def summarise_devices(run: Run) -> dict[str, float]:
     """Utilisation and memory over all ranks, for the `summary` line.
 
-    Means (`avg_gpu_util_pct`, `avg_mem_alloc_mb` …; `avg_cpu_util_pct`, `avg_rss_mb`) are over the samples of the phase
-    `train`, of long runs the last ones; `peak_mem_mb`, the allocator's or the resident memory's peak on the fullest
-    rank, is over all samples. Starts with another number of ranks than the last are left out.
+    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the last samples of the phase `train`; `peak_mem_mb`, the peak of the
+    allocator or of the resident memory on the fullest rank, is over all. Starts on other numbers of ranks are left out.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):

@@ -117,11 +117,11 @@ def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     for rank in ranks:
         hosts.setdefault((rank["node"], rank["host"]), []).append(rank)
     lines = []
-    for (_, host), own in hosts.items():
-        first, last = own[0]["rank"], own[-1]["rank"]
-        consecutive = last - first + 1 == len(own)
-        numbers = f"{first}-{last}" if consecutive and len(own) > 1 else ", ".join(str(rank["rank"]) for rank in own)
-        lines.append(f"{host}: rank{'s' * (len(own) > 1)} {numbers}, {len(own)} x {own[0]['name']}")
+    for (_, host), here in hosts.items():
+        first, last, count = here[0]["rank"], here[-1]["rank"], len(here)
+        is_range = last - first + 1 == count > 1
+        numbers = f"{first}-{last}" if is_range else ", ".join(str(rank["rank"]) for rank in here)
+        lines.append(f"{host}: rank{'s' * (count > 1)} {numbers}, {count} x {here[0]['name']}")
     return lines
 
 
@@ -143,11 +143,9 @@ def describe_launch(launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each rank's device and numbers, with the last number of each: `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`."""
     nodes = [rank["node"] for rank in ranks]
-    return [
-        f"[{r['device']}][rank={r['rank']}/{len(ranks) - 1}][local_rank={r['local_rank']}/{nodes.count(r['node']) - 1}]"
-        f"[node={r['node']}/{max(nodes)}] {r['host']}"
-        for r in ranks
-    ]
+    place = "[{device}][rank={rank}/{ranks}][local_rank={local_rank}/{here}][node={node}/{nodes}] {host}"
+    last = {"ranks": len(ranks) - 1, "nodes": max(nodes)}
+    return [place.format(**rank, **last, here=nodes.count(rank["node"]) - 1) for rank in ranks]
 
 
 def machine() -> dict[str, Any]:

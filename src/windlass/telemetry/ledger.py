@@ -46,8 +46,8 @@ def plain(value: Any) -> Any:
 class Ledger:
     """Appends lines to a run's ledger on rank 0 (`enabled`). Never raises OSError after it was opened.
 
-    `warning`: what is wrong. `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives
-    further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
+    `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives further fields for `train`,
+    `event` and `summary` lines, such as the wall time by phase.
     """
 
     def __init__(self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Line] = dict):

@@ -47,10 +47,7 @@ def fallback() -> str:
 
 
 class Output:
-    """A standard stream that takes every character, and whose reader may go away, as `head` does.
-
-    What is written after that is lost and `gone` is set; a verb continues, and its exit code stays that of its work.
-    """
+    """A standard stream that takes every character. Where its reader goes away, as `head` does, `gone` is set and the verb continues."""
 
     buffer = None  # click would write UTF-8 to it, also where the stream has another encoding
 
@@ -115,7 +112,7 @@ def pairs(rows: Iterable[tuple[str | Text, str | Text]], indent: str = "", style
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str | Text]], **options: Any) -> None:
-    """Print a `table` on the standard output, as wide as its terminal."""
+    """Print a `table` as wide as the terminal."""
     console = rich_console(sys.stdout)
     console.print(table(head, rows, console.width, **options))
 

@@ -42,10 +42,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step: `data`, `forward`, `backward` or `optimizer`; the last one ends the step.
-
-        `outside` is left out of the steps' time: an evaluation, a save, a sample.
-        """
+        """Time one of STEP_PHASES, of which the last ends the step, or `outside` (an evaluation, a save), which counts in none."""
         data = name == "data"
         first = self._mark(host=data)
         try:
@@ -78,10 +75,9 @@ class StepTimer:
 
 
 class Goodput:
-    """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
+    """Wall time of one process by phase, of which there is always one; the parts sum to the whole, to the nanosecond.
 
-    The clock starts when the process did, or `before` seconds before this object is constructed, so that imports count
-    as `startup`. There is always exactly one phase.
+    The clock starts with the process (or `before` seconds before the constructor): imports count as `startup`.
     """
 
     def __init__(self, before: float | None = None):
@@ -127,8 +123,8 @@ class Throughput(NamedTuple):
 def throughput(ledger: Iterable[Line]) -> Throughput | None:
     """The speed over a run from its effective ledger; None where nothing was timed.
 
-    A `train` line holds means over the steps since the line or the start before it, which count here by the time that
-    these steps took. The first line of each start is left out (caches, compilation) where there are others.
+    A `train` line holds means over the steps since the line or start before it, and counts by their time. The first line of
+    each start is left out (caches, compilation) where there are others.
     """
     windows: list[tuple[Line, float, bool]] = []  # a line, the seconds of its steps, whether it is the start's first
     step, first = 0, True
@@ -154,9 +150,8 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
 def wall_time(lines: Iterable[Line]) -> Seconds:
     """Seconds by phase over all starts of a run, from the raw ledger (`run.read_lines`): with `lost`, and `total`.
 
-    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, what the
-    attempts before it did after their checkpoint of step *s* was done in vain and counts as `lost`. The parts sum to
-    `total`. Time between an attempt's last line and its death is in no line and not counted.
+    Each line's `seconds` are those of its process so far. Where an attempt resumes from step *s*, what those before it did
+    after step *s* counts as `lost`. The parts sum to `total`. Time between an attempt's last line and its death is in no line.
     """
     attempts = _attempts(lines)
     totals = dict.fromkeys((*RUN_PHASES, "lost"), 0.0)

@@ -60,26 +60,24 @@ class Moment:
 
 @dataclass
 class Step(Moment):
-    """Of `on_step`."""
+    """Of `on_step`. To read a number waits for the device."""
 
     _result: StepResult = field(repr=False)
 
     @property
-    def loss(self) -> float:
-        """The loss of the step, over all ranks. Waits for the device."""
+    def loss(self) -> float:  # over all ranks
         return float(self._result.loss)
 
     @property
-    def grad_norm(self) -> float:
-        """The gradient's norm before clipping. Waits for the device."""
+    def grad_norm(self) -> float:  # before clipping
         return float(self._result.grad_norm)
 
 
 @dataclass
 class Evaluated(Moment):
-    """Of `on_eval`."""
+    """Of `on_eval`; `results`: suite → its measures."""
 
-    results: dict[str, dict[str, Any]]  # suite → its measures
+    results: dict[str, dict[str, Any]]
 
 
 @dataclass

@@ -17,12 +17,6 @@ from windlass.training.record import Recorder, Saves
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the one that was taken instead
 
 
-def smaller(batch: BatchPlan) -> int:
-    """The largest micro-batch of at most half the size that divides a rank's share; 0 where it has one sequence."""
-    share = batch.global_batch // batch.world
-    return max((size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0)
-
-
 def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     """The same samples in smaller micro-batches, after memory ran out in a step.
 
@@ -30,8 +24,9 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     wait for each other in the collectives of that step), the step is not the first of a start (those before it were done with
     this micro-batch), or its update may have begun.
     """
-    recipe, ranks = recorder.plan.recipe, recorder.ranks
-    less, phase = smaller(batch), ranks.status.phase
+    recipe, ranks, share = recorder.plan.recipe, recorder.ranks, batch.global_batch // batch.world
+    less = max((size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0)
+    phase = ranks.status.phase
     ours = not recipe.train.micro_batch and ranks.world == 1 and ranks.strategy not in SHARDED
     if less and ours and not recorder.started_up and phase in ("forward", "backward"):
         return replace(batch, micro_batch=less)
@@ -44,7 +39,7 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
 
 
 def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
-    """The plan with the micro-batch that an earlier start of the run came down to, so that a resume is bit for bit the same."""
+    """The plan with the micro-batch to which an earlier start of the run was reduced: a resume is bit for bit the same."""
     sizes = [event["micro_batch"] for event in run.events if event["event"] == OUT_OF_MEMORY]
     fits = sizes and sizes[-1] < batch.micro_batch and batch.global_batch // batch.world % sizes[-1] == 0
     return replace(batch, micro_batch=sizes[-1]) if fits else batch

@@ -56,9 +56,9 @@ class ModelFacts:
     dropout: bool  # whether it draws random numbers in training
     ties: list[list[str]]  # names of weights that were tied before the model was parallelized
     hf: bool  # whether it is a model of `transformers` that the recipe names
-    flops_per_token: float | None  # forward and backward, 6N plus attention; None where not known
+    flops_per_token: float | None  # forward and backward, 6N plus attention; None: unknown
     device_name: str
-    peak_flops: float | None  # FLOP/s of the device; None where not known
+    peak_flops: float | None  # FLOP/s of the device; None: unknown
     rows: int  # of the embedding
     fresh: bool  # whether the weights are random ones of ours
 
@@ -112,10 +112,8 @@ class Recorder:
     ) -> None:  # fmt: skip
         """The terminal's header and the event of this start; `threads`: how many there are on a CPU, and why."""
         facts, state, plan, branched = self.facts, self.state, self.plan, self.plan.branch_from
-        shared: dict[str, Any] = {
-            "world": self.ranks.world, "strategy": self.ranks.strategy, "precision": facts.precision,
-            "device": facts.device_name,
-        }  # fmt: skip
+        shared: dict[str, Any] = {"world": self.ranks.world, "strategy": self.ranks.strategy}
+        shared |= {"precision": facts.precision, "device": facts.device_name}
         groups = count_groups(model, plan.recipe.optim)
         measured = evaluations(plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0))
         notes = [*notes, *([measured.warning] if measured and measured.warning else [])]
@@ -150,12 +148,6 @@ class Recorder:
         """At a start or after a rewind: speeds are measured from here on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
         self.timer.read()
-
-    def warn(self, text: str) -> None:
-        """A warning (none where it is empty) that stays in the run: shown, and an event."""
-        if text:
-            self.console.warning(text)
-            self.event("warning", reason=text)
 
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with what callbacks have logged at this step; takes it out."""
@@ -256,8 +248,10 @@ class Recorder:
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
-        if state.step == 1 and self.plan.recipe.train.startup_checks:
-            self.warn(check_first_loss(loss, self.facts.rows, self.facts.fresh))
+        checked = state.step == 1 and self.plan.recipe.train.startup_checks
+        if checked and (text := check_first_loss(loss, self.facts.rows, self.facts.fresh)):
+            self.console.warning(text)
+            self.event("warning", reason=text)
         line = self.ledger.write(
             "train", state.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, samples=state.samples,
             label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,

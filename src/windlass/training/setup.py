@@ -192,8 +192,7 @@ def batch_and_horizon(plan: StartPlan, ranks: Ranks, data: Data, custom: bool) -
         raise UserError('train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs')
     parameters = read_sizes(recipe).total if optimum and recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
-    sample_tokens = None if tokens is None else tokens / samples
-    steps = resolve_steps(recipe, data.vocab, sample_tokens, samples, parameters)
+    steps = resolve_steps(recipe, data.vocab, None if tokens is None else tokens / samples, samples, parameters)
     return batch, Horizon(steps, samples, recipe.train.global_batch)
 
 
@@ -285,7 +284,7 @@ def load_checkpoint(
     path: Path, recipe: Recipe, ranks: Ranks, data: Data, batch: BatchPlan, facts: ModelFacts, model: nn.Module,
     optimizer: torch.optim.Optimizer, notes: list[str],
 ) -> TrainState:  # fmt: skip
-    """Fill model and optimizer from a checkpoint, return its counters, and note what will not be as it was."""
+    """Fill model and optimizer from a checkpoint, return its counters, and note what changes."""
     checkpoint = checkpoints.open_checkpoint(path, deep=False)
     fingerprint, kind, micro_batch = (checkpoint.meta.get(key) for key in ("data", "optimizer", "micro_batch"))
     if fingerprint != data.fingerprint:

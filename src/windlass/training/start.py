@@ -84,7 +84,7 @@ class Change(NamedTuple):
 
 
 def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "") -> StartPlan:
-    """Decide what is to be done in the recipe's run directory; changes nothing.
+    """Decide what a start does in the recipe's run directory; changes nothing.
 
     UserError: the directory holds other files or a run of another recipe, or an extension or branch does not fit it.
     """
@@ -272,10 +272,7 @@ def hash_without_steps(recipe: Recipe) -> str:
 
 
 def write_start(plan: StartPlan, choice: checkpoints.Choice | None, files: Files | None = None) -> None:
-    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer.
-
-    What a resume changes besides is recorded first: see `write_settings`.
-    """
+    """Make the start durable: a new run's directory, then the lineage, then the recipe where it is new or longer."""
     files, run = files or Files(), plan.run
     if not plan.resuming:
         files.make_dirs(run.path)

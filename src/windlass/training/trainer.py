@@ -4,7 +4,7 @@
 - The loss is a sum over the step's unmasked labels on all ranks, divided once by their global number: world size,
   accumulation and padding change nothing but rounding.
 - What one rank knows (a stop signal, failed saves), all act on after the same step: the flags travel over the gloo
-  group while the step computes (`Agreement`). After an exception no collective is called: other ranks may be gone.
+  group while the step computes (`max_async`). After an exception no collective is called: other ranks may be gone.
 """
 
 from __future__ import annotations
@@ -125,16 +125,17 @@ class Trainer:
     def loop(self) -> bool:
         """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
         state, horizon, recipe, ranks, recorder = self.state, self.horizon, self.recipe, self.ranks, self.recorder
-        agreement, first_step, loader = collectives.Agreement(ranks), state.step + 1, self.open_loader()
+        first_step, loader = state.step + 1, self.open_loader()
         try:
             while state.step < horizon.steps and not self.ends_early:
                 recorder.log(self.callbacks.logged)
                 batch = self.next_batch(loader)
                 self.stop.training = True  # from here on a signal saves before it ends the process
-                agreement.post([self.stop.requested, self.saves.failed_in_a_row, bool(self.callbacks.asked)])
+                own = [self.stop.requested, self.saves.failed_in_a_row, bool(self.callbacks.asked)]
+                flags = collectives.max_async(own, ranks)
                 lr_factor = factor(recipe.optim.schedule, horizon, state.step)
                 result = self.step(batch, lr_factor)
-                stop_requested, failed_saves, asked = agreement.result() or (0, 0, 0)
+                stop_requested, failed_saves, asked = flags.wait()
                 recorder.stepped(batch, result)
                 if state.step == first_step:  # it compiled and filled caches; a collective of a later step is quicker
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
@@ -256,10 +257,7 @@ class Trainer:
         return bool(self.suites.names) and every not in (0, 0.0) and (ends or self.horizon.due(every, step))
 
     def evaluate(self, suites: Sequence[str] = ()) -> bool:
-        """Measure the suites (by default those of `eval.suites`), and save the best model so far, also where no save is due.
-
-        False where a stop cut it short: then nothing is written.
-        """
+        """Measure the suites (by default all) and save the best model so far; False where a stop cut it short: nothing is written."""
         step, recorder, settings, measured = self.state.step, self.recorder, self.recipe.checkpoint, []
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
