@@ -57,10 +57,10 @@ class Policy:
 
 def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None) -> Policy:
     """The policy of a run, whose `keep_every` is measured against any of `horizons` (an extended run has two)."""
-    own = lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
+    inside = lineage is not None and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
     return Policy(
         settings.keep_last, settings.keep_best, lambda step: any(h.due(settings.keep_every, step) for h in horizons),
-        settings.best, settings.keep_signal, lineage.step if lineage is not None and own else None,
+        settings.best, settings.keep_signal, lineage.step if lineage is not None and inside else None,
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def memory_rows(model: Network, vocab: int, optimizer: str, base: Layout, usable
     `full_shard`; `hybrid_shard` gathers among half of the ranks; `shard_optim` moves half as much again as `ddp`, the parameters
     while nothing is computed. Offload moves everything over the host's bus.
     """
-    # Else activations are unknown: states may be too large, and never surely fit.
+    # The activations of other models are unknown: they may be too large, and never surely fit.
     ours = not isinstance(model, CountedSizes)
     base = base if ours else replace(base, checkpointing="none")
     several = ["ddp", "shard_grad_op", "shard_optim", *["hybrid_shard"] * (base.world > 3), "full_shard"]

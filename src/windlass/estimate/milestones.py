@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 """Milestones that take time."""
-MUCH = 0.3  # share of a run's work from which on evaluations are warned of
+MUCH = 0.3  # of a run's work: evaluations with a larger share get a warning
 
 
 class Milestone(NamedTuple):

@@ -1,7 +1,7 @@
 """How long a step would take by the rates of a machine: matrix products, and the strategy's collectives by ring formulas.
 
-Nothing overlaps in it, and neither latency, memory traffic nor the host's work is counted: what a measured step has beside it
-is its error. The formulas are in docs/scale.md.
+Nothing overlaps in it, and neither latency, memory traffic nor the host's work is counted: its error is the difference to a
+measured step. The formulas are in docs/scale.md.
 """
 
 from __future__ import annotations

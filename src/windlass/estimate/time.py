@@ -135,8 +135,8 @@ def predicted_and_actual(run: Run) -> PredictedAndActual:
     val_samples = started.get("data", {}).get("val", {}).get("samples", 0)
     left = seconds_until(milestones(run.recipe, horizon, val_samples), steps, now["step"], per_step, speed.costs)
     predicted, actual = (_without_pauses(lines) for lines in (raw[: raw.index(now) + 1], raw))
-    times = {"predicted_seconds": predicted + left, "predicted_at_step": int(now["step"]), "actual_seconds": actual}
-    return replace(outcome, **times)
+    outcome = replace(outcome, predicted_seconds=predicted + left, predicted_at_step=int(now["step"]))
+    return replace(outcome, actual_seconds=actual)
 
 
 def _without_pauses(raw: Sequence[Line]) -> float:

@@ -34,9 +34,9 @@ def build_optimizer(
     devices = {p.device.type for g in groups for p in g["params"]}
     assert devices, "a model without trained parameters"
     rows: dict[nn.Parameter, nn.Parameter] = {}
-    in_lines = device_type == "cpu" and (settings.kind in ("adamw", "muon") or settings.options.get("fused"))
+    lines = device_type == "cpu" and (settings.kind in ("adamw", "muon") or settings.options.get("fused"))  # see LINE_BYTES
     for g in groups if mesh is not None else ():
-        any_row, whole = not in_lines or g.get("muon", False), [p for p in g["params"] if not isinstance(p, DTensor)]
+        any_row, whole = not lines or g.get("muon", False), [p for p in g["params"] if not isinstance(p, DTensor)]
         rows |= {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row))) for p in whole}
         g["params"] = [rows.get(p, p) for p in g["params"]]
     adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": devices <= FUSED_DEVICES}

@@ -2,7 +2,7 @@
 
 Parameters and gradients are whole on every rank, as with DDP, which adds the gradients up. Of each parameter rank r updates
 the r-th of `world` equal pieces of consecutive rows, cut as FSDP2 cuts them; then the ranks gather the updated rows. The
-update of a number is the one that `ddp` makes, bit for bit. Over the network go 3 bytes for every 2 of `ddp`.
+update of a number is the one that `ddp` makes, bit for bit. It sends 3 bytes for every 2 of `ddp`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINE_BYTES = 64
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """This rank's part of a tensor that is whole on every rank: a view of its rows (`Shard(0)`), or of all of it."""
-    assert tensor.is_contiguous(), "rows of a tensor that lies in columns"
+    assert tensor.is_contiguous(), "rows of a tensor in column-major order"
     local = tensor.detach()
     if placement.is_shard():
         each = -(-tensor.shape[0] // mesh.size())
@@ -32,7 +32,7 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
-    """How a parameter is divided: by rows, unless it is a scalar, or cut inside of a line and that is not `any_row`."""
+    """How a parameter is divided: by rows, or not at all where it is a scalar, or a cut inside a line is not allowed (`any_row`)."""
     if not p.dim():
         return Replicate()
     bytes_of_a_rank = -(-p.shape[0] // mesh.size()) * p[0].nbytes

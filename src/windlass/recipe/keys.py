@@ -38,7 +38,7 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """What to write instead of a key that there is not; what its section has, or the sections, where that is not sure."""
+    """What to write instead of an unknown key; where that is not sure, what its section has, or the sections."""
     name = key.rpartition(".")[2]
     answers: dict[str, str] = {}
     for keys in other_tools().values():

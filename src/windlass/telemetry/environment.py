@@ -98,8 +98,8 @@ def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Of Windlass, Python and torch; on GPUs of CUDA and NCCL."""
     import torch
 
-    own = {"windlass": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return own | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
+    packages = {"windlass": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return packages | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
 
 
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:

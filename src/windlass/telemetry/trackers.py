@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from filelock import FileLock
@@ -215,20 +216,18 @@ class DeviceReader:
 
     def read(self, line: Line) -> dict[str, float]:
         """Means by name for a `train` line; those of utilisation over the samples of training steps."""
-        means: dict[str, list[float]] = {}
+        means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
         for path in self._files:
-            own = [x for x in self._until(path, line["time"]) if x.get("attempt") == line.get("attempt")]
+            new = [x for x in self._until(path, line["time"]) if x.get("attempt") == line.get("attempt")]
             for field in DEVICE:
-                samples = [x for x in own if field in x and (field != "util_pct" or x.get("phase") == "train")]
+                samples = [x for x in new if field in x and (field != "util_pct" or x.get("phase") == "train")]
                 if samples:
-                    mean = sum(x[field] for x in samples) / len(samples)
-                    each = f"device/rank{samples[0].get('rank', 0)}/{field}"
-                    means.setdefault(each if len(self._files) <= EACH_RANK else f"device/{field}", []).append(mean)
-        if len(self._files) <= EACH_RANK:
+                    name = f"device/{field}" if many else f"device/rank{samples[0].get('rank', 0)}/{field}"
+                    means.setdefault(name, []).append(fmean(x[field] for x in samples))
+        if not many:
             return {name: value for name, (value,) in means.items()}
-        statistics: dict[str, Callable[[list[float]], float]]
-        statistics = {"mean": lambda x: sum(x) / len(x), "min": min, "max": max}
-        return {f"{name}_{what}": of(values) for name, values in means.items() for what, of in statistics.items()}
+        summaries: dict[str, Any] = {"mean": fmean, "min": min, "max": max}
+        return {f"{name}_{what}": of(values) for name, values in means.items() for what, of in summaries.items()}
 
 
 class Follower:

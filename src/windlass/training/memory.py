@@ -27,8 +27,8 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     recipe, ranks, share = recorder.plan.recipe, recorder.ranks, batch.global_batch // batch.world
     less = max((size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0), default=0)
     phase = ranks.status.phase
-    ours = not recipe.train.micro_batch and ranks.world == 1 and ranks.strategy not in SHARDED
-    if less and ours and not recorder.started_up and phase in ("forward", "backward"):
+    alone = ranks.world == 1 and ranks.strategy not in SHARDED
+    if less and alone and not recipe.train.micro_batch and not recorder.started_up and phase in ("forward", "backward"):
         return replace(batch, micro_batch=less)
     size = f"micro-batches of {batch.micro_batch} sequences on each rank"
     where = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
@@ -45,7 +45,7 @@ def micro_batch_of(run: Run, batch: BatchPlan) -> BatchPlan:
     return replace(batch, micro_batch=sizes[-1]) if fits else batch
 
 
-def begin_again(batch: BatchPlan, saves: Saves, suites: Suites) -> None:
+def prepare_retry(batch: BatchPlan, saves: Saves, suites: Suites) -> None:
     """Forget the step that failed, after its exception is gone, and measure and record with the new micro-batch."""
     size, recorder = batch.micro_batch, saves.recorder
     saves.optimizer.zero_grad(set_to_none=True)

@@ -34,7 +34,7 @@ class StopSignals:
         self.name = "a stop signal on another rank"  # or that of the first signal here
         self.training = False  # whether the first optimizer step has begun: from then on a signal is a flag
         self.step: Callable[[], int] = lambda: 0  # steps completed
-        self.before_exit: Callable[[str], object] = lambda name: None  # called with the signal's name before that
+        self.before_exit: Callable[[str], object] = lambda name: None  # called with its name before it ends the process
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:

@@ -2,7 +2,7 @@
 
 More threads do not always help. A small model gains nothing from a second one, and beside another process that keeps a core
 busy, threads that wait for each other lose most of the time. Sums over other numbers of threads differ by rounding, so the
-choice is in every checkpoint, and a resume on as many cores takes it up.
+choice is in every checkpoint, and a resume on as many cores uses it again.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Trainer:
                 return self.loop()
             except torch.OutOfMemoryError:
                 self.batch = memory.smaller_micro_batch(self.batch, self.recorder)
-            memory.begin_again(self.batch, self.saves, self.suites)
+            memory.prepare_retry(self.batch, self.saves, self.suites)
 
     def loop(self) -> bool:
         """Step, log, save, evaluate; whether that came to its end, and was not stopped as asked."""
