@@ -27,11 +27,8 @@ def page() -> dict:
 
 
 PAGE_MODEL = [
-    "model.vocab=0",
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-]  # the recipe's own, on the page's data
+    "model.vocab=0", "model.layers=1", "model.width=16", "model.heads=2",
+]  # the recipe's own, on the page's data  # fmt: skip
 
 
 def recipe(folder: Path, *more: str) -> Recipe:

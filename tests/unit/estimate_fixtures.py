@@ -35,11 +35,8 @@ def write_run(
     for step in range(2, 101, 2):
         spent["train"] += 2 * step_s
         speed = {
-            "step_ms": 1e3 * step_s,
-            "tokens_per_s": tokens / step_s,
-            "tokens": tokens * step,
-            "samples": 16 * step,
-        }
+            "step_ms": 1e3 * step_s, "tokens_per_s": tokens / step_s, "tokens": tokens * step, "samples": 16 * step,
+        }  # fmt: skip
         lines.append({"kind": "train", "step": step, "loss": 4.0, **speed, "seconds": dict(spent)})
         if step % 25 == 0 or step in (26, 76):  # 25 and 75 are logged with the next even step
             evaluate(step // 25 * 25, 2.0)

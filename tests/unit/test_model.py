@@ -24,13 +24,10 @@ from windlass.recipe.network import ModelSettings
 SMALL: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 24}
 VOCAB = 19
 CHOICES: dict[str, list[Any]] = {
-    "norm": ["layernorm", "rmsnorm"],
-    "position": ["learned", "rope", "none"],
-    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
-    "kv_heads": [0, 2, 1],
-    "qk_norm": [False, True],
+    "norm": ["layernorm", "rmsnorm"], "position": ["learned", "rope", "none"],
+    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"], "kv_heads": [0, 2, 1], "qk_norm": [False, True],
     "tie_head": [True, False],
-}
+}  # fmt: skip
 BIASES = [
     {"attn_bias": True, "ff_bias": True, "norm_bias": True, "head_bias": True, "final_norm": True},
     {"attn_bias": False, "ff_bias": True, "norm_bias": False, "head_bias": False, "final_norm": False},

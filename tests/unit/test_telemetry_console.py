@@ -25,16 +25,9 @@ def show(console):
     )  # fmt: skip
     console.tick(99)
     line = {
-        "loss": 2.51234,
-        "lr": 3e-4,
-        "grad_norm": 0.913,
-        "tokens_per_s": 15_234.0,
-        "mfu": 0.412,
-        "gpu_mem_mb": 1234.0,
-        "forward_ms": 31.24,
-        "backward_ms": 62.5,
-        "samples_per_s": 952.125,
-    }
+        "loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "tokens_per_s": 15_234.0, "mfu": 0.412, "gpu_mem_mb": 1234.0,
+        "forward_ms": 31.24, "backward_ms": 62.5, "samples_per_s": 952.125,
+    }  # fmt: skip
     console.step({"kind": "train", "step": 100, "step_ms": 100.0, **line})
     console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
     console.eval({"kind": "eval", "step": 100, "suite": "hellaswag", "acc_norm": 0.2955})

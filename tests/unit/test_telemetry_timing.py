@@ -94,13 +94,10 @@ def line(attempt, step, event=None, world=None, **seconds):
 
 
 KILLED = [
-    line(0, 0, "started", world=2, startup=4.0),
-    line(0, 10, startup=4.0, train=5.0),
-    line(0, 10, "checkpoint", startup=4.0, train=5.5, save=1.0),
-    line(0, 20, startup=4.0, train=10.5, save=1.0),
-    line(1, 10, "resumed", world=4, startup=3.0),
-    line(1, 30, startup=3.0, train=10.0),
-]
+    line(0, 0, "started", world=2, startup=4.0), line(0, 10, startup=4.0, train=5.0),
+    line(0, 10, "checkpoint", startup=4.0, train=5.5, save=1.0), line(0, 20, startup=4.0, train=10.5, save=1.0),
+    line(1, 10, "resumed", world=4, startup=3.0), line(1, 30, startup=3.0, train=10.0),
+]  # fmt: skip
 
 
 def test_a_resumed_and_a_rewound_run_by_hand():
@@ -149,13 +146,10 @@ def test_throughput_is_work_divided_by_time():
 def test_throughput_after_a_resume_counts_each_step_that_was_made():
     """The first line after a resume from step 15 is of five steps, not of ten, and is left out: it waits for caches too."""
     ledger = [
-        {"kind": "event", "event": "started", "step": 0},
-        train(1, 1000, 100, mfu=0.1),
-        train(10, 100, 100, mfu=0.4),
-        {"kind": "event", "event": "resumed", "step": 15, "attempt": 1},
-        train(20, 900, 100, attempt=1, mfu=0.05),
+        {"kind": "event", "event": "started", "step": 0}, train(1, 1000, 100, mfu=0.1), train(10, 100, 100, mfu=0.4),
+        {"kind": "event", "event": "resumed", "step": 15, "attempt": 1}, train(20, 900, 100, attempt=1, mfu=0.05),
         train(30, 200, 100, attempt=1, mfu=0.2),
-    ]
+    ]  # fmt: skip
     speed = throughput(ledger)
     seconds = 9 * 0.1 + 10 * 0.2
     assert speed.steps_per_s == pytest.approx(19 / seconds)

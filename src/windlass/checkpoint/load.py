@@ -17,19 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
-from windlass.checkpoint.retention import (
-    LOSS,
-    Lineage,
-    committed,
-    lower_is_better,
-    policy_of,
-    read_lineage,
-    retain,
-    scores_by_step,
-)
+from windlass.checkpoint.retention import Lineage, committed, policy_of, ranked, read_lineage, retain, scores_by_step
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon
+from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, last_start
 
 if TYPE_CHECKING:
@@ -177,12 +169,11 @@ def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
 
 def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     if not measure:
-        measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS
+        measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS_SUITE
     lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
     if lineage is not None:  # abandoned steps have no score: the ledger may have that of another model there
         entries = [e for e in entries if e.manifest is None or e.serial > lineage.serial or e.step <= lineage.step]
-    sign = 1 if lower_is_better(measure) else -1
-    scored = sorted((e for e in entries if e.step in scores), key=lambda e: (sign * scores[e.step], e.step))
+    scored = [e for step in ranked(scores, measure) for e in entries if e.step == step]
     return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
 
 
@@ -312,7 +303,7 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     began = last_start(ledger)
     horizons = [Horizon(began["steps"], began["samples_per_epoch"], recipe.train.global_batch)] if began else []
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
-    scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS, policy.measure)}
+    scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
     why = retain(committed(directory).values(), policy, scores[policy.measure])
     rows = []
     for e in sorted(entries, key=lambda e: e.step):

@@ -94,11 +94,16 @@ def lower_is_better(measure: str) -> bool:
     return measure.split(".", maxsplit=1)[0] == LOSS  # also of `loss.bits_per_byte`
 
 
-def best(scores: Mapping[int, float], measure: str) -> int | None:
-    """The step with the lowest validation loss, or the highest value of another measure; the first of equal ones."""
+def ranked(scores: Mapping[int, float], measure: str) -> list[int]:
+    """The steps with a finite score, the best first: the lowest loss, or the highest value of another measure."""
     sign = 1 if lower_is_better(measure) else -1
-    steps = (step for step in sorted(scores) if math.isfinite(scores[step]))
-    return min(steps, key=lambda step: sign * scores[step], default=None)
+    finite = [step for step in scores if math.isfinite(scores[step])]
+    return sorted(finite, key=lambda step: (sign * scores[step], step))
+
+
+def best(scores: Mapping[int, float], measure: str) -> int | None:
+    """The step with the best score; the first of equal ones."""
+    return next(iter(ranked(scores, measure)), None)
 
 
 def retain(checkpoints: Iterable[Saved], policy: Policy, scores: Mapping[int, float]) -> dict[int, list[str]]:

@@ -34,7 +34,8 @@ def build_optimizer(
     devices = {p.device.type for g in groups for p in g["params"]}
     assert devices, "a model without trained parameters"
     rows: dict[nn.Parameter, nn.Parameter] = {}
-    lines = device_type == "cpu" and (settings.kind in ("adamw", "muon") or settings.options.get("fused"))  # see LINE_BYTES
+    fused = settings.kind in ("adamw", "muon") or settings.options.get("fused")
+    lines = device_type == "cpu" and fused  # see LINE_BYTES
     for g in groups if mesh is not None else ():
         any_row, whole = not lines or g.get("muon", False), [p for p in g["params"] if not isinstance(p, DTensor)]
         rows |= {p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row))) for p in whole}
