@@ -23,9 +23,7 @@ from typing import Any
 WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without a launcher of ours
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher, or a sweep
 STORE_FD = "WINDLASS_STORE_FD"  # rank 0: a socket that listens on MASTER_PORT already: nobody else can take it
-REPORTS = (
-    "WINDLASS_REPORTS"  # in a job: a directory that its hosts share, where ranks leave their exit codes and failures
-)
+REPORTS = "WINDLASS_REPORTS"  # in a job: a directory that its hosts share, for the ranks' exit codes and failures
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to say so and to exit
 WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
 PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # of linux/prctl.h and malloc.h

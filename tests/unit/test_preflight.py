@@ -63,6 +63,8 @@ def test_a_rank_that_is_off_is_named():
 def test_disks_limits_and_clocks():
     assert findings.disk("run directory", "/x", 500, 900, False, 1).status == "ok"
     assert findings.disk("run directory", "/x", 500, 900, False, 2).status == "problem"
+    data = findings.disk("data directory", "/x", 500, 900, False, 2)
+    assert data.status == "warning" and "windlass prepare" in data.advice, "a copy on each host will do"
     assert findings.disk("run directory", "/x", 5, 900, True, 2).status == "warning"
     assert [f.status for f in findings.limits(0.06, 1024)] == ["warning", "warning"]
     assert [f.status for f in findings.limits(None, 65536)] == ["ok"]

@@ -33,9 +33,7 @@ def launch(
     launcher: str = typer.Option(
         "", envvar="WINDLASS_LAUNCHER", metavar="srun|mpiexec|torchrun", help="Default: the site's, or the scheduler's."
     ),
-    print_: bool = typer.Option(
-        False, "--print", help="Print the command, and tables of hosts and ranks; run nothing."
-    ),
+    print_: bool = typer.Option(False, "--print", help="Only print the command, and tables of hosts and ranks."),
 ) -> int:
     """Run a command on every rank of the allocation: by srun under SLURM, by mpiexec under PBS, else as local processes.
 
@@ -130,16 +128,12 @@ def submit(
     overrides: Overrides,
     scheduler: str = typer.Option("", metavar="slurm|pbs", help="Default: the one that is installed."),
     nodes: int = typer.Option(1, min=1, help="Hosts (of each cell of a study)."),
-    gpus_per_node: int = typer.Option(
-        -1, min=-1, metavar="G", help="GPUs of each; default: the site's.", show_default=False
-    ),
+    gpus_per_node: int = typer.Option(-1, metavar="G", help="GPUs of each; default: the site's.", show_default=False),
     per_host: int = typer.Option(0, min=0, help="Ranks of each host; default: one a GPU.", show_default=False),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
     site: Path | None = typer.Option(None, metavar="FILE", help="Site file; default: ~/.config/windlass/site.toml."),
     max_restarts: int = typer.Option(3, min=0, help="Starts after lost hosts, at most."),
-    min_busbw: float = typer.Option(
-        0.0, min=0, metavar="GB/S", help="Bus bandwidth that `windlass check` must measure first."
-    ),
+    min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="What `windlass check` must measure first."),
     retry_failed: bool = typer.Option(False, "--retry-failed", help="A study: its failed and diverged cells, too."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = typer.Option(
@@ -219,9 +213,7 @@ def check(
     overrides: Overrides,
     world: int = typer.Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: float = typer.Option(0.0, min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce."),
-    max_size: str = typer.Option(
-        "", metavar="BYTES", help="Largest message, as 64M or 4G; default 16M on a CPU, 512M on a GPU."
-    ),
+    max_size: str = typer.Option("", metavar="BYTES", help="Largest message, as 4G; default: CPU 16M, GPU 512M."),
     rates: Path | None = typer.Option(None, hidden=True, help="The scaling study whose machine this is."),
     json_: Json = False,
 ) -> int:

@@ -139,12 +139,8 @@ def launch_command(
         return ["srun", *size, "--kill-on-bad-exit=0", "--wait=60", *command]
     equal = len(set(per_host)) == 1
     if flavor == "openmpi":
-        options = [
-            "--bind-to",
-            "none",
-            *(["--map-by", f"ppr:{per_host[0]}:node"] if equal else []),
-        ]  # else a rank may get one core
-        options += environment_options(environ or {})
+        by_host = ["--map-by", f"ppr:{per_host[0]}:node"] if equal else []
+        options = ["--bind-to", "none", *by_host, *environment_options(environ or {})]  # bound, a rank may get one core
     else:
         options = ["-ppn", str(per_host[0])] if equal else []
     hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []  # under SLURM mpiexec asks SLURM

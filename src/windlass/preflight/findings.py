@@ -68,7 +68,10 @@ def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, 
     text = f"{path}: {free_gb:,.0f} GB free, writes {write_mb_s:,.0f} MB/s"
     text += ", shared by all hosts" if hosts > 1 and shared else ""
     if hosts > 1 and not shared:
-        return Finding(name, f"{text}; not every host sees it", PROBLEM, "put it on a file system that all hosts share")
+        status, advice = PROBLEM, "put it on a file system that all hosts share"
+        if name == "data directory":
+            status, advice = WARNING, f"{advice}, or `windlass prepare` the data on each host"
+        return Finding(name, f"{text}; not every host sees it", status, advice)
     if free_gb < FULL_DISK_GB:
         return Finding(name, text, WARNING, "`windlass plan` says how much a run writes")
     return Finding(name, text)
