@@ -99,10 +99,8 @@ def render(job: Job, site: Site, scheduler: str) -> str:
 
 def slurm_header(job: Job, site: Site) -> list[str]:
     """The options of `sbatch`, one a line."""
-    output, at_once = (
-        "%x_%A_%a.out" if job.array else "%x_%j.out",
-        f"%{site.cells_at_once}" if site.cells_at_once else "",
-    )
+    output = "%x_%A_%a.out" if job.array else "%x_%j.out"
+    at_once = f"%{site.cells_at_once}" if site.cells_at_once else ""
     optional = {
         "--array": f"{','.join(map(str, job.array))}{at_once}" if job.array else "", "--gpus-per-node": job.gpus_per_node, "--time": job.time or site.time,
         "--partition": site.partition, "--account": site.account, "--constraint": site.constraint, "--mail-user": site.mail,

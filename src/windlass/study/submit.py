@@ -65,7 +65,6 @@ def submit_scaling(
     directory, the script and the id of each job; a number of hosts whose last job is not over is left out.
     """
     scheduler, path, jobs = find_scheduler(scheduler, site, dry_run), study.path.resolve(), []
-    recipe = [str(path / "recipe.toml")]
     waiting = [n for n, result in enumerate(study.results()) if result.state in OPEN_STATES]
     for nodes in study.values[NODES]:
         numbers = [number for number in waiting if study.cells[number].nodes == nodes]
@@ -79,9 +78,9 @@ def submit_scaling(
         on_cpu = study.recipe.parallel.device == "cpu"
         command = [*WINDLASS, "scale", str(path), "--only", INDEX]
         own = replace(asked, nodes=nodes, per_host=ranks)
-        job = make_job(f"windlass-{path.name}-{nodes}", command, recipe, where, site, own, on_cpu)
+        job = make_job(f"windlass-{path.name}-{nodes}", command, [], where, site, own, on_cpu)
         least = ["--min-busbw", f"{asked.min_busbw:g}"] if nodes * ranks > 1 else []  # one rank has no bandwidth
-        check = [*WINDLASS, "check", *recipe, *least, "--rates", str(path)]
+        check = [*WINDLASS, "check", str(path / "recipe.toml"), *least, "--rates", str(path)]
         job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check])
         jobs.append((where, *submit(job, site, scheduler, dry_run)))
     return jobs
