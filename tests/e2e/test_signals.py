@@ -134,8 +134,9 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
     assert done.returncode == 130 and "interrupted twice" in done.stderr and "step 1,234" in done.stderr
 
 
-def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch, trainers):
-    """Ranks that wait for each other cannot stop while one has no data: after the grace the run ends."""
+@pytest.mark.parametrize(("every", "lost"), [(3, "; 1 steps are lost"), (4, "; 0 steps are lost")])  # of four
+def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monkeypatch, trainers, every, lost):
+    """Ranks that wait for each other cannot stop while one has no data: after the grace the run ends, its last save committed."""
     poll = Loader.poll
 
     def late(self: Loader, timeout: float | None = 0.0) -> object:
@@ -147,8 +148,14 @@ def test_a_late_second_rank_of_data_ends_after_the_grace(corpus, tmp_path, monke
         return None
 
     monkeypatch.setattr(Loader, "poll", late)
-    with refused("rank 0", "step 5", "1 steps", "checkpoint.grace_seconds", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **{"checkpoint.grace_seconds": 0.01}))
+    with refused("rank 0", "step 5", lost, "checkpoint.grace_seconds", error=RunFailed):
+        train(
+            recipe_of(
+                corpus,
+                tmp_path / "run",
+                **{"checkpoint.grace_seconds": 0.01, "checkpoint.every": every, "eval.every": 0},
+            )
+        )
 
 
 def test_the_default_grace_ends_before_torchrun_kills():

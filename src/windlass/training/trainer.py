@@ -241,6 +241,7 @@ class Trainer:
             if self.poll_stop() and self.ranks.world == 1:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
+                self.saves.wait(FAILING_SAVE_SECONDS)  # what is being written is not lost
                 lost = f"{step - self.saves.committed} steps are lost (checkpoint.grace_seconds)"
                 late = f"rank {self.ranks.rank} has no data for step {step + 1}"
                 raise RunFailed(f"stopped by {self.stop.name}: {late}; {lost}")
