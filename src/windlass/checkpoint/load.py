@@ -221,10 +221,9 @@ def find(source: str | Path, ranks: Ranks | None = None) -> Choice:
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove every temporary directory from a run's `checkpoints`; returns a note on each.
+    """Remove every temporary directory from a run's `checkpoints`, before anything is saved; returns a note on each.
 
-    By one process, at the start of a training, before anything is saved. A checkpoint whose replacement was cut off
-    gets its name back.
+    A checkpoint whose replacement was cut off gets its name back.
     """
     files, notes = files or Files(), list[str]()
     for name in format_.names_in(directory):

@@ -60,10 +60,7 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
 
 
 def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = False) -> Device:
-    """This machine's first NVIDIA device, without torch, or with `cpu` or where there is none its CPU.
-
-    `ranks` on a CPU share its memory.
-    """
+    """This machine's first NVIDIA device, or with `cpu` or where there is none its CPU, whose memory `ranks` share. No torch."""
     if not cpu:
         with contextlib.suppress(Exception):  # no driver, no device, or a driver that does not answer
             import pynvml

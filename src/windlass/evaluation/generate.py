@@ -60,9 +60,8 @@ def uniform(seed: int, index: int, place: int) -> float:
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:
-    """The next token of each row [B], int64, from logits [B, V] and one number in [0, 1) a row.
-
-    Temperature, top-k and top-p are applied in this order; the token is where the cumulated probability passes the draw.
+    """The next token of each row [B] from logits [B, V] and one number in [0, 1) a row: by temperature, top-k and top-p in this
+    order, and then where the cumulated probability passes the draw.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)

@@ -67,9 +67,8 @@ def evaluate_squad(
 ) -> tuple[dict[str, float], dict[str, str]] | None:
     """Exact Match and F1 in percent, `items`, `runtime_s`, `samples_per_s`; and the predictions, question id → answer.
 
-    An answer is generated greedily, each on one of the ranks: what comes before the end-of-text token, at most `max_tokens`
-    long (0: about 160 characters), without surrounding white space. A prompt that is longer than the model's context, or
-    that leaves no space for an answer in a window that cannot grow, loses the end of its paragraph.
+    An answer is generated greedily on one of the ranks, up to the end-of-text token or `max_tokens` (0: about 160 characters).
+    A prompt that is longer than the context, or leaves no space for an answer, loses the end of its paragraph.
     """
     started, model = time.perf_counter(), unwrap(model)
     if not max_tokens:

@@ -44,10 +44,7 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
 
 
 def factor(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
-    """What the peak learning rate is multiplied by for the update numbered `step` (0 is the first) of a run.
-
-    From the schedule's end on the value stays at its end (`final`, or 1 where nothing falls).
-    """
+    """What the peak learning rate is multiplied by for the update numbered `step` (0 is the first) of a run."""
     assert step >= 0, step
     steps, (warmup, fall) = schedule_horizon(schedule, horizon).steps, phases(schedule, horizon)
     if step < warmup - 1:
