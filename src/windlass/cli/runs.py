@@ -67,9 +67,8 @@ def runs(
     ]
     if not cells:
         typer.echo("no runs here")
-    print_table(
-        ("run", "state", "cells", "step", "left", "loss", "best", "tok/s", "device-h"), cells, text=("run", "state")
-    )
+    head = ("run", "state", "cells", "step", "left", "loss", "best", "tok/s", "device-h")
+    print_table(head, cells, text=("run", "state"))
     if hours := sum(row.device_hours or 0 for row in rows):
         gpu = sum(row.gpu_hours or 0 for row in rows)
         parts = [f"{show(gpu, 'hours')} GPU hours"] * (gpu > 0)

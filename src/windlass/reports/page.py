@@ -130,9 +130,8 @@ def _write(
         from windlass.reports.plots import write_plots  # imports matplotlib, which takes a second
 
         ramp, heat = (study.tones, None if scaled else heat_map(study)) if study else ((), None)
-        drawn = write_plots(
-            seen, [*sweeps, *described], out / "plots", skip, ramp, heat, scaled.bars if scaled else None
-        )
+        bars = scaled.bars if scaled else None
+        drawn = write_plots(seen, [*sweeps, *described], out / "plots", skip, ramp, heat, bars)
 
     of_run = [((view.label,) if len(seen) > 1 else (), view) for view in seen]
     names = ["run"] if len(seen) > 1 else []

@@ -122,7 +122,7 @@ def with_units(values: Values, gpus: bool) -> dict[str, Any]:
 
 
 def why_not(state: str, gpus: bool | None, reasons: Mapping[str, str] = MappingProxyType({})) -> Reason:
-    """Why there is no value of a name; `state`: of a run, cell or setup, `gpus`: None where nobody knows yet."""
+    """Why there is no value of a name; `state`: of a run, cell or setup, `gpus`: None where that is not known yet."""
 
     def why(name: str) -> str:
         if gpus is False and (name.startswith("gpu_") or name.replace("_gb", "_mb") in GPU_ONLY):

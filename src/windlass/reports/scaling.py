@@ -48,7 +48,7 @@ METERS = (
     "The driver's numbers come from NVML, the wall clock's samples/s are those of the whole run without its start-up; the trainer's "
     "are what its allocator holds and samples/s of its steps after the warm-up."
 )
-UNEXPLAINED = ("predicted_error", "compile_s")  # columns of which nobody asks why they are empty
+UNEXPLAINED = ("predicted_error", "compile_s")  # columns without a sentence on why they are empty
 OF_STRATEGIES, OF_RANKS = ("pareto", "recommended"), ("speedup", "efficiency", "serial_fraction", "ratio")
 KARP = "p = N ÷ N0; serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 FORMULAS = {
@@ -78,18 +78,19 @@ class ScalingView:
         """What the study compares, in a line."""
         what = {
             "strong": "strong scaling: the batch of a step stays", "fixed-data": "fixed data: the batch of a rank and the data stay",
-            "strategies": "strategies at one number of ranks", "weak": "weak scaling: the batch of a rank stays",
-        }[self.scaling.mode]  # fmt: skip
-        what = "weak scaling: the layers grow with the ranks" if self.scaling.grow == "model" else what
+            "weak batch": "weak scaling: the batch of a rank stays", "weak model": "weak scaling: the layers grow with the ranks",
+            "strategies": "strategies at one number of ranks",
+        }[f"{self.scaling.mode} {self.scaling.grow}".strip()]  # fmt: skip
         return f"{what}; {self.scaling.repeats} repeats" if self.scaling.repeats > 1 else what
 
     @property
     def figures(self) -> list[tuple[str, str, str]]:
         """Headlines of the setup with the highest throughput: name, value, remark."""
-        measured = [row for row in self.rows if row.measured]
-        if not measured:
+        best = max(
+            (row for row in self.rows if row.measured), key=lambda row: row.values["samples_per_s"], default=None
+        )
+        if best is None:
             return []
-        best = max(measured, key=lambda row: row.values["samples_per_s"])
         kinds = {"samples_per_s": ("Samples per second", "rate"), "efficiency": ("Efficiency", "share")}
         return [(text, show(best.values[n], kind), best.setup) for n, (text, kind) in kinds.items() if n in best.values]
 
@@ -149,9 +150,7 @@ def _table(table: Sequence[ScalingRow]) -> Table:
 
 def _csv(table: Sequence[ScalingRow]) -> Table:
     """Every number of every setup, with the spread of step and throughput, remarks, and the reason for what is not there."""
-    ends = {
-        f"{name}_{end}": (name, i) for name in ("step_ms", "samples_per_s") for i, end in enumerate(("low", "high"))
-    }
+    ends = {f"{n}_{end}": (n, i) for n in ("step_ms", "samples_per_s") for i, end in enumerate(("low", "high"))}
     keys = dict.fromkeys(key for row in table for key in row.assignment if key not in (WORLD, NODES))
     names, cells = ("setup", "state", *keys, *NAMES, *ends, "repeats", "remarks", "reasons"), []
     for row in table:
@@ -164,7 +163,7 @@ def _csv(table: Sequence[ScalingRow]) -> Table:
 
 
 def _projected(projected: Sequence[Projection]) -> Table:
-    """Numbers of ranks that nobody measured, a row each."""
+    """Numbers of ranks that were not measured, a row each."""
     headings = {
         "world": ("Ranks", "count"), "state": ("State", ""), "compute_ms": ("Without communication (ms)", "rate"),
         "communication_ms": ("Communication (ms)", "rate"), "step_ms": ("Projected step (ms)", "rate"),
@@ -220,7 +219,7 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
     remarks = ((row.setup, text) for row in table for text in row.remarks if not text.startswith("recommended"))
     text += [f"{setup}: {remark}." for setup, remark in remarks]
     skipped = (*UNEXPLAINED, *(OF_RANKS if scaling.mode == "strategies" else OF_STRATEGIES))
-    empty: dict[tuple[str, ...], dict[str, list[str]]] = {}  # by setups and reason, the columns
+    empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
     for name, (heading, _, _) in COLUMNS.items():
         without: dict[str, list[str]] = {}
         for row in measured:
@@ -229,10 +228,10 @@ def sentences(study: Study, table: Sequence[ScalingRow]) -> list[str]:
         for why, setups in without.items():
             words = heading.partition(" (")[0]
             words = words if words.isupper() else words[0].lower() + words[1:]
-            empty.setdefault(tuple(setups), {}).setdefault(why, []).append(words)
-    for of, reasons in empty.items():
-        where = "all setups" if len(of) == len(measured) > 1 else "; ".join(of)
-        text += [f"No value of {', '.join(columns)} ({where}): {why}." for why, columns in reasons.items()]
+            empty.setdefault((why, *setups), []).append(words)
+    for (why, *setups), columns in empty.items():
+        where = "all setups" if len(setups) == len(measured) > 1 else "; ".join(setups)
+        text.append(f"No value of {', '.join(columns)} ({where}): {why}.")
     return text
 
 

@@ -52,15 +52,13 @@ def probe_recipe(cell: Cell) -> Recipe:
     })  # fmt: skip
 
 
-def run_probe(
-    study: Study, cell: Cell, notify: Callable[[str], None] = lambda text: None, *, retry_failed: bool = False
-) -> None:
+def run_probe(study: Study, cell: Cell, notify: Callable[[str], None], retry_failed: bool = False) -> None:
     """Run a cell's probe where it was not run to its end; a failure is written down, for the table."""
     assert study.scaling is not None
     directory, ranks = study.probe_dir(cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json")
-    again = retry_failed and before.get("state") == "failed"
-    if (cell.world or 1) < 2 or cell.recipe.parallel.offload or (before and not again):
+    done = before.get("state") == "finished" or (before and not retry_failed)
+    if (cell.world or 1) < 2 or cell.recipe.parallel.offload or done:
         return  # one rank does not communicate, and what is offloaded takes time that no communication does
     shutil.rmtree(directory, ignore_errors=True)  # of a probe that was killed: its ranks must start together
     directory.mkdir(parents=True)
@@ -122,7 +120,7 @@ def _wait(processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, sto
     return together, ""
 
 
-def measure_machine(study: Study, world: int, notify: Callable[[str], None] = lambda text: None) -> None:
+def measure_machine(study: Study, world: int, notify: Callable[[str], None]) -> None:
     """Measure matrix products and collectives with so many ranks on this machine, where that was not done yet."""
     if f"1x{world}" in read_json(study.path / "machine.json"):
         return

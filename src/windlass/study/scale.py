@@ -243,7 +243,7 @@ def run_study(
             probe.measure_machine(study, cell.world or 1, notify)
         Sweep(study, [cell], retry_failed=retry_failed, launch=launch, show=show, notify=notify).run()
         if probes and cell.repeat == 1 and study.result(cell).state == "finished":
-            probe.run_probe(study, cell, notify, retry_failed=retry_failed)
+            probe.run_probe(study, cell, notify, retry_failed)
 
 
 def oversubscribed(study: Study) -> str:

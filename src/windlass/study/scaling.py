@@ -25,14 +25,8 @@ from windlass.telemetry.timing import STEP_PHASES
 LOW = 0.7  # an efficiency below this one is remarked on
 PARTS = {"compute_ms": "computing", "exposed_ms": "communication", "data_ms": "waiting for data", "host_ms": "the host"}
 """The parts of a step, by name; they sum to it."""
-COMPARED = (
-    "speedup",
-    "efficiency",
-    "serial_fraction",
-    "samples_factor",
-    "runtime_factor",
-    "ratio",
-)  # with the baseline
+# with the baseline
+COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 
 NAMES: dict[str, str] = {
     "world": "ranks",
@@ -246,15 +240,15 @@ def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
     values.setdefault("data_ms", 0.0)
     if not probe:
         return
-    alone, rest = probe["step_ms"] - probe.get("data_ms", 0.0), values["step_ms"] - values["data_ms"]
-    phases = [probe[f"{name}_ms"] for name in STEP_PHASES[1:] if f"{name}_ms" in probe]
-    compute, exposed = min(sum(phases), alone) if phases else alone, rest - alone
-    share = min(1.0, rest / alone) if alone else 1.0  # below 1 where the difference is negative
+    alone, step = probe["step_ms"] - probe.get("data_ms", 0.0), values["step_ms"] - values["data_ms"]
+    phases = [probe[f"{name}_ms"] for name in STEP_PHASES if name != "data" and f"{name}_ms" in probe]
+    compute = min(sum(phases), alone) if phases else alone
+    share = min(1.0, step / alone) if alone else 1.0  # below 1 where the difference is negative
     values |= {"compute_ms": compute * share, "host_ms": (alone - compute) * share}
     if row.world > 1:
-        values["exposed_ms"] = max(0.0, exposed)
-        if exposed < 0:
-            text = f"the probe's step without communication took {-exposed:.3g} ms more than the step with it"
+        values["exposed_ms"] = max(0.0, step - alone)
+        if step < alone:
+            text = f"the probe's step without communication took {alone - step:.3g} ms more than the step with it"
             row.remarks.append(f"{text}: noise, shown as no exposed communication")
 
 
@@ -311,11 +305,11 @@ def _grown(row: ScalingRow, base: ScalingRow) -> str:
     """Which part of the step took most more than perfect scaling: computing as its FLOPs, the rest as in the baseline."""
     if "compute_ms" not in row.values or "compute_ms" not in base.values:
         return "without a probe it is not known which part of the step grew"
-    flops = row.values["flops_per_device"] / base.values["flops_per_device"]
-    ideal = {name: base.values.get(name, 0.0) * (flops if name == "compute_ms" else 1) for name in PARTS}
-    more = {name: row.values.get(name, 0.0) - ideal[name] for name in PARTS}
-    name = max(more, key=lambda name: more[name])
-    return f"what grew most is {PARTS[name]}, {more[name]:.3g} ms of a step more than if scaling were perfect"
+    ideal = {part: base.values.get(part, 0.0) for part in PARTS}
+    ideal["compute_ms"] *= row.values["flops_per_device"] / base.values["flops_per_device"]
+    more = {part: row.values.get(part, 0.0) - ms for part, ms in ideal.items()}
+    part = max(more, key=lambda part: more[part])
+    return f"what grew most is {PARTS[part]}, {more[part]:.3g} ms of a step more than if scaling were perfect"
 
 
 def _choose(table: list[ScalingRow]) -> None:
@@ -328,8 +322,8 @@ def _choose(table: list[ScalingRow]) -> None:
         return
     points = [(row.values["samples_per_s"], row.values["peak_mem_mb"]) for row in rivals]
     for row, (speed, memory) in zip(rivals, points, strict=True):
-        better = [1 for s, m in points if s >= speed and m <= memory and (s, m) != (speed, memory)]
-        row.values.update(pareto=not better, recommended=False)
+        beaten = any(s >= speed and m <= memory and (s, m) != (speed, memory) for s, m in points)
+        row.values.update(pareto=not beaten, recommended=False)
     fastest = max(rivals, key=lambda row: row.values["samples_per_s"])
     best = fastest.values["samples_per_s"]
     limit = min(0.98 * best, fastest.spread.get("samples_per_s", (best, best))[0])
