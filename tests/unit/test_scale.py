@@ -184,6 +184,13 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
         assert f"jobs/{script}" in text and f"--min-busbw 5 --rates {tmp_path}/study" in text
         assert f'scale {tmp_path}/study --only "$task" &' in text
     assert not (tmp_path / "study").exists()
+    there = create_study(Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=tmp_path / "study", repeats=2)
+    there.set_status(there.cells[0], "failed", "bad input")
+    words += ["--gpus-per-node", "2", "--dir", "study", "--dry-run"]
+    one, two = windlass(*words).stdout.split("#!/bin/bash")[1:]
+    assert "--array=3" in one and "--retry-failed" not in one
+    one, two = windlass(*words, "--retry-failed").stdout.split("#!/bin/bash")[1:]
+    assert "--array=0,3" in one and '--only "$task" --retry-failed &' in one
     cpu = ["scale", "quickstart", "parallel.device=cpu", "--nodes", "1,2", "--scheduler", "slurm", "--min-busbw", "5"]
     one, two = windlass(*cpu, "--dry-run").stdout.split("#!/bin/bash")[1:]
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth

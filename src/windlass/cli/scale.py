@@ -83,7 +83,7 @@ def scale(
         raise UserError("--worlds and --nodes: with hosts the ranks are nodes x gpus-per-node; leave --worlds out")
     if nodes:
         resources = Resources(gpus_per_node=gpus_per_node, time=time, min_busbw=min_busbw)
-        how = {"scheduler": scheduler, "site": read_site(site), "asked": resources}
+        how = {"scheduler": scheduler, "site": read_site(site), "asked": resources, "retry_failed": retry_failed}
         return _submit(base, options | {"nodes": numbers("nodes", nodes)}, path, how, dry_run)
     if not options.get("worlds") and not (path and Study.is_study(path)):
         raise UserError("which numbers of ranks? Write --worlds 1,2 (the smallest is the baseline)")
@@ -100,6 +100,7 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     from windlass.study.grid import NODES
     from windlass.study.scaling import rows
     from windlass.study.sweep import DONE_STATES
+    from windlass.telemetry.ledger import plain
     from windlass.telemetry.terminal import rich_console
 
     shown, console = dict[str, tuple[str, float]](), rich_console(sys.stderr if json_ else sys.stdout)
@@ -111,7 +112,7 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
         more = ("state", "reason", "spread", "missing", "remarks")
         values = ({"setup": row.setup, **row.assignment, **row.values} for row in table)
         listed = [one | {name: getattr(r, name) for name in more} for one, r in zip(values, table, strict=True)]
-        typer.echo(json.dumps(listed, indent=1))
+        typer.echo(json.dumps(plain(listed), indent=1))
     console.print(scaling_table(table, console.width, str(study.path)))
     for sentence in sentences(study, table):
         console.print(sentence, highlight=False)

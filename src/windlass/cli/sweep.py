@@ -71,6 +71,7 @@ def sweep(
     from windlass.study import sweep as studies
     from windlass.study.presets import load_study, preset_dir
     from windlass.study.study import Study
+    from windlass.telemetry.ledger import plain
     from windlass.telemetry.terminal import rich_console
 
     base, preset = load_study(recipe, "sweep", set_)
@@ -91,7 +92,7 @@ def sweep(
         study = studies.sweep(base, axes, **settings, workers=workers, only=one, show=show, notify=console.out)
     results = study.results()
     if json_:
-        typer.echo(json.dumps([result.row() for result in results], indent=1))
+        typer.echo(json.dumps(plain([result.row() for result in results]), indent=1))
     if not console.is_interactive:
         console.print(cells_table(study, results, console.width))
     _print_end(console, study, world)

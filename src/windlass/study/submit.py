@@ -31,14 +31,7 @@ def submit_study(
     if study.scaling:
         raise UserError(f"{path} is a scaling study: give again what made it, which submits the cells that are open")
     scheduler = find_scheduler(scheduler, site, dry_run)
-    states = [result.state for result in study.results()]
-    failed = [str(number) for number, state in enumerate(states) if state in FAILED_STATES]
-    if failed and not retry_failed:
-        notify(f"failed, so not submitted: cell {', '.join(failed)}; with --retry-failed they are")
-    wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
-    numbers = [number for number, state in enumerate(states) if state in wanted]
-    if running := [str(number) for number, state in enumerate(states) if state == "running"]:
-        notify(f"running already, so not submitted: cell {', '.join(running)}")
+    numbers = _cells_to_submit(study, retry_failed, notify)
     if not numbers:
         return "", ""
     cells, path = [study.cells[number] for number in numbers], path.resolve()
@@ -56,7 +49,7 @@ def submit_study(
 
 
 def submit_scaling(
-    study: Study, *, scheduler: str, site: Site, asked: Resources, dry_run: bool = False,
+    study: Study, *, scheduler: str, site: Site, asked: Resources, dry_run: bool = False, retry_failed: bool = False,
     notify: Callable[[str], None] = lambda text: None,
 ) -> list[tuple[Path, str, str]]:  # fmt: skip
     """Submit the open cells of a scaling study over hosts, one array job for each number of hosts.
@@ -65,7 +58,7 @@ def submit_scaling(
     directory, the script and the id of each job; a number of hosts whose last job is not over is left out.
     """
     scheduler, path, jobs = find_scheduler(scheduler, site, dry_run), study.path.resolve(), []
-    waiting = [n for n, result in enumerate(study.results()) if result.state in OPEN_STATES]
+    waiting = _cells_to_submit(study, retry_failed, notify)
     for nodes in study.values[NODES]:
         numbers = [number for number in waiting if study.cells[number].nodes == nodes]
         where = path / "jobs" / f"{nodes}-nodes"
@@ -76,7 +69,7 @@ def submit_scaling(
             continue
         ranks = max(study.cells[number].world or nodes for number in numbers) // nodes
         on_cpu = study.recipe.parallel.device == "cpu"
-        command = [*WINDLASS, "scale", str(path), "--only", INDEX]
+        command = [*WINDLASS, "scale", str(path), "--only", INDEX, *(["--retry-failed"] if retry_failed else [])]
         own = replace(asked, nodes=nodes, per_host=ranks)
         job = make_job(f"windlass-{path.name}-{nodes}", command, [], where, site, own, on_cpu)
         least = ["--min-busbw", f"{asked.min_busbw:g}"] if nodes * ranks > 1 else []  # one rank has no bandwidth
@@ -84,3 +77,15 @@ def submit_scaling(
         job = replace(job, array=numbers, before=[*WINDLASS, "launch", "--", *check])
         jobs.append((where, *submit(job, site, scheduler, dry_run)))
     return jobs
+
+
+def _cells_to_submit(study: Study, retry_failed: bool, notify: Callable[[str], None]) -> list[int]:
+    """The numbers of the open cells, and of the failed ones where these are asked for."""
+    states = [result.state for result in study.results()]
+    failed = [str(number) for number, state in enumerate(states) if state in FAILED_STATES]
+    if failed and not retry_failed:
+        notify(f"failed, so not submitted: cell {', '.join(failed)}; with --retry-failed they are")
+    if running := [str(number) for number, state in enumerate(states) if state == "running"]:
+        notify(f"running already, so not submitted: cell {', '.join(running)}")
+    wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+    return [number for number, state in enumerate(states) if state in wanted]
