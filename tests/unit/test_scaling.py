@@ -179,6 +179,20 @@ def test_oversubscribed_cores_are_said(tmp_path):
     assert (four.hosts, four.setup) == ({"node-0", "node-1"}, "2 hosts, 4 ranks")
 
 
+def test_a_projection_rests_on_ranks_that_do_not_take_turns(tmp_path):
+    """Of 1, 2 and 4 ranks with two threads each on 4 cores, 2 are projected from."""
+    scaling, measured = Scaling("strong", project=(4, 8)), rates("1x1", "1x2", "1x4")
+    study = build_scaling(
+        tmp_path / "s", scaling, worlds(1, 2, 4), lambda a: phases(50.0), probe=lambda a: phases(40.0 / a[WORLD]),
+        rates=measured, cores=4,
+    )  # fmt: skip
+    table = rows(study)
+    (four, eight), basis = projections(study, table)
+    assert four.reason == "within those measured" and "of 1 host, 2 ranks" in basis
+    values = table[1].values
+    assert eight.compute_ms == pytest.approx(values["compute_ms"] * 2 / 8 + values["host_ms"] + values["data_ms"])
+
+
 def test_ring_formulas_of_the_collectives():
     tensors = Tensors(total=1000, trained=1000, block=300, blocks=3)
     layout = Layout("ddp", 4)

@@ -14,7 +14,7 @@ from windlass.estimate.memory import shard_size
 from windlass.estimate.steptime import Tensors, collectives, predict
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
-from windlass.study.scaling import ScalingRow
+from windlass.study.scaling import ScalingRow, oversubscribed
 from windlass.study.study import Study
 
 
@@ -35,7 +35,9 @@ def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projecti
     scaling, measured = study.scaling, [row for row in rows if row.measured]
     if scaling is None or not scaling.project or scaling.mode == "strategies":
         return [], ""
-    base = max(measured, key=lambda row: row.world) if measured else None
+    # ranks that take turns on too few cores say nothing about more ranks
+    alone = [row for row in measured if not oversubscribed(row)] or measured
+    base = max(alone, key=lambda row: row.world) if alone else None
     if base is None or base.world == 1 or "compute_ms" not in base.values:
         why = "nothing is measured yet" if base is None else base.missing.get("compute_ms", ALONE)
         return [Projection(world, reason=why) for world in scaling.project], ""
@@ -46,7 +48,9 @@ def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projecti
         f"formulas at the bus bandwidth of {base.world} ranks on {where}. Nothing overlaps in it; latency and the topology past "
         "these ranks are not known."
     )
-    return [_project(study, base, rows[0], world) for world in scaling.project], basis
+    largest, within = max(row.world for row in measured), "within those measured"
+    worlds = scaling.project
+    return [_project(study, base, rows[0], n) if n > largest else Projection(n, reason=within) for n in worlds], basis
 
 
 ALONE = "only one rank was measured, which does not communicate"
@@ -55,8 +59,6 @@ ALONE = "only one rank was measured, which does not communicate"
 def _project(study: Study, base: ScalingRow, first: ScalingRow, world: int) -> Projection:
     assert study.scaling is not None
     mode, grow, values, ratio = study.scaling.mode, study.scaling.grow, base.values, world / base.world
-    if world <= base.world:
-        return Projection(world, reason="within those measured")
     # what a rank has of the step that the largest setup has, and how much larger the step is
     share, growth = (1 / ratio, 1.0) if mode == "strong" or grow == "model" else (1.0, ratio)
     batch = values["global_batch"] * growth

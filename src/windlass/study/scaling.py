@@ -137,7 +137,7 @@ def rows(study: Study, results: Sequence[CellResult] | None = None) -> list[Scal
         if row.measured:
             _divide(row, _probe(study, row, scaling.warmup))
             _predict(row, rates)
-            _oversubscribed(row)
+            row.remarks.extend(filter(None, [oversubscribed(row)]))
     if scaling.mode == "strategies":
         _choose(table)
     else:
@@ -270,15 +270,16 @@ def _predict(row: ScalingRow, rates: Mapping[str, Any]) -> None:
     row.values["predicted_error"] = row.values["predicted_ms"] / row.values["step_ms"] - 1
 
 
-def _oversubscribed(row: ScalingRow) -> None:
-    """Remark on a host of CPU ranks that has fewer cores than they have threads."""
+def oversubscribed(row: ScalingRow) -> str:
+    """A remark where a host of CPU ranks has fewer cores than they have threads; else empty."""
     environment = next(r.run.environment for r in row.results if r.state == "finished")
     cores, ranks = environment.get("machine", {}).get("cores"), environment.get("ranks", [])
     for host in sorted({str(rank.get("host")) for rank in ranks}) if row.on_cpu and cores else ():
         threads = [int(rank.get("threads") or 1) for rank in ranks if str(rank.get("host")) == host]
         if sum(threads) > cores:
             text = f"{len(threads)} ranks with {sum(threads)} threads share the {cores} cores of {host}"
-            row.remarks.append(f"oversubscribed: {text}, so that this says nothing of {len(threads)} devices")
+            return f"oversubscribed: {text}, so that this says nothing of {len(threads)} devices"
+    return ""
 
 
 def _compare(table: list[ScalingRow], scaling: Scaling) -> None:
