@@ -44,9 +44,7 @@ def sweep(
     axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C...", help="Axes: values, ranges and zips; see below."),
     set_: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="A setting that all cells share."),
     dir_: Path | None = typer.Option(None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."),
-    world: int = typer.Option(
-        0, min=0, help="Ranks of each cell, default 1; parallel.world=1,2,4 makes them an axis.", show_default=False
-    ),
+    world: int = typer.Option(0, min=0, help="Ranks of each cell, where it sets no parallel.world; 0: 1."),
     workers: int = typer.Option(1, min=1, help="Cells side by side, each with its share of threads or devices."),
     stop_diverged: bool = typer.Option(False, help="Stop a cell whose loss is not finite or 1 nat above its first."),
     halving: bool = typer.Option(False, help="Asynchronous successive halving, by checkpoint.best: see above."),
@@ -59,10 +57,10 @@ def sweep(
     """Train every cell of a grid, and tabulate what came out.
 
     Each cell is a run like any other, in its own directory. Kill it anywhere and give the same command again: finished
-    cells are left alone, interrupted ones resume. With more values or another axis the study grows: cells that it has are
-    not trained again. A failed cell stays in the table with its reason, and does not stop the
-    others. With run.seed as an axis the table adds medians and spread. With --halving a cell continues at its 1st, 2nd, 4th,
-    ... evaluation only if it is in the better half of those that came there before it.
+    cells are left alone, interrupted ones resume. With more values or another axis the study grows: cells that it has are not
+    trained again. A failed cell stays in the table with its reason, and does not stop the others. With run.seed as an axis the
+    table adds medians and spread. With --halving a cell continues at its 1st, 2nd, 4th, ... evaluation only if it is in the
+    better half of those that came there before it.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything saved.
     """
