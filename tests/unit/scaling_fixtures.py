@@ -98,7 +98,8 @@ def build_scaling(
         if probe and world > 1:
             for rank in range(world):
                 place = path / "probes" / Path(cell.directory).name / str(rank)
-                write_run(place, cell.recipe, 1, dict(probe(cell.assignment)), slow_start=3.0)
+                alone = cell.recipe.replace({"train.global_batch": cell.recipe.train.global_batch // world})
+                write_run(place, alone, 1, dict(probe(cell.assignment)), slow_start=3.0)
             # the windows up to step 10 begin before all ranks of the probe are running
             together = timestamp(Run(place).lines("train")[0]) + 0.001
             ended = {"state": "finished", "reason": "", "together": together}

@@ -314,3 +314,15 @@ def test_from_one_rank_nothing_is_projected(tmp_path):
     )
     [four], basis = projections(study, rows(study))
     assert (four.step_ms, basis) == (None, "") and "only one rank was measured" in four.reason
+
+
+def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(tmp_path):
+    """A rank's step has 4 x 32 tokens, its probe's 160: forward and backward take 128/160 of the probe's, nothing else does."""
+    study = build_scaling(
+        tmp_path / "s", Scaling("strong"), worlds(1, 2), lambda a: phases(50.0),
+        probe=lambda a: phases(40.0) | {"padded_tokens_per_s": 160 / 40e-3},
+    )  # fmt: skip
+    values = rows(study)[1].values
+    assert values["compute_ms"] == pytest.approx((0.3 + 0.5) * 40 * 128 / 160 + 0.1 * 40)
+    assert values["host_ms"] == pytest.approx(40 - 1 - 0.9 * 40)
+    assert values["exposed_ms"] == pytest.approx(50 - 1 - values["compute_ms"] - values["host_ms"])

@@ -20,7 +20,6 @@ from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling
 from windlass.study.result import CellResult
 from windlass.study.steps import measure, times, windows
 from windlass.study.study import Study
-from windlass.telemetry.timing import STEP_PHASES
 
 LOW = 0.7  # an efficiency below this one is remarked on
 PARTS = {"compute_ms": "computing", "exposed_ms": "communication", "data_ms": "waiting for data", "host_ms": "the host"}
@@ -233,18 +232,21 @@ def _probe(study: Study, row: ScalingRow, warmup: int) -> Mapping[str, float]:
 def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
     """Divide a row's step into PARTS, which sum to it.
 
-    Computing and host are those of the probe; what the step takes beyond the probe, both without waiting for data, is
-    communication that computing does not hide. A negative difference is noise.
+    Computing and host are those of the probe, its forward and backward pass by the tokens of a rank's step, padding included;
+    what the step takes beyond the probe, both without waiting for data, is communication that computing does not hide. A
+    negative difference is noise.
     """
     values = row.values
     values.setdefault("data_ms", 0.0)
     if not probe:
         return
-    alone, step = probe["step_ms"] - probe.get("data_ms", 0.0), values["step_ms"] - values["data_ms"]
-    phases = [probe[f"{name}_ms"] for name in STEP_PHASES if name != "data" and f"{name}_ms" in probe]
-    compute = min(sum(phases), alone) if phases else alone
-    share = min(1.0, step / alone) if alone else 1.0  # below 1 where the difference is negative
-    values |= {"compute_ms": compute * share, "host_ms": (alone - compute) * share}
+    step, tokens = values["step_ms"] - values["data_ms"], values["padded_tokens_per_step"] / row.world
+    passes, update = probe["forward_ms"] + probe["backward_ms"], probe["optimizer_ms"]
+    host = max(0.0, probe["step_ms"] - probe["data_ms"] - passes - update)
+    compute = passes * tokens / probe["padded_tokens_per_step"] + update  # other rows, other padding
+    alone = compute + host
+    share = min(1.0, step / alone)  # below 1 where the difference is negative
+    values |= {"compute_ms": compute * share, "host_ms": host * share}
     if row.world > 1:
         values["exposed_ms"] = max(0.0, step - alone)
         if step < alone:

@@ -27,8 +27,11 @@ def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line
 
 
 def times(lines: Sequence[Line]) -> dict[str, float]:
-    """Medians of a step's time and its phases over `train` lines; empty without lines."""
+    """Medians of a step's time, its phases and its tokens over `train` lines; empty without lines."""
     columns = {f"{name}_ms": [x[f"{name}_ms"] for x in lines if f"{name}_ms" in x] for name in ("step", *STEP_PHASES)}
+    for name in ("tokens", "padded_tokens"):
+        per_s = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
+        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in per_s]
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
@@ -38,9 +41,6 @@ def measure(run: Run, warmup: int) -> dict[str, float]:
     chosen = windows(lines, warmup)
     numbers = times(chosen)
     if chosen:
-        for name in ("tokens", "padded_tokens"):
-            per_step = [x.get(f"{name}_per_s", x["tokens_per_s"]) * x["step_ms"] / 1e3 for x in chosen]
-            numbers[f"{name}_per_step"] = statistics.median(per_step)
         numbers["samples_per_s"] = last_start(lines)["global_batch"] / numbers["step_ms"] * 1e3
         if all("mfu" in x for x in chosen):
             numbers["mfu"] = statistics.median(x["mfu"] for x in chosen)
