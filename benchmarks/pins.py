@@ -34,7 +34,7 @@ PLACES = [ROOT.parent / "shared" / "data", ROOT.parents[1] / "shared" / "data"] 
 TEST_DATA = Path(os.environ.get("WINDLASS_TEST_DATA") or next((p for p in PLACES if p.is_dir()), PLACES[0]))
 CLOCK = {"time", "seconds", "attempt", "kind", "runtime_s", "samples_per_s", "items_per_s", "questions_per_s"}
 """Fields of `eval` and `sample` lines that are no function of the recipe."""
-LATER = {"full_loss", "full_tokens", "full_samples", "items_hash", "label_tokens"}
+LATER = {"full_loss", "full_bits_per_byte", "full_tokens", "full_samples", "items_hash", "label_tokens"}
 """Fields of `eval` lines that 9e460e2, with whose record the present code is compared, does not have."""
 
 BASE = """
