@@ -7,10 +7,13 @@ import socket
 import subprocess
 
 import pytest
+import torch
 
 from helpers import command, windlass
+from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
 from windlass.preflight import findings
-from windlass.preflight.check import Check, services, size_of
+from windlass.preflight.check import Check, _probe_disks, services, size_of
 from windlass.preflight.findings import Finding
 from windlass.recipe import Recipe
 
@@ -122,3 +125,26 @@ def test_ranks_that_do_not_meet_measure_nothing(tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = ("check", "quickstart", "parallel.startup_timeout_seconds=1", "--min-busbw", "1")
     assert "waited 1 s for rank 1" in windlass(*words, cwd=tmp_path, env=env, code=44).stderr
+
+
+def test_two_checks_of_one_directory_do_not_meet(tmp_path, monkeypatch):
+    """As of two jobs of an array: one begins and ends between the writing and the looking of the other."""
+    recipe, exchange, facts = (
+        Recipe.load("quickstart", [f"run.dir={tmp_path}", f"data.dir={tmp_path}"]),
+        Ranks._exchange,
+        {},
+    )
+
+    def another_check(ranks, name, value, senders):
+        monkeypatch.setattr(Ranks, "_exchange", exchange)
+        _probe_disks(Ranks(DistEnv(), torch.device("cpu"), "single"), recipe, {})
+        return exchange(ranks, name, value, senders)
+
+    def from_written_on(ranks, name, value, senders):
+        return (
+            another_check(ranks, name, value, senders) if "written" in name else exchange(ranks, name, value, senders)
+        )
+
+    monkeypatch.setattr(Ranks, "_exchange", from_written_on)
+    _probe_disks(Ranks(DistEnv(), torch.device("cpu"), "single"), recipe, facts)
+    assert [disk["shared"] for disk in facts["disks"].values()] == [True, True] and not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -128,9 +129,10 @@ def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
     """Space and write speed of the run's and the data's directory, and whether a file of rank 0 is seen by this rank."""
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     facts["disks"] = {}
+    check = ranks.broadcast_object("check", uuid.uuid4().hex)  # several jobs may check one directory at the same time
     for name, place in places.items():
         there = next(path for path in (place.absolute(), *place.absolute().parents) if path.is_dir())
-        mark, probe = there / ".windlass-check", there / f".windlass-check-{ranks.rank}"
+        mark, probe = there / f".windlass-check-{check}", there / f".windlass-check-{check}-{ranks.rank}"
         seconds = 0.0
         try:
             if ranks.main:
