@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -136,3 +137,14 @@ def refused(*words: str, error: type[Exception] = UserError) -> Iterator[None]:
         yield
     lacking = [word for word in words if word not in str(caught.value)]
     assert not lacking, (lacking, str(caught.value))
+
+
+def kill_when(words, condition):
+    """Start a verb in a process group of its own and kill the group when the condition holds."""
+    process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and not condition():
+        time.sleep(0.02)
+    assert process.poll() is None, "it ended before the condition held"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

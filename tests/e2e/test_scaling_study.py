@@ -1,14 +1,10 @@
 """Scaling studies of real trainings on this machine: killed and given again, probes, the machine's rates, the Python API."""
 
 import json
-import os
-import signal
-import subprocess
-import time
 
 import pytest
 
-from helpers import TINY, command, overrides, windlass
+from helpers import TINY, kill_when, overrides, windlass
 from windlass import Study, scale
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
@@ -28,17 +24,6 @@ def words(corpus, tmp_path):
         return ["scale", "quickstart", *overrides(shared), "--dir", str(tmp_path / "study"), *more]
 
     return made
-
-
-def kill_when(words, condition):
-    """Start a study in a process group of its own and kill the group when the condition holds."""
-    process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and not condition():
-        time.sleep(0.02)
-    assert process.poll() is None, "it ended before the condition held"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def test_killed_in_the_middle_of_a_cell_the_same_command_resumes_it(words, tmp_path):

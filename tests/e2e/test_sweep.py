@@ -1,14 +1,10 @@
 """Sweeps of real trainings: killed and given again, one cell failing, diverging and pruned cells, strategies as an axis."""
 
 import json
-import os
-import signal
-import subprocess
-import time
 
 import pytest
 
-from helpers import TINY, command, overrides, windlass
+from helpers import TINY, kill_when, overrides, windlass
 from windlass.run import Run
 from windlass.study.study import Study
 
@@ -26,16 +22,6 @@ def sweep(corpus, tmp_path):
         return ["sweep", "quickstart", *axes, "--dir", tmp_path / "study", *flags, *more]
 
     return words
-
-
-def kill_when(words, condition):
-    """Start a sweep in a process group of its own and kill the group when the condition holds."""
-    process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and not condition():
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 @pytest.mark.dist
