@@ -17,6 +17,7 @@ from helpers import curve, refused, tiny_recipe, write_ledger
 from windlass import Recipe
 from windlass.cli import as_typed
 from windlass.run import Run
+from windlass.training.callbacks import Evaluated, Saved, Step
 
 
 def test_every_verb_is_a_documented_function() -> None:
@@ -130,3 +131,13 @@ def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str
         and "to the end" in shown
         and max(map(len, shown.split("\n"))) <= 100
     )
+
+
+def test_a_callbacks_object_has_what_the_docs_say() -> None:
+    page = Path(__file__).parents[2] / "docs" / "train.md"
+    [sentences] = re.findall(
+        r"`on_step`[^\n]*`on_eval` .*?wait", page.read_text(encoding="utf-8").split("## From Python")[1], re.S
+    )
+    names = {name for name in re.findall(r"`(\w+)`", sentences) if not name.startswith("on_")}
+    there = {name for kind in (Step, Evaluated, Saved) for name in [*kind.__dataclass_fields__, *vars(kind)]}
+    assert {"loss", "results", "path"} <= names <= there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from windlass.checkpoint.commit import RESERVE_BYTES, shortage
 from windlass.checkpoint.format import DTYPES, names_in, read_manifest
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.reshard import Slice, State, gather_state, restore
@@ -230,3 +232,13 @@ def test_each_manifest_is_read_once_in_the_writer(tmp_path: Path, monkeypatch: p
         for step in (1, 2, 3):
             commit(saver, step)
         assert read == ([] if attempt == "a" else [f"step-0000000{s}" for s in (1, 2, 3)])
+
+
+def test_a_full_disk_is_answered_with_the_bytes_and_the_reserve_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=3_000_000))
+    text = shortage(tmp_path, 1_000_000, "a save")
+    assert "needs 1 MB and a reserve of 16.8 MB" in text and "3 MB are free" in text
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=1_000_000 + RESERVE_BYTES))
+    assert shortage(tmp_path, 1_000_000, "a save") == ""

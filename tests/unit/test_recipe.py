@@ -53,6 +53,23 @@ def test_all_problems_are_reported_together():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("model.heads=3 optim.lr=-1 train.precison=bf16", {"train.precison", "optim.lr", "model.heads"}),
+        ("train=3 model.kind=hf data.source=[]", {"train", "model.name", "data.source"}),
+        # what may only follow from another problem is not reported
+        ("optim.knd=torch.optim.SGD optim.options.momentum=0.9 parallel.offload=1", {"optim.knd", "parallel.offload"}),
+        ("batch_size=15 train.micro_batch=5 model.kv_heads=3", {"batch_size", "model.kv_heads"}),
+        ("model.kind=gpt3 model.heads=3 model.name=x", {"model.kind"}),
+        ("trainer.max_steps=3 train.steps=0 optim.schedule.warmup=900", {"trainer.max_steps", "train.steps"}),
+        ("model.init_from=3 model.vocab=5", {"model.init_from"}),  # the tokenizer follows from it
+    ],
+)  # fmt: skip
+def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
+    assert set(problems(*overrides.split())) == keys
+
+
+@pytest.mark.parametrize(
     ("key", "ours"),
     [
         ("batch_size", "train.global_batch"), ("train.batch_size", "train.global_batch"), ("max_steps", "train.steps"),
@@ -141,6 +158,9 @@ def test_a_list_is_taken_as_a_shell_leaves_it():
         ("train=3", ("section", "train.steps")),
         ("train.steps=1.5", ("4576", "1 epoch")),
         ("run.name=a b", ("letters, digits",)),
+        ("run.name=2024-01-01", ("text", """run.name='"2024-01-01"'""", "not 2024-01-01")),
+        ("run.notes=7", ("text", """run.notes='"7"'""")),
+        ("data.source=2024", ("text", """data.source='"2024"'""")),
         ("data.sha256=xx", ("64 hexadecimal digits",)),
     ],
 )
@@ -157,7 +177,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (['eval.suites=["loss", "trivia"]'], "eval.suites", "hellaswag"),
         (["model.width=100", "model.heads=3"], "model.heads", "nearest that does is"),
         (["model.heads=4", "model.kv_heads=3"], "model.kv_heads", "do not divide"),
-        (["train.global_batch=10", "train.micro_batch=4"], "train.micro_batch", "nearest that does is 5"),
+        (["train.global_batch=10", "train.micro_batch=4"], "train.micro_batch", "write 2 or 5"),
         (["model.vocab=200"], "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
         (["parallel.offload=true"], "parallel.offload", "FSDP2"),
         (["parallel.offload=true", "parallel.strategy=shard_optim"], "parallel.offload", "FSDP2"),
@@ -277,6 +297,10 @@ def test_micro_batches_are_divided_round_robin_and_none_is_lost(world, micro, ac
 def test_an_uneven_batch_names_the_sizes_that_work():
     with pytest.raises(UserError, match=r"train\.global_batch.* 63 or 66"):
         Recipe.load("quickstart", ["train.global_batch=64"]).batch(3)
+    with pytest.raises(UserError, match=r"32 sequences .* each of 2 ranks .* write 16 or 32"):
+        plan_batch(64, 20, 2, context=8)
+    text = problems("train.global_batch=64", "train.micro_batch=60")["train.micro_batch"]
+    assert "rank" not in text and "write 32 or 64" in text  # `--world` is not known where a recipe is read
 
 
 @given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))

@@ -226,11 +226,12 @@ def _polls(seconds: float) -> Iterator[None]:
 
 
 def shortage(path: Path, needed: int, what: str) -> str:
-    """Empty where `needed` bytes and a reserve are free under `path`, else the message that says what is missing."""
+    """Empty if `needed` bytes and a reserve are free under `path`, else the message that says what is missing."""
     free = shutil.disk_usage(path).free
     if free >= needed + RESERVE_BYTES:
         return ""
-    return f"{what} needs {format_bytes(needed + RESERVE_BYTES)} under {path}, and {format_bytes(free)} are free"
+    need = f"{format_bytes(needed)} and a reserve of {format_bytes(RESERVE_BYTES)}"
+    return f"{what} needs {need} under {path}, and {format_bytes(free)} are free"
 
 
 def format_bytes(count: int) -> str:

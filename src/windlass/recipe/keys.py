@@ -10,6 +10,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -37,18 +38,28 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     }
 
 
-def nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """What to write instead of an unknown key; where that is not sure, what its section has, or the sections."""
+def _answers(key: str) -> dict[str, str]:
+    """Our keys (or `key=value`) for a key of other tools, each with a remark."""
     name = key.rpartition(".")[2]
     answers: dict[str, str] = {}
     for keys in other_tools().values():
         for other, (own, remark) in keys.items():
             if other in (key, name) or key == other.rpartition(".")[2]:
                 answers.setdefault(own, remark)
-    if answers:
+    return answers
+
+
+def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
+    """The settings that an unknown key may stand for."""
+    return [own.partition("=")[0] for own in _answers(key)] or _same_name(key, fields) or _misspelled(key, fields)
+
+
+def nearest(key: str, fields: Mapping[str, Any]) -> str:
+    """What to write instead of an unknown key; where that is not sure, what its section has, or the sections."""
+    if answers := _answers(key):
         remarks = {own: f" ({remark})" if own and remark else remark for own, remark in answers.items()}
         return " or ".join(f"write {own}{remark}" if own else remark for own, remark in remarks.items())
-    if likely := _same_name(key, fields) or _misspelled(key, fields):
+    if likely := meant(key, fields):
         return f"did you mean {' or '.join(likely)}?"
     section = key.rpartition(".")[0] + "."
     inside = [k.removeprefix(section) for k in fields if k.startswith(section)] or [k for k in fields if "." in k]
@@ -94,7 +105,8 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
             inside = ", ".join(k for k in fields if k.startswith(f"{key}."))
             problems[key] = f"this is a section; its settings are {inside}"
             continue
-        given.setdefault(key, "" if error["type"] == "missing" else f", not {json.dumps(value, default=str)}")
+        shown = str(value) if isinstance(value, date | time) else json.dumps(value, default=str)
+        given.setdefault(key, "" if error["type"] == "missing" else f", not {shown}")
         words = _wanted(error, key, fields[key])
         if words not in wanted.setdefault(key, []):
             wanted[key].append(words)
@@ -115,6 +127,12 @@ def _wanted(error: Any, key: str, field: Any) -> str:
     if get_origin(field.annotation) is tuple:
         example = json.dumps(field.default, separators=(",", ":"))
         return f"it needs {('no', 'one', 'two')[len(field.default)]} numbers, as {key}={example}"
+    if isinstance(value := error["input"], int | float | date | time) and str in (
+        field.annotation,
+        *get_args(field.annotation),
+    ):
+        quoted = json.dumps(str(value))
+        return f"it takes text, in quotation marks: {quoted} in a file, {key}='{quoted}' in a shell"
     return f"it takes {values(field)}"
 
 

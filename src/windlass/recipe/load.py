@@ -1,17 +1,18 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
 A name, a file's `extends` and the overrides are merged as plain TOML first (`layers.py`), and validated once. Each setting is checked
-where it is declared (`settings.py`); here are the combinations that cannot work, which no single setting can know. All
+where it is declared (`settings.py`); `combinations.py` has what cannot work together, which no single setting can know. All
 problems of a recipe are reported together, each with its key and the nearest valid name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, require
-from windlass.recipe.keys import problems_of
+from windlass.recipe.combinations import CHECKS
+from windlass.recipe.keys import meant, problems_of
 from windlass.recipe.layers import Changes, check_preset, dotted, flatten, layers, merge, presets, typed
 from windlass.recipe.network import ModelSettings, Section
 from windlass.recipe.units import BatchPlan, plan_batch
@@ -233,85 +235,46 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(name, problems_of(error.errors(), settings())) from None
-    if problems := list(_impossible(recipe)):
-        raise RecipeError(name, problems)
+        errors = error.errors()
+    else:
+        if problems := [problem for check in CHECKS for problem in check(recipe)]:
+            raise RecipeError(name, problems)
+        return recipe
+    fields = settings()
+    problems = problems_of(errors, fields)
+    partial = _without_wrong(
+        tree, errors, [key for problem, _ in problems for key in (problem, *meant(problem, fields))]
+    )
+    for check in CHECKS:
+        with contextlib.suppress(AttributeError):  # the check reads a setting that is wrong
+            problems += check(partial)
+    raise RecipeError(name, problems)
+
+
+def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
+    """The recipe of the right settings alone; reading one of the `keys`, or what follows from it, raises AttributeError."""
+    right = copy.deepcopy(dict(tree))
+    for error in errors:
+        part, (name, *inner) = right, map(str, error["loc"])
+        while inner and isinstance(part.get(name), dict):  # pydantic appends the member of a union to the key
+            part, (name, *inner) = part[name], inner
+        part.pop(name, None)
+    recipe = Recipe.model_validate(right)
+    if "tokenizer" not in recipe.data.model_fields_set and {"model", "model.kind", "model.name", "model.init_from"} & {
+        *keys
+    }:
+        keys = [*keys, "data.tokenizer"]
+    for key in keys:
+        recipe = _without(recipe, key)
     return recipe
 
 
-def _impossible_model(m: ModelSettings, vocab: int) -> Iterator[tuple[str, str]]:
-    """The same inside `[model]`; `vocab`: the tokenizer's, or 0."""
-    if m.kind == "hf" and not m.name:
-        yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
-    if m.kind == "hf" and m.from_scratch and m.init_from:
-        yield "model.init_from", "it names first weights, and model.from_scratch asks for none; leave one out"
-    if given := [key for key in m.unused if key in m.model_fields_set]:
-        keys = ", ".join(f"model.{key}" for key in given)
-        if m.kind == "gpt":
-            yield keys, 'for model.kind = "hf" alone: write that too, or leave them out (run.name names the run)'
-        else:
-            copy = "give model.name a directory with an edited copy of it" if m.from_scratch else "leave them out"
-            yield keys, f'no effect with model.kind = "hf", where the model\'s own config.json decides: {copy}'
-    if m.lora.base == "4bit" and (not m.lora.rank or m.from_scratch):
-        yield "model.lora.base", "weights in 4 bits are not trained: set model.lora.rank, on a model that has weights"
-    if m.kind == "gpt":
-        if m.width % m.heads:
-            near = min((h for h in range(1, m.width + 1) if m.width % h == 0), key=lambda h: abs(h - m.heads))
-            yield "model.heads", f"{m.heads} heads do not divide the width {m.width}; the nearest that does is {near}"
-        elif m.position == "rope" and (m.width // m.heads) % 2:
-            yield "model.heads", f"rotary positions need an even size per head, and {m.width} / {m.heads} is odd"
-        if m.heads % m.kv_heads_:
-            yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
-        if 0 < m.vocab < vocab:
-            yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {vocab:,}"
-
-
-def _impossible(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Combinations that cannot work."""
-    m, d, t, p, optim = recipe.model, recipe.data, recipe.train, recipe.parallel, recipe.optim
-    yield from _impossible_model(m, d.vocab_)
-    if not d.sources or not all(map(str.strip, d.sources)):
-        yield "data.source", 'it is empty: name a file, a directory, a pattern or hf:NAME ("." is this directory)'
-    if any(source.startswith(("http://", "https://")) for source in d.sources) and not d.sha256:
-        yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
-    if d.format == "text" and any(source.split(":")[0] == "squad" for source in d.sources):
-        yield "data.format", 'the source squad needs data.format = "squad"'
-    shards = [source.startswith("shards:") for source in d.sources]
-    if any(shards) and not all(shards):
-        yield "data.source", "token shards and texts cannot be in one list: tokens are not made again"
-    if any(shards) and d.packing == "documents":
-        yield "data.packing", 'shards that others wrote are streams of tokens: write "packed"'
-    if d.streaming and not all(source.startswith("hf:") for source in d.sources):
-        yield "data.streaming", "only sources hf:... are streamed"
-    best, suites = recipe.checkpoint.best, recipe.eval.suites
-    suite = best.partition(".")[0]
-    if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
-        more = json.dumps([*suites, suite], separators=(",", ":"))
-        write = f'write eval.suites={more}, or checkpoint.best="loss"'
-        yield "checkpoint.best", f'it is "{best}", and eval.suites does not measure {suite}: {write}'
-    if recipe.eval.train_batches and sections.LOSS_SUITE not in suites:
-        problem = "it is measured with the suite loss, which eval.suites leaves out: add it, or write 0"
-        yield "eval.train_batches", problem
-    if t.early_stop and not recipe.eval.every:
-        yield "train.early_stop", "it needs evaluations, and eval.every is 0: set that, or leave this out"
-    try:
-        recipe.batch(1)
-    except UserError as error:
-        yield "train.micro_batch", str(error)
-    if p.offload and p.strategy not in sections.SHARDED:
-        yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
-    if p.shard_size and p.strategy != "hybrid_shard":
-        yield "parallel.shard_size", 'a sharding group\'s size goes with parallel.strategy = "hybrid_shard"'
-    if optim.options and not optim.kind.startswith("torch."):
-        yield "optim.options", f'they are for optim.kind = "torch.optim...", and it is "{optim.kind}"'
-    if optim.kind == "muon" and m.lora.rank:
-        yield "optim.kind", "muon orthogonalises whole matrices; adapters are trained with adamw"
-    warmup, decay = optim.schedule.warmup, optim.schedule.decay if optim.schedule.kind == "wsd" else 0
-    steps = sum(part for part in (warmup, decay) if isinstance(part, int))
-    share = sum(part for part in (warmup, decay) if isinstance(part, float))
-    length, what = (optim.schedule.steps, "schedule") if optim.schedule.steps else (t.steps, "run")
-    if share > 1 or (isinstance(length, int) and steps > length):
-        alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
-        key = "decay" if decay and not alone else "warmup"
-        problem = f"warm-up {warmup} and decay {decay} are longer than the {what} ({length} steps)"
-        yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share of the run, as 0.02"
+def _without(part: Any, key: str) -> Any:
+    """A copy of a section that lacks a setting."""
+    name, _, rest = key.partition(".")
+    part = part.model_copy()
+    if rest and name in part.__dict__:
+        part.__dict__[name] = _without(part.__dict__[name], rest)
+    else:
+        part.__dict__.pop(name, None)
+    return part

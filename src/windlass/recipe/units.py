@@ -106,7 +106,7 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     """Divide a global batch among `world` ranks.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most TOKENS_PER_MICRO_BATCH tokens
-    (but at least one sample). Raises UserError where the division leaves a rest; it names the nearest sizes that work.
+    (but at least one sample). Raises UserError if the division leaves a rest; it names the nearest sizes that work.
     """
     share, rest = divmod(global_batch, world)
     if rest:
@@ -117,7 +117,9 @@ def plan_batch(global_batch: int, micro_batch: int, world: int, context: int, de
     if micro_batch == 0:
         micro_batch = max(d for d in divisors if d <= max(1, TOKENS_PER_MICRO_BATCH[device] // context))
     if share % micro_batch:
-        near = min(divisors, key=lambda d: abs(d - micro_batch))
-        each = f"the {share} sequences that each of {world} ranks has in a step (train.global_batch = {global_batch})"
-        raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; the nearest that does is {near}")
+        below, above = ([d for d in divisors if (d > micro_batch) == larger] for larger in (False, True))
+        sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
+        batch = f"train.global_batch = {global_batch}"
+        each = batch if world == 1 else f"the {share} sequences that each of {world} ranks has in a step ({batch})"
+        raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, world, context)
