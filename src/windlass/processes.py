@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,24 @@ def exit_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=poll, name="windlass-parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def catch_signals(numbers: Iterable[int], handle: Callable[[int], object]) -> Iterator[None]:
+    """Call `handle` with the number of each signal that comes, until the block ends.
+
+    Outside the main thread Python allows no handler, and no signal is caught. A SIGHUP that is ignored (nohup) stays
+    ignored.
+    """
+    previous = dict[int, Any]()
+    for number in numbers if threading.current_thread() is threading.main_thread() else ():
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            previous[number] = signal.signal(number, lambda number, _: handle(number))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
 
 
 def kill_with_parent() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +20,7 @@ import psutil
 import pytest
 from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, trainers, untouched
 
-from helpers import best_step, refused
+from helpers import best_step, command, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
@@ -53,6 +57,13 @@ def output_of(
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 75 and "Traceback" not in output, output
     return output
+
+
+def read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the terminal has no more writers, or was closed here
+        return b""
 
 
 def signalled(folder: Path, overrides: list[str], phase: str, world: int = 1, alone: int | None = None) -> str:
@@ -123,6 +134,49 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
     last = run.lines("train")[-1]["step"]
     assert run.state == "preempted" and "again" in output
     assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", pytest.param("scale", marks=full)])
+def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb):
+    """The other end of the terminal goes away, as when ssh is cut: the kernel sends SIGHUP, and every write fails."""
+    more = {"train.steps": 100_000, "checkpoint.every": 100_000, "eval.every": 0}
+    values = [
+        value for value in settings(corpus, tmp_path / "run", **more) if verb == "train" or "run.dir" not in value
+    ]
+    grid = [word for value in values for word in ("--set", value)]
+    words = {
+        "train": values,
+        "sweep": ["optim.lr=1e-3", *grid, "--dir", tmp_path / "study"],
+        "scale": [*values, "--worlds", "1", "--no-probe", "--dir", tmp_path / "study"],
+    }[verb]
+    here, there = os.openpty()
+    process = subprocess.Popen(
+        command(verb, "quickstart", *words), stdin=there, stdout=there, stderr=there, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), cwd=tmp_path,  # its controlling terminal
+    )  # fmt: skip
+    os.close(there)
+    threading.Thread(target=lambda: [None for _ in iter(partial(read, here), b"")], daemon=True).start()
+
+    def runs() -> list[Run]:
+        return [Run(path.parent) for path in tmp_path.rglob("metrics.jsonl")]
+
+    wait_for(lambda: process.poll() is not None or any(len(run.lines("train")) >= 3 for run in runs()), 120)
+    os.close(here)
+    assert process.wait(90) == 75
+    (run,) = runs()
+    last = run.lines("train")[-1]["step"]
+    assert run.state == "preempted" and [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
+    reason = next(e["reason"] for e in run.events if e["event"] == "preempted")
+    assert reason == ("SIGHUP" if verb == "train" else "SIGTERM")  # a cell has no terminal: its study stops it
+
+
+def test_a_hangup_that_is_ignored_stops_nothing():
+    """`nohup windlass train`."""
+    code = "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
+    code += "    stop.training = True; os.kill(os.getpid(), signal.SIGHUP); print(stop.requested, stop.name)"
+    for words, said in (([], "True SIGHUP"), (["nohup"], "False")):
+        done = subprocess.run([*words, sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith(said), done
 
 
 def test_a_second_interrupt_of_one_process_ends_it_at_once():

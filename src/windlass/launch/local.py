@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def launch(
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
     log, world, attempt = log or functools.partial(print, file=sys.stderr, flush=True), allowed[0], 0
-    with received_signals() as received:
+    received = list[int]()  # the signals to pass on, in the order in which they come
+    with processes.catch_signals(SIGNALS, received.append):
         while True:
             with tempfile.TemporaryDirectory(prefix="windlass-", ignore_cleanup_errors=True) as watch_dir:
                 group = Group(command, world, attempt, Path(watch_dir), log, received)
@@ -80,20 +81,6 @@ def launch(
                 world = max((smaller for smaller in allowed if smaller < world), default=world)
             attempt += 1
             log(f"windlass: restart {attempt} of {max_restarts}, with {world} rank{'s' * (world > 1)}")
-
-
-@contextlib.contextmanager
-def received_signals() -> Iterator[list[int]]:
-    """The signals to pass on, as they come; outside the main thread no handler can be set, and none come."""
-    received, old = list[int](), dict[int, Any]()
-    try:
-        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's choice stands
-                old[number] = signal.signal(number, lambda number, _: received.append(number))
-        yield received
-    finally:
-        for sent, handler in old.items():
-            signal.signal(sent, handler or signal.SIG_DFL)  # None: it was not set from Python
 
 
 @dataclass

@@ -23,12 +23,12 @@ from filelock import FileLock
 
 from windlass.errors import Stopped
 from windlass.fileio import read_json, write_atomic
-from windlass.processes import WINDLASS, usable_cores, visible_gpus
+from windlass.processes import WINDLASS, catch_signals, usable_cores, visible_gpus
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.study.grid import Cell
 from windlass.study.study import Study
-from windlass.study.sweep import CellProcess
+from windlass.study.sweep import STOP_SIGNALS, CellProcess
 
 STEPS, WINDOWS = 10, 4  # of a probe after its warm-up, at least; windows are those between two `train` lines
 MOST_EVERY = 5  # steps of a window, at most
@@ -67,18 +67,16 @@ def run_probe(study: Study, cell: Cell, notify: Callable[[str], None], retry_fai
     steps = study.scaling.warmup + max(STEPS, WINDOWS * recipe.telemetry.every)
     notify(f"{cell.label}: {steps} steps without communication, {ranks} process{'es' * (ranks > 1)}")
     processes, runs, stopped = list[CellProcess](), [Run(directory / str(rank)) for rank in range(ranks)], list[int]()
-    handlers = {s: signal.signal(s, lambda s, _: stopped.append(s)) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for rank, run in enumerate(runs):
-            command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir='{run.path}'"]
-            device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
-            processes.append(CellProcess(cell, command, run.path, recipe.train.threads, device))
-        together, reason = _wait(processes, runs, steps, stopped)
-    finally:
-        for process in processes:
-            process.kill()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with catch_signals(STOP_SIGNALS, stopped.append):
+        try:
+            for rank, run in enumerate(runs):
+                command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir='{run.path}'"]
+                device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
+                processes.append(CellProcess(cell, command, run.path, recipe.train.threads, device))
+            together, reason = _wait(processes, runs, steps, stopped)
+        finally:
+            for process in processes:
+                process.kill()
     if stopped:
         raise Stopped("stopped with everything saved; the same command continues")
     state = "failed" if reason else "finished"

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from windlass.checkpoint.retention import lower_is_better
 from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, require
-from windlass.processes import WINDLASS, thread_share, visible_gpus
+from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Recipe
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
@@ -30,6 +29,7 @@ DONE_STATES = ("finished", "pruned", "diverged")
 # the cell is resumed here.
 OPEN_STATES = ("waiting", "interrupted", "running")
 RETRIES = 2  # of a cell that a signal ended (out of memory, a kill) or that another process was training
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal or ssh connection is gone
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
@@ -111,22 +111,20 @@ class Sweep:
         self.pruner = Halving(self.study) if self.halving else None
 
     def run(self) -> None:
-        """Work until no cell is open; raises Stopped after SIGINT or SIGTERM, when the running cells have saved."""
-        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self._work()
-        finally:
-            for process in self.running:
-                process.kill()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        """Work until no cell is open; raises Stopped after a stop signal, when the running cells have saved."""
+        with catch_signals(STOP_SIGNALS, self._on_signal):
+            try:
+                self._work()
+            finally:
+                for process in self.running:
+                    process.kill()
         self.show(self.study)
         if self.stopping:
             raise Stopped("stopped with everything saved; the same command continues")
         if self.lost:
             raise HostLost(self.lost)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.stopping and number == signal.SIGINT:  # a second Ctrl-C does not wait for saves
             for process in self.running:
                 process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -47,7 +48,7 @@ def fallback() -> str:
 
 
 class Output:
-    """A standard stream that takes every character. Where its reader goes away, as `head` does, `gone` is set and the verb continues."""
+    """A standard stream that takes every character. If its reader goes away, as `head` or a terminal does, `gone` is set and the verb continues."""
 
     buffer = None  # click would write UTF-8 to it, also where the stream has another encoding
 
@@ -72,8 +73,10 @@ class Output:
     def _surviving(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:  # what is buffered goes to nowhere, too, when the interpreter ends
-            self.gone = True
+        except OSError as error:  # EIO: the terminal was closed
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self.gone = True  # what is buffered goes to nowhere, too, when the interpreter ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

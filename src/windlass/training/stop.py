@@ -11,16 +11,14 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 from windlass import processes
 from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # of people, SLURM, PBS
+# People, SLURM and PBS send the first four; the kernel sends SIGHUP when a terminal or an ssh connection is closed.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class StopSignals:
@@ -35,18 +33,16 @@ class StopSignals:
         self.training = False  # whether the first optimizer step has begun: from then on a signal is a flag
         self.step: Callable[[], int] = lambda: 0  # steps completed
         self.before_exit: Callable[[str], object] = lambda name: None  # called with its name before it ends the process
-        self._previous: dict[int, Any] = {}
+        self._catching = processes.catch_signals(STOP_SIGNALS, self._handle)
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        self._catching.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._catching.__exit__(None, None, None)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int) -> None:
         name = signal.Signals(number).name
         if not self.training and number == signal.SIGINT and hasattr(sys, "ps1"):
             raise KeyboardInterrupt  # a notebook or an interpreter is not to end with the run
