@@ -35,8 +35,9 @@ test: lint  ## what CI runs
 test-full: lint  ## with the slower proofs
 	$(BIN)/pytest -m "not gpu"
 
-test-gpu:  ## on a bare machine with one CUDA device: no set-up, the packages that python3 has
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+test-gpu:  ## on a machine with a CUDA device: no set-up; python3 has or PYTHONPATH holds the packages
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH CUBLAS_WORKSPACE_CONFIG=:4096:8 \
+		$(PYTHON) -m pytest -m gpu tests/gpu --durations=10
 
 lint: $(DEV)  ## style, types, layers, lengths, generated pages
 	$(BIN)/ruff check

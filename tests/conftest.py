@@ -18,6 +18,7 @@ from helpers import write_corpus
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_SILENT", "true")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at the process's first product
 for _key in ("OMP_NUM_THREADS",):
     os.environ.setdefault(_key, "1")  # tests run side by side on few cores, and small tensors gain nothing from two
 

@@ -6,6 +6,7 @@ it is first used, so that `import windlass` costs nothing.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ _MODULES = {
     "plan": "estimate.plan", "prepare": "data.prepare", "report": "reports.page", "sample": "evaluation.generate",
     "scale": "study.scale", "sweep": "study.sweep", "track": "telemetry.trackers:replay", "train": "training.setup", "verify": "verification",
 }  # fmt: skip
+
+# cuBLAS reads it once, at the first matrix product of the process, and `train.deterministic` needs it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def __getattr__(name: str) -> Any:

@@ -91,17 +91,6 @@ def test_a_store_that_nobody_holds_is_given_up_in_time():
     assert "rank 1 of 2 did not meet the others at 127.0.0.1:9" in run_ranks(alone, 1)[0]
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, ":4096:8"), (":16:8", ":16:8")])
-def test_deterministic_training_tells_cublas_before_cuda_starts(monkeypatch, given, used):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "x")
-    if given is None:
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with init_ranks(DistEnv(), recipe()):
-        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given
-    with init_ranks(DistEnv(), recipe(train__deterministic=True)):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == used
-
-
 def test_precision_follows_the_device_and_tf32_is_asked_for():
     settings = Recipe.model_validate({}).train
     assert settings.precision == "auto" and not settings.tf32

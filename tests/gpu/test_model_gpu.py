@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SHAPES: list[dict[str, Any]] = [
     {"activation": "gelu_tanh"},
@@ -17,14 +17,14 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def both(settings: dict[str, Any], dtype: Any) -> list[Any]:
+def both(settings: dict[str, Any], dtype: Any, device: str) -> list[Any]:
     from windlass.model.build import build_model
     from windlass.model.gpt import initialise
     from windlass.recipe import Recipe
 
     shape = {"layers": 2, "heads": 4, "width": 64, "context": 48, "vocab": 101, "init_std": 0.1}
     recipe = Recipe.model_validate({"model": {**shape, **settings}})
-    models = [build_model(recipe, 101, device, dtype) for device in ("cpu", "cuda")]
+    models = [build_model(recipe, 101, where, dtype) for where in ("cpu", device)]
     for model in models:
         initialise(model, 3)
     return models
@@ -35,14 +35,14 @@ def some_tokens() -> Any:
 
 
 @pytest.mark.parametrize("settings", SHAPES)
-def test_logits_loss_and_gradients_are_those_of_the_cpu(settings: dict[str, Any]) -> None:
-    cpu, gpu = both(settings, torch.float64)
+def test_logits_loss_and_gradients_are_those_of_the_cpu(settings: dict[str, Any], device: str) -> None:
+    cpu, gpu = both(settings, torch.float64, device)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True))
     tokens = some_tokens()
     labels = tokens.roll(-1, 1)
     labels[0, 10:20] = -100
-    torch.testing.assert_close(gpu(tokens.cuda()).cpu(), cpu(tokens), rtol=0, atol=1e-10)
-    losses = [cpu(tokens, labels), gpu(tokens.cuda(), labels.cuda())]
+    torch.testing.assert_close(gpu(tokens.to(device)).cpu(), cpu(tokens), rtol=0, atol=1e-10)
+    losses = [cpu(tokens, labels), gpu(tokens.to(device), labels.to(device))]
     torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=1e-12, atol=0)
     for loss in losses:
         loss.backward()
@@ -51,9 +51,9 @@ def test_logits_loss_and_gradients_are_those_of_the_cpu(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("settings", SHAPES)
-def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any]) -> None:
-    _, gpu = both(settings, torch.float64)
-    tokens = some_tokens().cuda()
+def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], device: str) -> None:
+    _, gpu = both(settings, torch.float64, device)
+    tokens = some_tokens().to(device)
     cache = gpu.eval().new_cache(3, 48)
     whole = gpu(tokens)
     for start, stop in [(0, 7), (7, 20), *((i, i + 1) for i in range(20, 48))]:
@@ -61,6 +61,7 @@ def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any]) -> No
         torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
     from windlass.model.loss import CHUNK_BYTES, cross_entropy_sum

@@ -13,7 +13,7 @@ pytest.importorskip("psutil")
 from windlass.telemetry.devices import DeviceSampler  # noqa: E402
 from windlass.telemetry.timing import StepTimer  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 
 def work(products: int) -> None:

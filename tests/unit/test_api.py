@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +39,18 @@ def test_importing_it_imports_no_torch_and_no_submodule_shadows_a_function() -> 
         "assert all(callable(getattr(windlass, n)) for n in windlass.__all__ if n != '__version__')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize(("given", "used"), [("", ":4096:8"), (":16:8", ":16:8")])
+def test_importing_it_sets_what_cublas_reads_at_its_first_product(given: str, used: str) -> None:
+    """Deterministic training needs it, whatever the process computes before it trains."""
+    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    code = "import os, sys, windlass; print(os.environ['CUBLAS_WORKSPACE_CONFIG'], 'torch' in sys.modules)"
+    env = environ | ({"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.split() == [used, "False"]
 
 
 def test_a_run_from_preparation_to_export(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

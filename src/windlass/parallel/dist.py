@@ -176,8 +176,6 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
     strategy = recipe.strategy(env.world)
     if strategy == "single" and env.world > 1:
         raise UserError(f'parallel.strategy = "single" is for one rank, and there are {env.world}; use "ddp" or "auto"')
-    if recipe.train.deterministic:  # cuBLAS reads it at the first matrix product
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if env.launcher not in ("none", "environment"):
         processes.exit_with_parent(int(os.environ.pop(processes.PARENT, os.getppid())))
     ranks = Ranks(env, torch.device("cpu"), strategy)

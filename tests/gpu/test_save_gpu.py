@@ -1,0 +1,86 @@
+"""Saves on CUDA: a checkpoint holds the bytes of its step though training goes on; a killed run continues bit for bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import curve
+
+pytestmark = pytest.mark.gpu
+KILLED = Path(__file__).parents[1] / "e2e" / "killed.py"
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy"), [("bf16", "single"), ("fp16", "single"), ("bf16", "shard_optim"), ("fp32", "full_shard")]
+)
+def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
+    recipe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, device: str, precision: str, strategy: str
+) -> None:
+    """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed twice by then."""
+    from windlass import train
+    from windlass.checkpoint.commit import Commit
+    from windlass.checkpoint.load import open_checkpoint
+    from windlass.checkpoint.reshard import named_state
+    from windlass.training import setup
+
+    trainers, set_up, commit = [], setup.set_up, Commit.run
+    monkeypatch.setattr(setup, "set_up", lambda *a: (trainers.append(set_up(*a)), trainers[-1])[1])
+    snapshots, two_steps_later = dict[int, dict[str, Any]](), threading.Event()
+
+    def late_commit(self: Commit, *arguments: Any) -> Any:
+        assert self.step != 4 or two_steps_later.wait(60)
+        return commit(self, *arguments)
+
+    def on_step(now: Any) -> None:
+        tensors, _ = named_state(trainers[0].model, trainers[0].optimizer)
+        local = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+        snapshots[now.step] = {name: t.detach().clone() for name, t in local.items()}
+        if now.step == 6:
+            two_steps_later.set()
+
+    monkeypatch.setattr(Commit, "run", late_commit)
+    settings = (f"train.precision={precision}", f"parallel.strategy={strategy}", "checkpoint.every=4")
+    run = train(recipe("run", *settings), on_step=on_step)
+    assert len(snapshots) == 8
+    for step in (4, 8):
+        checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")
+        assert set(checkpoint.names()) == set(snapshots[step])
+        for name, tensor in snapshots[step].items():
+            assert checkpoint.tensor(name).equal(tensor.cpu()), (step, name)
+    changed = [name for name, tensor in snapshots[4].items() if not tensor.equal(snapshots[6][name])]
+    assert len(changed) > len(snapshots[4]) / 2
+    if device == "cuda":
+        assert trainers[0].saves.saver._buffer._bytes.is_pinned()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.precision=fp32", "model.dropout=0.1"),
+        ("train.precision=bf16", "model.dropout=0.1", "parallel.activation_checkpointing=full"),
+        ("train.precision=fp16", "train.micro_batch=4"),
+        ("train.precision=bf16", "optim.kind=muon", "parallel.strategy=full_shard"),
+    ],
+)
+def test_a_killed_run_continues_bit_for_bit(
+    recipe: Callable[..., Any], words: Callable[..., list[str]], settings: tuple[str, ...]
+) -> None:
+    """SIGKILL after step 6; the run starts again from step 3, in another process."""
+    from windlass import train
+
+    settings = (*settings, "checkpoint.every=3")
+    whole = train(recipe("whole", *settings))
+    preset, *overrides = words("killed", *settings)
+    killed = subprocess.run([sys.executable, KILLED, preset, "5", *overrides], timeout=120, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    resumed = train(recipe("killed", *settings))
+    assert [event["step"] for event in resumed.events if event["event"] == "resumed"] == [3]
+    assert curve(resumed) == curve(whole) and len(curve(whole)) == 8
