@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 import torch
-from small_runs import corpus, recipe_of, stopped, trainers
+from small_runs import corpus, recipe_of, settings, stopped, trainers
 
 from helpers import refused
 from windlass import train
+from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed
+from windlass.launch.local import launch
+from windlass.parallel import parallelize
 from windlass.run import Run
-from windlass.training import setup
+from windlass.training import setup, state
+from windlass.training.state import SCALE_START
 
 __all__ = ["corpus", "trainers"]
 
@@ -116,3 +121,60 @@ def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):
     lines = train(recipe_of(corpus, tmp_path / "run", **{"train.precision": "fp16"})).lines("train")
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["loss_scale"] >= 1
+
+
+@pytest.mark.parametrize(("before", "after", "scale"), [("bf16", "fp16", SCALE_START), ("fp16", "fp32", None)])
+def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
+    corpus, tmp_path, monkeypatch, before, after, scale
+):
+    """As `train.precision = "auto"` on other hardware."""
+    monkeypatch.setattr(state, "SCALE_GROWS_AFTER", 4)  # so that the scale of a checkpoint differs from the first one
+    more = {"eval.every": 0, "checkpoint.keep_last": 10, "checkpoint.keep_signal": 10}
+    recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
+    for steps, precision in ((6, before), (7, after), (12, before)):
+        for module in (setup, parallelize):
+            monkeypatch.setattr(module, "resolve_precision", lambda *_, precision=precision: precision)
+        train(recipe, stop_at=steps)
+    saved = {path.name: open_checkpoint(path) for path in run.checkpoints_dir.glob("step-*")}
+    assert [saved[f"step-{n:08d}"].meta["precision"] for n in (6, 7, 12)] == [before, after, before]
+    assert saved["step-00000007"].counters["loss_scale"] == (scale or 0)
+    scales = {line["step"]: line.get("loss_scale") for line in run.lines("train")}
+    assert scales[7] == scale and scales[8] == (SCALE_START if before == "fp16" else None)
+    notes = [line for line in run.log_path.read_text().splitlines() if "warning" in line and "train.precision" in line]
+    assert [(before in note, after in note) for note in notes] == [(True, True)] * 2
+
+
+REWINDS = """
+import json, os, sys, torch
+from pathlib import Path
+from windlass import Recipe, train
+from windlass.checkpoint.format import Entry
+
+recipe, rank, verify, calls, done = Recipe.load("quickstart", sys.argv[1:]), os.environ["RANK"], Entry.verify, [], []
+Entry.verify = lambda self, rank=0, world=1: (calls.append([self.step, rank, world]), verify(self, rank, world))[1]
+
+def on_step(now):
+    if now.step == 7 and not done:
+        done.append(calls.clear())
+        if rank == "0":
+            file = max((recipe.run_dir / "checkpoints" / "step-00000006").glob("*.safetensors"))
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with torch.no_grad():
+            [parameter.mul_(float("nan")) for parameter in now.model.parameters()]
+
+train(recipe, on_step=on_step)
+Path(recipe.run_dir, f"calls-{rank}").write_text(json.dumps(calls))
+"""
+
+
+@pytest.mark.dist
+def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path):
+    more = {"train.on_nonfinite": "rewind", "eval.every": 0, "checkpoint.background": "false"}
+    words = [sys.executable, "-c", REWINDS, *settings(corpus, tmp_path / "run", **more)]
+    assert launch(words, 2) == 0
+    run = Run(tmp_path / "run")
+    for rank in (0, 1):
+        assert json.loads((run.path / f"calls-{rank}").read_text()) == [[step, rank, 2] for step in (6, 3)]
+    assert [step for step, _ in events(run, "rewound", "reason")] == [3]
+    assert (run.checkpoints_dir / "bad-step-00000006").is_dir()
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 13))

@@ -328,7 +328,7 @@ class Saves:
     optimizer: Optimizer
     scaler: LossScaler | None
     recorder: Recorder
-    meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch
+    meta: dict[str, Any]  # of every checkpoint: hashes of recipe and data, optimizer, micro-batch, precision
     callbacks: Callbacks
     step: int  # the newest step that is saved, or is being saved; -1: none, or the last save failed
     committed: int  # the newest step that a restart would resume from
@@ -343,6 +343,8 @@ class Saves:
             recorder.losses.read()
             if self.scaler is not None:
                 self.scaler.save(state)
+            else:
+                state.loss_scale, state.scale_good_steps = 0.0, 0
             tensors = gather_state(self.model, self.optimizer, recorder.ranks.rank, recorder.ranks.world)
             self.saver.save(
                 state.step, tensors, state.to_json(), self.meta | {"reason": reason}, recorder.scores,

@@ -50,7 +50,15 @@ from windlass.training.checks import check_loss_is_a_sum, tie_groups, uses_dropo
 from windlass.training.memory import micro_batch_of
 from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import ModelFacts, Recorder, Saves
-from windlass.training.start import StartPlan, candidate_checkpoints, decide_on_rank_0, resolve_start, set_aside
+from windlass.training.rewind import Rewinder
+from windlass.training.start import (
+    StartPlan,
+    candidate_checkpoints,
+    choose_undamaged,
+    decide_on_rank_0,
+    resolve_start,
+    set_aside,
+)  # fmt: skip
 from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals
 from windlass.training.threads import set_threads
@@ -146,28 +154,36 @@ def set_up(
     stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
     if ranks.main:  # the optimizer has no state before its first step: 8 bytes a parameter are to come
         size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.sizes.trained)
-        present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
-        count = checkpoints_to_come(recipe, horizon, state.step, present)
-        if count and (missing := shortage(plan.run.path, count * size, "the run")):
-            notes.append(missing)
+        notes += shortages(plan, horizon, state.step, size)
     notes += [note] if custom is None and (note := export_note(recipe.model)) else []
     recorder.started(batch, threads, describe(data), unwrap(model), str(choice.path) if choice else "", notes)
     if plan.changes:
         decide_on_rank_0(ranks, "settings", lambda: start.write_settings(plan))
     meta = {
         "recipe": recipe.config_hash, "line": start.hash_without_steps(recipe), "data": data.fingerprint,
+        "precision": facts.precision,
         "optimizer": recipe.optim.kind, "micro_batch": batch.micro_batch,
         "threads": torch.get_num_threads(), "cores": usable_cores(),
     }  # fmt: skip
     newest = (state.step, state.step) if choice is not None else (-1, 0)
+    saves = Saves(saver, model, optimizer, scaler, recorder, meta, callbacks, *newest)
+    deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
+    bad_steps = BadSteps(recorder, recipe.train, scaler, deferred)
     return Trainer(
         recipe=recipe, stop=stop, ranks=ranks, data=data, batch=batch, horizon=horizon, model=model, facts=facts,
         optimizer=optimizer, parameters=[p for p in model.parameters() if p.requires_grad], scaler=scaler, state=state,
-        bad_steps=BadSteps(recorder, recipe.train, scaler, check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)),
-        saves=Saves(saver, model, optimizer, scaler, recorder, meta, callbacks, *newest),
+        bad_steps=bad_steps, saves=saves, rewinder=Rewinder(saves, bad_steps),
         suites=Suites(recipe, data.tokenizer, ranks, data.val, batch.micro_batch, callbacks.suites(state, ranks, recipe), data.train),
         recorder=recorder, callbacks=callbacks, stop_at=stop_at,
     )  # fmt: skip
+
+
+def shortages(plan: StartPlan, horizon: Horizon, done: int, size: int) -> list[str]:
+    """What the disk lacks for the checkpoints, of `size` bytes each, that are still to come after `done` steps."""
+    present = len(list(plan.run.checkpoints_dir.glob("step-????????")))
+    count = checkpoints_to_come(plan.recipe, horizon, done, present)
+    missing = shortage(plan.run.path, count * size, "the run") if count else ""
+    return [missing] if missing else []
 
 
 def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
@@ -207,8 +223,7 @@ def open_run_directory(
     ranks.mark(0, "load")
 
     def choose() -> Choice | None:
-        paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidate_checkpoints(plan, horizon))))
-        return checkpoints.first_undamaged([Path(path) for path in paths], ranks)  # each rank hashes its share
+        return choose_undamaged(ranks, lambda: candidate_checkpoints(plan, horizon))
 
     def lock() -> tuple[int, str, list[str]]:
         if plan.fresh:
@@ -286,7 +301,8 @@ def load_checkpoint(
 ) -> TrainState:  # fmt: skip
     """Fill model and optimizer from a checkpoint, return its counters, and note what changes."""
     checkpoint = checkpoints.open_checkpoint(path, deep=False)
-    fingerprint, kind, micro_batch = (checkpoint.meta.get(key) for key in ("data", "optimizer", "micro_batch"))
+    recorded = ("data", "optimizer", "micro_batch", "precision")
+    fingerprint, kind, micro_batch, precision = (checkpoint.meta.get(key) for key in recorded)
     if fingerprint != data.fingerprint:
         problem = f"the data is not what {path} was trained on (fingerprint {fingerprint}, here {data.fingerprint})"
         raise UserError(f"{problem}: bring the old data back (data.dir), or start over with fresh=True")
@@ -298,4 +314,7 @@ def load_checkpoint(
         # The masks of a micro-batch follow from its number in the step and its shape.
         changed = f"{micro_batch} sequences and is {batch.micro_batch}"
         notes.append(f"dropout draws other masks from here on: the micro-batch was {changed} (train.micro_batch)")
+    if precision != facts.precision:
+        changed = f"was {precision} up to step {checkpoint.step} and is {facts.precision} from here on"
+        notes.append(f"the arithmetic {changed} (train.precision = {recipe.train.precision}): the losses differ")
     return TrainState.from_json(checkpoint.counters)

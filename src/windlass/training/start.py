@@ -198,6 +198,12 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
     return value  # type: ignore[return-value]
 
 
+def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> checkpoints.Choice | None:
+    """The first undamaged one of the checkpoints that rank 0 lists; each rank hashes its share of the files."""
+    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
+    return checkpoints.first_undamaged([Path(path) for path in paths], ranks)
+
+
 def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
     """Refuse directories that not every host sees, before anything slow: what rank 0 creates there must be there for all.
 

@@ -37,7 +37,7 @@ class TrainState:
     """Ranges [start, stop) of global sample numbers that were left out after a rewind."""
     updates_skipped: int = 0  # updates that were not made because of a non-finite step or a spike, in all
     skips_in_a_row: int = 0  # non-finite steps since the last good one
-    loss_scale: float = 1.0  # the fp16 loss scale (1 in other precisions)
+    loss_scale: float = 0.0  # the fp16 loss scale; 0: before the first step, and in other precisions
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
     spike_window: list[float] = field(default_factory=list)  # the last losses; empty where `train.on_spike` is `ignore`
     loss_sum: float = 0.0  # of all steps whose loss was finite
@@ -63,8 +63,8 @@ class LossScaler:
         self.load(state)
 
     def load(self, state: TrainState) -> None:
-        """Take the scale of a checkpoint; at step 0 the initial one."""
-        self.scale = self._zero + (state.loss_scale if state.step else SCALE_START)
+        """Take the scale of the counters, or the initial one if they have none."""
+        self.scale = self._zero + (state.loss_scale or SCALE_START)
         self.good_steps = self._zero + state.scale_good_steps
 
     def save(self, state: TrainState) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,12 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from windlass import processes
-from windlass.checkpoint import load as checkpoints
-from windlass.checkpoint.reshard import restore
 from windlass.checkpoint.retention import BEST, EMERGENCY, FINAL, best
 from windlass.data.chat import stop_tokens
 from windlass.data.loader import Loader, StepBatch
-from windlass.data.order import step_samples
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
@@ -43,6 +40,7 @@ from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import startup_checks
 from windlass.training.nonfinite import BadSteps
 from windlass.training.record import ModelFacts, Recorder, Saves
+from windlass.training.rewind import Rewinder
 from windlass.training.start import decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, step_seed
 from windlass.training.stop import StopSignals
@@ -50,7 +48,6 @@ from windlass.training.stop import StopSignals
 DATA_WAIT_SECONDS = 0.5  # how long the data may be late before the loop looks at signals
 FAILING_SAVE_SECONDS = 5.0  # how long a run that fails waits for a checkpoint that is being written
 TRACKER_RESERVE_SECONDS = 2.0  # left of the grace after a signal when the trackers must have finished
-MAX_REWINDS = 3  # how often a run returns to the same checkpoint before it gives up
 
 
 @dataclass(kw_only=True)
@@ -71,11 +68,11 @@ class Trainer:
     state: TrainState
     bad_steps: BadSteps
     saves: Saves
+    rewinder: Rewinder
     suites: Suites  # of evaluation
     recorder: Recorder
     callbacks: Callbacks
     stop_at: int
-    rewinds: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
     ends_early: bool = False  # by `train.early_stop`: no step is to follow
 
     def run(self) -> None:
@@ -150,7 +147,7 @@ class Trainer:
                 look = not self.bad_steps.deferred or log_due or save_due or evaluation_due or stopping
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
-                    self.rewind(rewind_reason, batch.first_sample + self.batch.global_batch)
+                    self.rewinder.rewind(rewind_reason, batch.first_sample + self.batch.global_batch)
                     loader = self.open_loader()
                     continue
 
@@ -313,42 +310,6 @@ class Trainer:
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
         return generated is not None
-
-    def rewind(self, reason: str, stop_sample: int) -> None:
-        """Return to the last good checkpoint, and leave out the samples from there up to `stop_sample`."""
-        state, recorder, run = self.state, self.recorder, self.recorder.run
-        self.saves.wait()
-
-        def choose() -> str:
-            choice = checkpoints.choose(run.path)
-            if choice is None:
-                raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
-            for note in choice.notes:
-                recorder.console.warning(note)
-            checkpoints.set_aside(choice, run.path)
-            return str(choice.path)
-
-        checkpoint = checkpoints.open_checkpoint(decide_on_rank_0(self.ranks, "rewind", choose), deep=False)
-        self.rewinds[checkpoint.step] = self.rewinds.get(checkpoint.step, 0) + 1
-        if self.rewinds[checkpoint.step] > MAX_REWINDS:
-            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-            raise RunFailed(f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}")
-        recorder.losses.reset()
-        restore(checkpoint, self.model, self.optimizer)
-        saved = TrainState.from_json(checkpoint.counters)
-        start = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
-        saved.skipped = [*state.skipped, (start, stop_sample)]
-        vars(state).update(vars(saved))  # in place: the parts of a training share the state
-        self.bad_steps.reset()
-        if self.scaler is not None:
-            self.scaler.load(state)
-        self.saves.step = self.saves.committed = state.step
-        recorder.evaluations = [line for line in recorder.evaluations if line["step"] <= state.step]
-        recorder.ledger.attempt += 1  # its lines replace those after this step
-        recorder.sampler.attempt = recorder.ledger.attempt
-        recorder.event("rewound", reason=reason, left_out=[start, stop_sample])
-        recorder.console.warning(f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out")
-        recorder.restart_counts()
 
     def stop_run(self) -> bool:
         """Save where the grace allows it; raise Stopped after a signal, else return False. All ranks come here at the same step."""

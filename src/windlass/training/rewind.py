@@ -1,0 +1,58 @@
+"""The way back to the last good checkpoint after a non-finite step or a loss spike (`train.on_nonfinite`, `train.on_spike`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from windlass.checkpoint import load as checkpoints
+from windlass.checkpoint.reshard import restore
+from windlass.data.order import step_samples
+from windlass.errors import RunFailed
+from windlass.training.nonfinite import BadSteps
+from windlass.training.record import Saves
+from windlass.training.start import choose_undamaged, decide_on_rank_0
+from windlass.training.state import TrainState
+
+MAX_REWINDS = 3  # how often a run returns to the same checkpoint before it gives up
+
+
+@dataclass
+class Rewinder:
+    """Returns model, optimizer and counters to a checkpoint. All ranks call it after the same step."""
+
+    saves: Saves
+    bad_steps: BadSteps
+    times: dict[int, int] = field(default_factory=dict)  # how often the run returned to a step
+
+    def rewind(self, reason: str, stop_sample: int) -> None:
+        """Return to the last good checkpoint, and leave out the samples from there up to `stop_sample`."""
+        saves, recorder, run = self.saves, self.saves.recorder, self.saves.recorder.run
+        state, scaler = recorder.state, saves.scaler
+        saves.wait()
+        choice = choose_undamaged(recorder.ranks, lambda: checkpoints.candidates(run.path))
+        if choice is None:
+            raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
+        for note in choice.notes:
+            recorder.console.warning(note)
+        decide_on_rank_0(recorder.ranks, "set aside", lambda: checkpoints.set_aside(choice, run.path))
+        checkpoint = checkpoints.open_checkpoint(choice.path, deep=False)
+        self.times[checkpoint.step] = self.times.get(checkpoint.step, 0) + 1
+        if self.times[checkpoint.step] > MAX_REWINDS:
+            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
+            raise RunFailed(f"{reason}; the run returned to step {checkpoint.step} {MAX_REWINDS} times: {advice}")
+        recorder.losses.reset()
+        restore(checkpoint, saves.model, saves.optimizer)
+        saved = TrainState.from_json(checkpoint.counters)
+        start = int(step_samples(saved.step, recorder.horizon.samples_per_step, saved.skipped)[0])
+        saved.skipped = [*state.skipped, (start, stop_sample)]
+        vars(state).update(vars(saved))  # in place: the parts of a training share the state
+        self.bad_steps.reset()
+        if scaler is not None:
+            scaler.load(state)
+        saves.step = saves.committed = state.step
+        recorder.evaluations = [line for line in recorder.evaluations if line["step"] <= state.step]
+        recorder.ledger.attempt += 1  # its lines replace those after this step
+        recorder.sampler.attempt = recorder.ledger.attempt
+        recorder.event("rewound", reason=reason, left_out=[start, stop_sample])
+        recorder.console.warning(f"{reason}: back to step {state.step}, samples {start} to {stop_sample} are left out")
+        recorder.restart_counts()
