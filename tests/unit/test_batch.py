@@ -1,6 +1,7 @@
 """Batch scripts run by a real shell, with a `qsub` that only writes down how it was called; and what a job asks for."""
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -234,6 +235,16 @@ def test_what_a_job_asks_for(tmp_path, monkeypatch):
     check, train = (next(line for line in script.splitlines() if f" {verb} " in line) for verb in ("check", "train"))
     assert check.partition(" check ")[2] == train.partition(" train ")[2].replace(" &", " --min-busbw 5")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_trains_into_its_run_directory_whatever_the_path(tmp_path, monkeypatch):
+    (place := tmp_path / "it's").mkdir()
+    monkeypatch.chdir(place)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=here"])
+    script, _ = submit_run(recipe, "quickstart", [], scheduler="slurm", site=Site(), dry_run=True)
+    train = next(line for line in script.splitlines() if " train " in line)
+    override = next(word for word in shlex.split(train.partition(" train ")[2]) if word.startswith("run.dir"))
+    assert Recipe.load("quickstart", [override]).run_dir == place / "here"
 
 
 @pytest.mark.parametrize(

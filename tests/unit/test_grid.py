@@ -1,8 +1,11 @@
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from windlass.errors import UserError
 from windlass.recipe import Recipe, parse_override, typed
-from windlass.study.grid import NODES, REPEAT, WORLD, Axis, Cell, cells_of, expand, parse_axis
+from windlass.study.grid import NODES, REPEAT, WORLD, Axis, Cell, cells_of, expand, parse_axis, read_axes
 
 
 @pytest.mark.parametrize(
@@ -90,8 +93,38 @@ def test_hosts_and_repeats_are_no_settings_of_a_cell():
 
 
 @pytest.mark.parametrize(
-    "value", [True, 3, 1e-4, "cosine", "2 epochs", "true", "1", " x", 'a "quoted" word', [0.9, 0.95], ["a,b", "1"]]
-)
+    "value",
+    [
+        True, 3, 1e-4, float("inf"), "cosine", "2 epochs", "true", "1", " x", 'a "quoted" word', "it's", "'it''s'", "\\",
+        "\\u0041", "C:\\new 'x' \"y\"", "a\nb", "1\nx = 2", "a\r\nb", "\t", "\x7f\x00\x1b", "über 🚂", "\udcff", "", "# x",
+        "[a", "'" * 3, '"' * 3, [0.9, 0.95], ["a,b", "1", "it's", "\n"], [], [{"source": "it's", "weight": 0.5}],
+        {"a b": [True, "x\ny"]},
+    ],
+)  # fmt: skip
 def test_a_typed_value_reads_back(value):
-    read = parse_override(f"key={typed(value)}")[1]
-    assert (read, type(read)) == (value, type(value))
+    """Also as an argument of a process, which holds no NUL."""
+    text = f"key={typed(value)}"
+    read = parse_override(text)[1]
+    assert (read, type(read)) == (value, type(value)) and "\0" not in text
+
+
+def test_axes_as_python_has_them():
+    """Commas in values make no more values, and NumPy's numbers are numbers."""
+    axes = {
+        "data.source": ["a,b.txt", Path("it's [1].txt")], "optim.lr": np.logspace(-3, -2, 2), "run.seed": range(2),
+        "optim.betas": [(0.9, 0.95)], "model.layers": [np.int64(2)], "a + b": [(1, "x+y"), [2, "z"]], "c": "1:2:lin:2",
+    }  # fmt: skip
+    assert read_axes(axes) == [
+        Axis(("data.source",), (("a,b.txt",), ("it's [1].txt",))), Axis(("optim.lr",), ((0.001,), (0.01,))),
+        Axis(("run.seed",), ((0,), (1,))), Axis(("optim.betas",), (([0.9, 0.95],),)), Axis(("model.layers",), ((2,),)),
+        Axis(("a", "b"), ((1, "x+y"), (2, "z"))), Axis(("c",), ((1,), (2,))),
+    ]  # fmt: skip
+    assert read_axes("optim.lr=1,2") == read_axes(["optim.lr=1,2"])
+    assert all(type(row[0]) in (float, int) for axis in read_axes(axes)[1:3] for row in axis.values)
+
+
+@pytest.mark.parametrize("axes", [{"optim.lr": 0.1}, {"optim.lr": []}, {"optim.lr+run.seed": [1, 2]}])
+def test_axes_that_are_no_lists_name_the_key(axes):
+    with pytest.raises(UserError) as error:
+        read_axes(axes)
+    assert next(iter(axes)) in str(error.value) and "list" in str(error.value)

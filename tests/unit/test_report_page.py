@@ -193,6 +193,12 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2
 
 
+def test_the_report_of_a_study_object_is_that_of_its_directory(study, tmp_path):
+    written = report(study.study, tmp_path / "own", plots=False)
+    alike = report(study.study.path, tmp_path / "same", plots=False)
+    assert written.page.read_text() == alike.page.read_text()
+
+
 def test_the_verb(one, tmp_path, capsys, monkeypatch):
     def call(*arguments):
         with pytest.raises(SystemExit) as end:

@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 
 from helpers import refused, write_ledger
@@ -14,7 +15,7 @@ from windlass.recipe import Recipe
 from windlass.study.compare import BITS, common_measure
 from windlass.study.result import diverged
 from windlass.study.study import Study
-from windlass.study.sweep import Halving
+from windlass.study.sweep import Halving, train_command
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
 
@@ -29,6 +30,26 @@ def test_given_again_it_is_opened(study):
     for axes in (["optim.lr=0.01,0.001", "run.seed=1,2"], {"optim.lr": [1e-2, 1e-3], "run.seed": [1, 2]}):
         assert Study.create(recipe, axes, study.path).cells == study.cells
     assert Study.open(study.path) == study
+
+
+def test_axes_of_numpy_and_values_with_commas_are_stored_as_they_are(tmp_path):
+    axes = {"optim.lr": np.array([1e-2, 1e-3]), "data.source": ["a,b.txt"], "optim.betas": [(0.9, 0.95)]}
+    study = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study")
+    stored = [cell.assignment for cell in Study.open(study.path).cells]
+    assert stored == [{"optim.lr": lr, "data.source": "a,b.txt", "optim.betas": [0.9, 0.95]} for lr in (1e-2, 1e-3)]
+    assert [cell.assignment for cell in study.cells] == stored
+    listed = [{"optim.lr": np.float64(1e-2)}, {"optim.lr": np.float64(1e-3)}]
+    assert [type(c.assignment["optim.lr"]) for c in Study.create(study.recipe, listed, tmp_path / "own").cells] == [float] * 2
+
+
+def test_the_command_of_a_cell_trains_into_its_directory(tmp_path):
+    """Whatever characters the path of the study and the settings of the cell have."""
+    source = 'C:\\new "text", it\'s.txt'
+    study = Study.create(Recipe.load("quickstart"), {"data.source": [source]}, tmp_path / "my \"study\", it's \\n [1]")
+    words = train_command(study, study.cells[0])
+    trained = Recipe.load(words[4], words[5:])
+    assert trained.run_dir == study.run_of(study.cells[0]).path
+    assert trained.data.source == source
 
 
 def finish(study, *losses, **fields):

@@ -19,7 +19,7 @@ from windlass.errors import RunFailed, UserError
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, GRACE_SECONDS, SCHEDULERS, SUBMITTED, TIME, Job, Site, render
 from windlass.processes import WINDLASS
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, typed
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
@@ -123,11 +123,11 @@ def submit_run(
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
     run = Run((Path(site.scratch or Path.cwd()) / recipe.run_dir).resolve())
-    typed = str(Path(name).resolve()) if Path(name).exists() else name
+    source = str(Path(name).resolve()) if Path(name).exists() else name
     given = [text for text in overrides if text.partition("=")[0].strip() != "run.dir"]
     if not any(text.startswith("checkpoint.grace_seconds") for text in given):  # the default is that of torchrun
         given.append(f"checkpoint.grace_seconds={GRACE_SECONDS - 10}")
-    words = [typed, *given, f"run.dir='{run.path}'"]
+    words = [source, *given, f"run.dir={typed(str(run.path))}"]
     command = [*WINDLASS, "launch", "--", *WINDLASS, "train", *words]
     job = make_job(run.name, command, words, run.path, site, asked, recipe.parallel.device == "cpu")
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError where the global batch cannot be divided

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -51,18 +52,37 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def typed(value: Any) -> str:
     """A setting's value as it is typed after the `=`, so that `parse_override` reads the same value."""
-    if isinstance(value, str) and value == value.strip() and parse_override(f"key={value}")[1] == value:
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    is_plain = isinstance(value, str) and value == value.strip() and value.isprintable()
+    return value if is_plain and parse_override(f"key={value}")[1] == value else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML on one line, which is JSON but for tables, infinity, NaN and one control character."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def plain(value: Any) -> Any:
+    """A value of Python as TOML has it: paths as text, tuples and NumPy's arrays as lists, its scalars as numbers."""
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def dotted(changes: Changes) -> dict[str, Any]:
     """Changes of settings as dotted keys and plain values."""
     if not isinstance(changes, Mapping):
         return dict(map(parse_override, [changes] if isinstance(changes, str) else changes))
-    # A path or a scalar of numpy is as good as the text or number that it is.
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in flatten(changes).items()}
-    return {key: value.item() if hasattr(value, "item") else value for key, value in plain.items()}
+    return {key: plain(value) for key, value in flatten(changes).items()}
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:

@@ -73,13 +73,13 @@ class Report:
 
 
 def report(
-    sources: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None, *, skip: int | None = None,
+    sources: str | Path | Run | Study | Sequence[str | Path | Run | Study], out: str | Path | None = None, *, skip: int | None = None,
     plots: bool | None = None, table: str = "",
 ) -> Report:  # fmt: skip
     """Report on a run, several runs beside each other, or a study.
 
     Args:
-        sources: runs, run directories, or one study's directory; a study among other sources stands for its runs.
+        sources: runs, studies, or their directories; a study among other sources stands for its runs.
         out: the directory to write into, created if it is missing; None: `report/` in the run or study, of several runs
             `report/` here.
         skip: the second picture of the loss leaves out the steps before this one; None: the first tenth.
@@ -92,7 +92,8 @@ def report(
     if plots:
         require("matplotlib", "a PNG plot")
     plots = installed("matplotlib") if plots is None else plots
-    listed = [sources] if isinstance(sources, (str, Path, Run)) else list(sources)
+    given = [sources] if isinstance(sources, (str, Path, Run, Study)) else sources
+    listed = [source.path if isinstance(source, Study) else source for source in given]
     study = None
     if len(listed) == 1 and not isinstance(listed[0], Run) and Study.is_study(listed[0]):
         study = read_study(listed[0])

@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from windlass.errors import UserError
-from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, typed
+from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, plain, typed
 
 SEED = "run.seed"
 WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
@@ -129,6 +129,28 @@ def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
     if equal := [cell.label for cell in cells if identities.count(cell.key) > 1]:
         raise UserError(f"cells of the grid are equal: {'; '.join(equal)}")
     return cells
+
+
+def read_axes(axes: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[Axis]:
+    """Axes as typed, or as a mapping of keys (`a+b` for a zip) to their values."""
+    if isinstance(axes, Mapping):
+        return [_axis(key, values) for key, values in axes.items()]
+    return [parse_axis(text) for text in ([axes] if isinstance(axes, str) else axes)]
+
+
+def _axis(key: str, values: Any) -> Axis:
+    """One axis of a mapping; text is read as it is on the command line."""
+    if isinstance(values, str):
+        return parse_axis(f"{key}={values}")
+    keys = tuple(part.strip() for part in key.split("+"))
+    rows = plain(list(values) if isinstance(values, Iterable) else values)
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{key}: {values!r} is not a list of values; write {{{key!r}: [...]}}")
+    if len(keys) == 1:
+        rows = [[value] for value in rows]
+    if odd := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
+        raise UserError(f"{key}: write a list of {len(keys)} values in place of {odd[0]!r}, one for each key")
+    return Axis(keys, tuple(map(tuple, rows)))
 
 
 def parse_axis(text: str) -> Axis:

@@ -24,7 +24,7 @@ from filelock import FileLock
 from windlass.errors import Stopped
 from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, usable_cores, visible_gpus
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, typed
 from windlass.run import Run
 from windlass.study.grid import Cell
 from windlass.study.study import Study
@@ -70,7 +70,7 @@ def run_probe(study: Study, cell: Cell, notify: Callable[[str], None], retry_fai
     with catch_signals(STOP_SIGNALS, stopped.append):
         try:
             for rank, run in enumerate(runs):
-                command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir='{run.path}'"]
+                command = [*WINDLASS, "train", str(directory / "recipe.toml"), f"run.dir={typed(str(run.path))}"]
                 device = gpus[rank : rank + 1] if len(gpus) >= ranks and recipe.parallel.device != "cpu" else []
                 processes.append(CellProcess(cell, command, run.path, recipe.train.threads, device))
             together, reason = _wait(processes, runs, steps, stopped)

@@ -23,11 +23,11 @@ from windlass.checkpoint.retention import LOSS, lower_is_better
 from windlass.errors import UserError
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
-from windlass.recipe import NON_SEMANTIC, Recipe, presets, typed
+from windlass.recipe import NON_SEMANTIC, Recipe, plain, presets, typed
 from windlass.run import Run, effective, read_lines
 from windlass.study import grid as grids
 from windlass.study.compare import BITS, TOKENIZER, common_measure, evaluated
-from windlass.study.grid import SEED, WORLD, Assignment, Cell, Scaling, cells_of, expand, label, parse_axis
+from windlass.study.grid import SEED, WORLD, Assignment, Cell, Scaling, cells_of, expand, label, read_axes
 from windlass.study.result import RECENT, CellResult, cell_state, summarize, time_left
 
 # settings of a study that the command to train its winner leaves out: names, and what was cut down to be quick
@@ -102,13 +102,11 @@ class Study:
         nothing is written to disk. Raises UserError where a cell's recipe is invalid, or the directory holds a study of
         another preset.
         """
-        if isinstance(axes, Mapping):
-            axes = [f"{key}={','.join(typed(value) for value in values)}" for key, values in axes.items()]
         # every setting by name, as recipe.toml has them: none follows from another one in a cell
         base = recipe.replace(**recipe.flat() | {"run.dir": "", "run.name": ""})
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
-        texts, own = [one for one in axes if isinstance(one, str)], [one for one in axes if isinstance(one, dict)]
-        grid = cells_of(base, own) if own else expand(base, map(parse_axis, texts)) if texts else []
+        own = [] if isinstance(axes, Mapping) else [plain(one) for one in axes if isinstance(one, dict)]
+        grid = cells_of(base, own) if own else expand(base, read_axes(axes)) if len(axes) else []
         if not grid and not Study.is_study(path):
             raise UserError(f"{path} is no study yet: name what its cells vary, for example optim.lr=1e-2,1e-3")
         if not write:

@@ -17,7 +17,7 @@ from pathlib import Path
 from windlass.checkpoint.retention import lower_is_better
 from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, require
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, typed
 from windlass.run import OCCUPIED
 from windlass.study.grid import Cell
 from windlass.study.presets import load_study, preset_dir
@@ -73,7 +73,7 @@ def sweep(
 
 def train_command(study: Study, cell: Cell) -> list[str]:
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
-    return [*WINDLASS, "train", str(recipe), *cell.overrides, f"run.dir='{directory}'"]
+    return [*WINDLASS, "train", str(recipe), *cell.overrides, f"run.dir={typed(str(directory))}"]
 
 
 @dataclass
