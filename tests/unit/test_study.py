@@ -39,13 +39,15 @@ def test_axes_of_numpy_and_values_with_commas_are_stored_as_they_are(tmp_path):
     assert stored == [{"optim.lr": lr, "data.source": "a,b.txt", "optim.betas": [0.9, 0.95]} for lr in (1e-2, 1e-3)]
     assert [cell.assignment for cell in study.cells] == stored
     listed = [{"optim.lr": np.float64(1e-2)}, {"optim.lr": np.float64(1e-3)}]
-    assert [type(c.assignment["optim.lr"]) for c in Study.create(study.recipe, listed, tmp_path / "own").cells] == [float] * 2
+    assert [type(c.assignment["optim.lr"]) for c in Study.create(study.recipe, listed, tmp_path / "own").cells] == [
+        float
+    ] * 2
 
 
 def test_the_command_of_a_cell_trains_into_its_directory(tmp_path):
     """Whatever characters the path of the study and the settings of the cell have."""
     source = 'C:\\new "text", it\'s.txt'
-    study = Study.create(Recipe.load("quickstart"), {"data.source": [source]}, tmp_path / "my \"study\", it's \\n [1]")
+    study = Study.create(Recipe.load("quickstart"), {"data.source": [source]}, tmp_path / 'my "study", it\'s \\n [1]')
     words = train_command(study, study.cells[0])
     trained = Recipe.load(words[4], words[5:])
     assert trained.run_dir == study.run_of(study.cells[0]).path
@@ -76,11 +78,33 @@ def test_a_study_grows_by_more_values_and_by_another_axis(study):
     assert again == wide == Study.open(study.path) and again.notes == []
 
 
+def test_a_study_that_grows_has_the_same_seeds_everywhere(study):
+    recipe = Recipe.load("quickstart")
+    grown = Study.create(recipe, ["optim.lr=3e-3"], study.path)
+    assert [c.label for c in grown.cells[4:]] == ["lr=0.003 seed=1", "lr=0.003 seed=2"]
+    grown = Study.create(recipe, ["run.seed=5"], study.path)
+    assert [c.label for c in grown.cells[6:]] == ["lr=0.01 seed=5", "lr=0.001 seed=5", "lr=0.003 seed=5"]
+    assert [len(group.results) for group in grown.groups()] == [3, 3, 3] and grown.winners().remark == ""
+    plain = Study.create(recipe, ["optim.lr=1e-2,1e-3"], study.path.parent / "plain")
+    plain = Study.create(recipe, ["run.seed=5,6"], plain.path)
+    own = recipe.run.seed
+    assert [sorted(r.cell.assignment["run.seed"] for r in g.results) for g in plain.groups()] == [[5, 6, own]] * 2
+
+
+def test_one_seed_is_not_ranked_before_medians(study):
+    """Even if it was lucky; and what is missing is named."""
+    more = Study.create(Recipe.load("quickstart"), ["optim.lr=3e-3", "run.seed=1"], study.path)
+    finish(more, 3.0, 2.0, 2.6, 2.7, 1.0)
+    winners, remark = more.winners()
+    assert [group.label for group in winners] == ["lr=0.01"] and winners[0].median == 2.5
+    assert "lr=0.003" in remark and "run.seed=1,2" in remark
+
+
 def test_another_recipe_makes_other_cells_and_says_so_but_not_what_changes_no_result(study):
     shorter = Study.create(Recipe.load("quickstart", ["train.steps=7"]), AXES[:1], study.path)
     steps = Recipe.load("quickstart").train.steps
-    assert [c.recipe.train.steps for c in shorter.cells] == [steps] * 4 + [7] * 2
-    assert [c.assignment["run.seed"] for c in shorter.cells[4:]] == [1337] * 2
+    assert [c.recipe.train.steps for c in shorter.cells] == [steps] * 4 + [7] * 4
+    assert [c.assignment["run.seed"] for c in shorter.cells[4:]] == [1, 2] * 2
     assert any("train.steps = 7" in note and f"train.steps = {steps}" in note for note in shorter.notes)
     for setting in ("eval.every=7", "telemetry.every=3", "parallel.device=cpu"):
         grown = Study.create(Recipe.load("quickstart", [setting]), AXES, study.path)

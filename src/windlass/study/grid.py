@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,7 +131,7 @@ def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
     return cells
 
 
-def read_axes(axes: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[Axis]:
+def read_axes(axes: str | Iterable[Any] | Mapping[str, Any]) -> list[Axis]:
     """Axes as typed, or as a mapping of keys (`a+b` for a zip) to their values."""
     if isinstance(axes, Mapping):
         return [_axis(key, values) for key, values in axes.items()]

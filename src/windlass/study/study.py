@@ -76,6 +76,22 @@ class Winners(NamedTuple):
     remark: str
 
 
+def with_seeds(there: Sequence[Assignment], given: Sequence[Assignment]) -> list[Assignment]:
+    """New assignments of a study, completed so that all settings have the same seeds.
+
+    New settings without a seed get the seeds of the study, and new seeds alone are for all settings of the study.
+    """
+    seeds = list(dict.fromkeys(one[SEED] for one in there if SEED in one)) or [None]
+    settings = {repr(one): one for one in ({k: v for k, v in one.items() if k != SEED} for one in there)}
+    complete: list[Assignment] = []
+    for one in given:
+        if one.keys() == {SEED}:
+            complete += [rest | one for rest in settings.values()]
+        else:
+            complete += [one if SEED in one or seed is None else one | {SEED: seed} for seed in seeds]
+    return complete
+
+
 @dataclass(frozen=True)
 class Study:
     """A study's directory, to which cells are added, and runs and statuses as a sweep goes through them."""
@@ -161,8 +177,9 @@ class Study:
         differ = {key: value for key, value in new.items() if value != old[key]}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
-        assignments = [*(cell.assignment for cell in self.cells), *(own | cell.assignment for cell in grid)]
-        places = [*(cell.directory for cell in self.cells), *[""] * len(grid)]
+        there = [cell.assignment for cell in self.cells]
+        given = with_seeds(there, [own | cell.assignment for cell in grid])
+        assignments, places = [*there, *given], [*(cell.directory for cell in self.cells), *[""] * len(given)]
         shared, keys = recipe.flat() | grids.ONE, dict.fromkeys(key for one in assignments for key in one)
         cells: dict[str, Cell] = {}
         for assignment, place in zip(assignments, places, strict=True):
@@ -276,11 +293,17 @@ class Study:
         for group in self.groups(results):
             place = {key: value for key, value in group.assignment.items() if key not in choices}
             rivals.setdefault(repr(place), []).append(group)
-        sign, best_of = 1 if lower_is_better(self.measure) else -1, []
+        sign, best_of, fewer = 1 if lower_is_better(self.measure) else -1, [], list[str]()
         for groups in rivals.values():
             scored = [group for group in groups if group.scores] if len(groups) > 1 else []
             if scored:
-                best_of.append(min(scored, key=lambda x: (len(x.scores) < len(x.results), sign * (x.median or 0.0))))
+                most = max(len(group.results) for group in groups)
+                best_of.append(min(scored, key=lambda x: (len(x.scores) < most, sign * (x.median or 0.0))))
+                fewer += [f"{x.label} has {len(x.results)} of {most} seeds" for x in groups if len(x.results) < most]
+        if fewer:
+            seeds = ",".join(map(str, self.values[SEED]))
+            lacking = f"{'; '.join(fewer)}: add the other cells with run.seed={seeds}, else it is ranked last."
+            remark = f"{remark} {lacking}".strip()
         return Winners(best_of, remark)
 
     def winner_command(self, assignment: Assignment, world: int = 1) -> tuple[str, str]:
