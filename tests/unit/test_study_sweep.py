@@ -5,12 +5,16 @@ import os
 import signal
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from windlass.errors import DONE, STOPPED, Stopped
+from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
+from windlass.study import probe
+from windlass.study.scale import create_study
 from windlass.study.study import Study
 from windlass.study.sweep import DONE_STATES, RETRIES, Halving, Sweep
 
@@ -140,6 +144,18 @@ def test_failed_cells_are_left_alone_until_asked_for(play):
     code, study, _ = play([{}, {}], retry_failed=True)
     assert (code, states(study), attempts(study)) == (DONE, ["finished"] * 2, ["started", "resumed"])
     assert attempts(study, 1) == ["started"]
+
+
+def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch):
+    """As a notebook's worker or a server does; a probe, too, which has a process that fails here."""
+    with ThreadPoolExecutor(1) as pool:
+        code, study, _ = pool.submit(play, [{}, {}]).result()
+        assert (code, states(study)) == (DONE, ["finished"] * 2)
+        monkeypatch.setattr(probe, "WINDLASS", ("false",))
+        recipe, notes = Recipe.load("quickstart", ["parallel.device=cpu"]), []
+        scaling = create_study(recipe, [1, 2], path=tmp_path / "scaling")
+        pool.submit(probe.run_probe, scaling, scaling.cells[1], notes.append).result()
+    assert "exit code 1" in read_json(scaling.probe_dir(scaling.cells[1]) / "probe.json")["reason"] and notes
 
 
 def test_a_diverged_cell_is_stopped_only_when_asked(play):
