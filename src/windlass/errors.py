@@ -24,7 +24,32 @@ EXTRAS = {
 """The packages that `pip install windlass` does not bring, by the extra that does."""
 
 
-class UserError(ValueError):
+MARK = "\x1f"  # ASCII's unit separator, around what the command line writes in another way
+
+
+def marked(text: str) -> str:
+    """A part of an error's message that a caller of the API reads as it is, and the command line replaces by its own words."""
+    return f"{MARK}{text}{MARK}"
+
+
+def argument(name: str, value: object = True) -> str:
+    """An argument of the API in an error's message: `stop_at=5`, which the command line shows as `--stop-at 5`."""
+    return marked(f"{name}={value}")
+
+
+class Message(Exception):
+    """An error whose message may have marked parts; `str` is what a caller of the API reads."""
+
+    @property
+    def text(self) -> str:
+        """The message with its marks."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return self.text.replace(MARK, "")
+
+
+class UserError(Message, ValueError):
     """A mistake in what the user gave: recipe, file, checkpoint, environment.
 
     The command line prints the message alone (never a traceback) and exits with 2, so a message says what is
@@ -32,7 +57,7 @@ class UserError(ValueError):
     """
 
 
-class RunFailed(RuntimeError):
+class RunFailed(Message, RuntimeError):
     """A run that cannot continue for a reason that is not the user's input; the command line exits with 1."""
 
 
@@ -40,7 +65,7 @@ class HostLost(RunFailed):
     """A run that ended because a rank or host was lost; the command line exits with 69."""
 
 
-class Stopped(Exception):
+class Stopped(Message):
     """The run stopped on a signal after everything was saved; the command line exits with 75."""
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from windlass.errors import UserError, first_line, needs, require
+from windlass.errors import UserError, argument, first_line, needs, require
 from windlass.fileio import read_json
 
 # How long to wait for the Hub, and once more, before working offline; its libraries would retry for most of a minute.
@@ -110,15 +110,17 @@ def directory(name: str, revision: str = "", key: str = "model.name", weights: b
 def check_push(repo: str) -> None:
     """Raise UserError where nothing can be uploaded to a repository of the Hub: no token, or no network."""
     prepare()
-    require("huggingface_hub", "--push")
+    require("huggingface_hub", argument("push", repo))
     from huggingface_hub import get_token
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
-        raise UserError(f"push={repo}: write a repository of the Hub as NAME/MODEL")
+        raise UserError(f"{argument('push', repo)}: write a repository of the Hub as NAME/MODEL")
     if not get_token():
-        raise UserError(f"push={repo} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
+        raise UserError(f"{argument('push', repo)} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in YES:
-        raise UserError(f"push={repo}: the Hub is out of reach (or HF_HUB_OFFLINE is set): leave it out, push later")
+        raise UserError(
+            f"{argument('push', repo)}: the Hub is out of reach (or HF_HUB_OFFLINE is set): leave it out, push later"
+        )
 
 
 def push(folder: Path, repo: str) -> None:
@@ -130,7 +132,7 @@ def push(folder: Path, repo: str) -> None:
         HfApi().upload_folder(folder_path=folder, repo_id=repo, commit_message="Export of a Windlass run")
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
         raise UserError(
-            f"push={repo}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
+            f"{argument('push', repo)}: the Hub did not take {folder}, which is whole: {first_line(error)}; "
             "is the name yours, and may the token write (HF_TOKEN)?"
         ) from None
 

@@ -137,6 +137,8 @@ def test_stop_at_returns_the_run_and_a_second_training_leaves_nothing_behind(tmp
     for _ in range(2):  # the second call finds the run where it is to stop
         run = train(recipe(tmp_path / "run", *settings), data=page["data"], stop_at=3)
         assert run.state == "stopped" and run.lines("train")[-1]["step"] == 3
+    shown = capsys.readouterr().out
+    assert "after step 3, all saved" in shown and "stop_at=" not in shown  # it may have been typed as --stop-at
     before = open_things()
     assert train(recipe(tmp_path / "run", *settings), data=page["data"]).state == "finished"
     assert open_things() == before

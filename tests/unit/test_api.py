@@ -17,6 +17,7 @@ import windlass
 from helpers import curve, refused, tiny_recipe, write_ledger
 from windlass import Recipe
 from windlass.cli import as_typed
+from windlass.errors import RunFailed, Stopped, UserError, argument
 from windlass.run import Run
 from windlass.training.callbacks import Evaluated, Saved, Step
 
@@ -94,18 +95,19 @@ def test_a_verb_takes_a_name_or_a_path_for_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "typed"),
+    ("message", "api", "typed"),
     [
-        ("fresh=True renames it", "--fresh renames it"),
-        ("for other steps extend_to=400, stop_at=STEP", "for other steps --extend-to 400, --stop-at STEP"),
-        ('branch_from="RUN@3": write it', "--branch-from RUN@3: write it"),
-        ('suites=["loss", "squad"] or past=RUN', "--suite loss,squad or --from RUN"),
-        ('Recipe.load("quickstart", {"data.source": "a.txt"})', "windlass train quickstart data.source=a.txt"),
-        ("set parallel.device=cpu, data.path=x", "set parallel.device=cpu, data.path=x"),
+        (f"{argument('fresh')} renames it", "fresh=True renames it", "--fresh renames it"),
+        (f"{argument('extend_to', 400)}, {argument('stop_at', 'STEP')}", "extend_to=400, stop_at=STEP", "--extend-to 400, --stop-at STEP"),
+        (f"{argument('suites', ['loss', 'squad'])}!", "suites=['loss', 'squad']!", "--suite loss,squad!"),
+        (f"{argument('past', 'RUN')} {argument('path', 'DIR')}", "past=RUN path=DIR", "--from RUN --dir DIR"),
+        (f"({argument('memory_bytes', 'GB*1e9')})", "(memory_bytes=GB*1e9)", "(--memory GB)"),
+        ("path=x, data.path=x, only=3 and fresh=True", *["path=x, data.path=x, only=3 and fresh=True"] * 2),  # a user's own
     ],
-)
-def test_the_command_line_says_an_argument_as_its_option(message: str, typed: str) -> None:
-    assert as_typed(message) == typed
+)  # fmt: skip
+def test_the_command_line_says_an_argument_as_its_option(message: str, api: str, typed: str) -> None:
+    for kind in (UserError, RunFailed, Stopped):
+        assert (str(kind(message)), as_typed(kind(message).text)) == (api, typed)
 
 
 def test_no_error_of_the_api_speaks_of_the_command_line() -> None:

@@ -32,6 +32,16 @@ def test_a_finished_run_stays_finished_where_its_report_fails(tmp_path: Path, co
     assert "no report: RuntimeError: no fonts here" in done.stderr and "windlass report" in done.stderr
 
 
+def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
+    """`path=` is also the name of an argument; and a command in a message can be pasted, whatever the file's name."""
+    error = windlass("recipe", "path=a", code=2).stderr
+    assert "path=a is a setting" in error and "--dir" not in error
+    file = tmp_path / "only=3, a book.txt"
+    file.write_text("text")
+    error = windlass("recipe", file, code=2).stderr
+    assert error.startswith(f"windlass: {file}:") and f"windlass train quickstart 'data.source={file}'" in error
+
+
 def piped(command: str) -> tuple[str, list[str]]:
     """What the last command of a pipe prints, and the exit codes of all."""
     words = ["bash", "-c", f'windlass() {{ {sys.executable} -m windlass "$@"; }}; {command}; echo ${{PIPESTATUS[@]}}']

@@ -80,7 +80,7 @@ def test_strategies_leave_out_what_cannot_be():
     [
         ([], {"worlds": (1, 3)}, ["train.global_batch = 8", "3 ranks", "train.global_batch=6 or 9"]),
         (["train.steps=41"], {"mode": "fixed-data"}, ["train.steps = 41", "train.steps=40 or 42"]),
-        (["train.micro_batch=8"], {}, ["parallel.world=2", "train.micro_batch = 8", "is 4"]),
+        (["train.micro_batch=8"], {}, ["parallel.world=2", "train.micro_batch = 8", "write 4"]),
         ([], {"mode": "stong"}, ["mode=stong", "strong"]), ([], {"worlds": (0, 1)}, ["worlds=[0, 1]"]),
         ([], {"grow": "model"}, ["mode=weak"]), ([], {"mode": "weak", "grow": "data"}, ["batch or model"]),
         (["model.layers=3", "train.global_batch=6"], {"mode": "weak", "grow": "model", "worlds": (2, 3)}, ["model.layers = 3", "of 2"]),

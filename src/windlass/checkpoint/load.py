@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import DTYPES, STATE, STEP_DIR, Damaged, Entry, Manifest, TensorInfo
 from windlass.checkpoint.retention import Lineage, committed, policy_of, ranked, read_lineage, retain, scores_by_step
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.fileio import Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import LOSS_SUITE
@@ -136,7 +136,7 @@ def candidates(
         if not entries:
             return []
         problem = f"{run.path} holds a checkpoint of step {entries[0].step}, and checkpoint.resume is never"
-        raise UserError(f"{problem}; use fresh=True to set the run aside, or resume from it")
+        raise UserError(f"{problem}; use {argument('fresh')} to set the run aside, or resume from it")
     if resume == "latest":
         return _latest(run, entries, up_to)
     if resume == "best":
@@ -194,7 +194,7 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Choice
         notes.append(f"the checkpoint of step {entry.step} is damaged and passed over: {problem}")
     if not notes:
         return None
-    advice = "use fresh=True to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
+    advice = f"use {argument('fresh')} to set the run aside and start over, or name another checkpoint (checkpoint.resume=STEP)"
     raise UserError("\n  ".join(["no checkpoint can be used:", *notes]) + f"\n{advice}")
 
 

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -42,24 +43,24 @@ app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
-ARGUMENTS = re.compile(
-    r"(?<![\w.-])(fresh|extend_to|branch_from|stop_at|adapter|push|suites|device|past|path|out|only|halving|mode|grow|worlds"
-    r"|nodes|repeats|project|table)"
-    r'=(True|"[^"]*"|\[[^]]*\]|[^\s,;:)]+)'
-)
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument
 
 
 def as_typed(message: str) -> str:
-    """A message of the API in the words of the command line: `fresh=True` is `--fresh`, `extend_to=400` is `--extend-to 400`."""
+    """An error's message in the words of the command line: the argument `fresh=True` is `--fresh`, `extend_to=400` is
+    `--extend-to 400`. Only what the error has marked is replaced, never the user's own text."""
 
     def option(match: re.Match[str]) -> str:
-        name, value = match[1], re.sub(r'[]["]', "", match[2]).replace(", ", ",")
+        if made := re.fullmatch(r'Recipe\.load\("(.+?)", {"(.+?)": "(.+)"}\)', match[1]):
+            return f"windlass train {made[1]} {shlex.quote(f'{made[2]}={made[3]}')}"
+        name, _, value = match[1].partition("=")
+        if name == "memory_bytes":
+            return "--memory GB"
+        if value[:1] + value[-1:] == "[]":
+            value = re.sub(r"""[]["']""", "", value).replace(", ", ",")
         return f"--{OPTIONS.get(name, name).replace('_', '-')}" + ("" if value == "True" else f" {value}")
 
-    message = message.replace("memory_bytes=GB*1e9", "--memory GB")
-    message = re.sub(r'Recipe\.load\("(.+?)", {"(.+?)": "(.+?)"}\)', r"windlass train \1 \2=\3", message)
-    return ARGUMENTS.sub(option, message)
+    return re.sub(f"{errors.MARK}(.*?){errors.MARK}", option, message, flags=re.DOTALL)
 
 
 def _print_version(wanted: bool) -> None:
@@ -123,7 +124,7 @@ def _run(arguments: list[str] | None) -> None:
         sys.exit(130)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
-            print(f"windlass: {as_typed(str(error))}", file=sys.stderr)
+            print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
         kinds = {errors.HostLost: errors.LOST, errors.RunFailed: errors.FAILED, errors.Stopped: errors.STOPPED}
         sys.exit(next((code for kind, code in kinds.items() if isinstance(error, kind)), errors.BAD_INPUT))
     except Exception as error:

@@ -6,7 +6,7 @@ import contextlib
 import re
 from dataclasses import dataclass
 
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 
 GIB = 2**30
 USABLE = 0.9
@@ -55,7 +55,9 @@ def find_device(name: str, memory_bytes: int | None = None) -> Device:
         if wanted in (_plain(short), _plain(full), _plain(full.split(" ", 1)[1])):
             return Device(full, "cuda", memory_bytes or gib * GIB)
     if variants := [short for short, _, _ in TABLE if wanted and _plain(short).startswith(wanted)]:
-        raise UserError(f"device={name} is not one device of the table; write one of {', '.join(variants)}")
+        raise UserError(
+            f"{argument('device', name)} is not one device of the table; write one of {', '.join(variants)}"
+        )
     return Device(name, "cuda", memory_bytes)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.estimate.devices import TABLE, Device, find_device, this_device
 from windlass.estimate.memory import MemoryRow, layout_of, memory_rows, recommend
 from windlass.estimate.milestones import (
@@ -172,7 +172,10 @@ def plan(
     if past and speed is None:
         names = ", ".join(str(run.path) for run in past)
         problem = f"no steps of this model on {subject.device.name} are logged in {names}"
-        advice = "name a run of the same model, with device=NAME where that is of another one, or leave past=RUN out"
+        device_option, past_option = argument("device", "NAME"), argument("past", "RUN")
+        advice = (
+            f"name a run of the same model, with {device_option} if that is of another one, or leave {past_option} out"
+        )
         raise UserError(f"{problem}: {advice} and have the speed assumed from the device's peak")
     return assemble(subject, speed or assumed_speed(subject, mfu), run)
 
@@ -189,8 +192,8 @@ def subject_of(
         where = find_device(name, memory_bytes)
         if device and not where.memory_bytes:
             names = ", ".join(short for short, *_ in TABLE)
-            advice = f"add its memory (memory_bytes=GB*1e9), or write cpu, {names}"
-            raise UserError(f"device={device} is not in the table; {advice}")
+            advice = f"add its memory ({argument('memory_bytes', 'GB*1e9')}), or write cpu, {names}"
+            raise UserError(f"{argument('device', device)} is not in the table; {advice}")
     else:
         where = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
     recipe.batch(ranks, where.kind)  # raises where the global batch is not divisible by the world size

@@ -24,7 +24,7 @@ from windlass.data import squad as squad_data
 from windlass.data.prepare import Data, open_data
 from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.evaluation import likelihood
 from windlass.evaluation.lm_eval import run_harness
 from windlass.evaluation.source import Source, find_source, open_model
@@ -163,7 +163,9 @@ def evaluate(
     changes = dotted(overrides)
     suites = list(suites) or (source.recipe.eval.suites if source.run else [])
     if not suites:
-        raise UserError('name what to measure, as suites=["loss"]; there are loss, hellaswag, squad and lm-eval:TASKS')
+        raise UserError(
+            f"name what to measure, as {argument('suites', ['loss'])}; there are loss, hellaswag, squad and lm-eval:TASKS"
+        )
     if source.run is None and LOSS_SUITE in suites and data is None and "data.source" not in changes:
         raise UserError("the loss of a model without a run needs data: add data.source=FILE and data.val_fraction=0.1")
     env = detect_env(os.environ)
@@ -181,7 +183,7 @@ def evaluate(
     recipe = source.recipe.replace(**settings)
     recipe.check_packages()
     if folder := Path(out) if out else source.run.path / "eval" if source.run else None:
-        make_dir(folder, "give another place as out=DIR")
+        make_dir(folder, f"give another place as {argument('out', 'DIR')}")
     with init_ranks(env, recipe) as ranks:
         result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress, data)
         return write(result, folder) if ranks.main and folder else result

@@ -21,7 +21,7 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.reshard import MODEL
 from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
 from windlass.fileio import make_dir, read_json
 from windlass.model import convert, hf_files
@@ -56,7 +56,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
-        raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave adapter=True out")
+        raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave {argument('adapter')} out")
     if model.kind == "gpt" and not source.own_model:
         convert.architecture(model)  # refuses a model that is none of them
     partial = directory.with_name(f".{directory.name}.partial")

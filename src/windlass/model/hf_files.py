@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from windlass import hub
-from windlass.errors import UserError, first_line
+from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
 from windlass.model.gpt import assign
 from windlass.recipe.network import ModelSettings
@@ -180,5 +180,7 @@ def weights_directory(model: Any) -> Path:
     directory = hub.directory(origin["name"], origin["commit"] or origin["revision"], weights=True)
     config = directory / "config.json"
     if not config.is_file() or hashlib.sha256(config.read_bytes()).hexdigest() != origin["config_sha256"]:
-        raise UserError(f"{config} is not the configuration of this run: restore it, or start over with fresh=True")
+        raise UserError(
+            f"{config} is not the configuration of this run: restore it, or start over with {argument('fresh')}"
+        )
     return directory

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import UserError
+from windlass.errors import UserError, marked
 
 CONFIGS = (".yaml", ".yml", ".py")
 """Files in which other tools have their settings."""
@@ -121,7 +121,7 @@ def _find(recipe: str | Path) -> Path:
     if path.is_file():
         if path.suffix in CONFIGS:
             raise UserError(f"{name}: a recipe is a TOML file (`windlass init` writes one)")
-        train = f'Recipe.load("quickstart", {{"data.source": "{name}"}})'
+        train = marked(f'Recipe.load("quickstart", {{"data.source": "{name}"}})')
         raise UserError(f"{name}: it is no recipe; to train on it: {train}")
     if "=" in name:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")

@@ -25,7 +25,7 @@ from markupsafe import Markup
 
 from windlass import __version__
 from windlass.checkpoint.retention import LOSS
-from windlass.errors import UserError, installed, require
+from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
 from windlass.recipe import flatten
 from windlass.reports import tables
@@ -117,7 +117,7 @@ def report(
         filled = published(seen, study, table, scaled.values if scaled else ())
         return _write(target, seen, study, scaled, skip, plots, filled)
     except OSError as error:
-        message = f"the report cannot be written to {target}: {error.strerror}; give another place as out=DIR"
+        message = f"the report cannot be written to {target}: {error.strerror}; give another place as {argument('out', 'DIR')}"
         raise UserError(message) from None
 
 

@@ -11,7 +11,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.reports.scaling import setup_values
 from windlass.reports.study import StudyView, read_study
 from windlass.reports.tables import EPOCH_LOSS, MEASURES, Column, Table, label, measures
@@ -52,7 +52,7 @@ def published(
     specs, wanted = specifications(), name or preset_of(views, study.study if study else None)
     if wanted not in specs:
         if name:
-            raise UserError(f"table={name}: there is no such table; there are {', '.join(specs)}")
+            raise UserError(f"{argument('table', name)}: there is no such table; there are {', '.join(specs)}")
         return None
     spec = specs[wanted]
     columns: dict[str, str] = spec["columns"]
@@ -70,7 +70,7 @@ def published(
     if not rows:
         if name:
             what = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}[spec["rows"]]
-            raise UserError(f"table={name}: that is a table of {what}, and this is none")
+            raise UserError(f"{argument('table', name)}: that is a table of {what}, and this is none")
         return None
     cells = [tuple(why(x) if row.get(x) is None else row[x] for x in columns.values()) for row, why in rows]
     table = Table([Column(heading, heading, kind(x)) for heading, x in columns.items()], cells)

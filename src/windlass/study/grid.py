@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, plain, typed
 
 SEED = "run.seed"
@@ -105,7 +105,9 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
             why = "each cell has its own: name the study's directory instead" if own else "two axes of the grid set it"
             raise UserError(f"{key}: {why}")
         if key in ONE:
-            raise UserError(f"{key} belongs to scaling studies alone, where nodes=[1, 2] and repeats=3 make it")
+            raise UserError(
+                f"{key} belongs to scaling studies alone, where {argument('nodes', [1, 2])} and {argument('repeats', 3)} make it"
+            )
     combinations = itertools.product(*(axis.values for axis in axes))
     return cells_of(base, [dict(zip(keys, itertools.chain(*one), strict=True)) for one in combinations])
 

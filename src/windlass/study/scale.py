@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.data.prepare import prepare
-from windlass.errors import UserError, did_you_mean
+from windlass.errors import UserError, argument, did_you_mean
 from windlass.estimate.optimum import resolve_steps
 from windlass.estimate.plan import plan
 from windlass.processes import usable_cores, visible_gpus
@@ -89,7 +89,9 @@ def create_study(
     scaling = merge(before.scaling if before else None, options, preset)
     if not worlds:
         if before is None or before.scaling is None:
-            raise UserError("worlds=[1, 2, 4]: name the numbers of ranks to compare; the smallest is the baseline")
+            raise UserError(
+                f"{argument('worlds', [1, 2, 4])}: name the numbers of ranks to compare; the smallest is the baseline"
+            )
         listed = [cell.assignment for cell in before.cells]
         return before if scaling == before.scaling else Study.create(before.recipe, listed, path, scaling=scaling)
     recipe.check_packages()
@@ -105,18 +107,21 @@ def merge(before: Scaling | None, options: dict[str, Any], preset: str) -> Scali
     given = options | ({"project": tuple(options["project"])} if "project" in options else {})
     mode = given.get("mode", before.mode if before else "strong")
     if mode not in MODES:
-        raise UserError(f"mode={mode}: {did_you_mean(mode, MODES)}")
+        raise UserError(f"{argument('mode', mode)}: {did_you_mean(mode, MODES)}")
     if given.get("grow") and mode != "weak":
-        raise UserError(f"grow={given['grow']} belongs to mode=weak, and the mode is {mode}: leave it out")
+        own = argument("grow", given["grow"])
+        raise UserError(f"{own} belongs to {argument('mode', 'weak')}, and the mode is {mode}: leave it out")
     if mode == "weak":
         given.setdefault("grow", before.grow if before else "batch")
         if given["grow"] not in ("batch", "model"):
-            raise UserError(f"grow={given['grow']}: write batch or model")
+            raise UserError(f"{argument('grow', given['grow'])}: write batch or model")
     if before and (mode, given.get("grow", "")) != (before.mode, before.grow):
         words = " ".join(filter(None, (before.mode, before.grow)))
-        raise UserError(f"the study that is there has mode={words}: give another path=DIR")
+        raise UserError(
+            f"the study that is there has {argument('mode', words)}: give another {argument('path', 'DIR')}"
+        )
     if len({n for n in given.get("project", ()) if n > 0}) != len(given.get("project", ())):
-        raise UserError(f"project={list(given['project'])}: write different numbers of ranks")
+        raise UserError(f"{argument('project', list(given['project']))}: write different numbers of ranks")
     return replace(before or Scaling(mode, preset=preset), **given)
 
 
@@ -140,7 +145,9 @@ def assignments(
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):
-        raise UserError(f"nodes={list(nodes)}: one number of hosts for each of worlds={worlds}")
+        raise UserError(
+            f"{argument('nodes', list(nodes))}: one number of hosts for each of {argument('worlds', worlds)}"
+        )
     check_worlds(recipe, scaling, worlds)
     places = [{WORLD: world} | ({NODES: nodes[i]} if nodes else {}) for i, world in enumerate(worlds)]
     if scaling.mode == "strategies":
@@ -156,9 +163,11 @@ def assignments(
 def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
     """UserError where these numbers of ranks cannot share the recipe's batch, steps or layers."""
     if any(world < 1 for world in worlds):
-        raise UserError(f"worlds={worlds}: numbers of ranks are 1 and more")
+        raise UserError(f"{argument('worlds', worlds)}: numbers of ranks are 1 and more")
     if scaling.mode == "strategies" and len(worlds) > 1:
-        raise UserError(f"worlds={worlds}: mode=strategies compares at one number of ranks; give one")
+        raise UserError(
+            f"{argument('worlds', worlds)}: {argument('mode', 'strategies')} compares at one number of ranks; give one"
+        )
     key, value = "", 0
     if scaling.mode in ("strong", "strategies") or scaling.grow == "model":
         key, value = "train.global_batch", recipe.train.global_batch
@@ -170,7 +179,9 @@ def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
         ranks = " and ".join(map(str, odd))
         raise UserError(f"{key} = {value} cannot be divided among {ranks} ranks: write {key}={near}, or other worlds")
     if scaling.grow == "model" and recipe.model.kind != "gpt":
-        raise UserError('grow="model" makes more layers of a model.kind = "gpt", not of weights that exist')
+        raise UserError(
+            f'{argument("grow", "model")} makes more layers of a model.kind = "gpt", not of weights that exist'
+        )
 
 
 def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> Assignment:
@@ -232,7 +243,7 @@ def run_study(
 ) -> None:  # fmt: skip
     """Train the cells that are open, one at a time; after the first of each setup, its probe."""
     if only is not None and not 0 <= only < len(study.cells):
-        raise UserError(f"only={only}: the cells are 0 to {len(study.cells) - 1}")
+        raise UserError(f"{argument('only', only)}: the cells are 0 to {len(study.cells) - 1}")
     cells, launch = study.cells if only is None else [study.cells[only]], NODES in study.keys
     if launch:
         prepare(study.recipe)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from windlass.checkpoint.retention import LOSS, lower_is_better
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Recipe, plain, presets, typed
@@ -140,7 +140,9 @@ class Study:
                     stored |= {"scaling": asdict(study.scaling)} if study.scaling else {}
                     write_atomic(path / "study.json", json.dumps(stored, indent=1))
         except OSError as error:
-            raise UserError(f"the study {path} cannot be written: {error.strerror}; give another path=DIR") from None
+            raise UserError(
+                f"the study {path} cannot be written: {error.strerror}; give another {argument('path', 'DIR')}"
+            ) from None
         return study
 
     @staticmethod
@@ -155,7 +157,7 @@ class Study:
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             why = "recipe.toml was edited, study.json is damaged, or this version of Windlass has other settings"
             what = f"{path}: its cells have other recipes than at its start"
-            raise UserError(f"{what}: {why}. Restore it, or use another path=DIR")
+            raise UserError(f"{what}: {why}. Restore it, or use another {argument('path', 'DIR')}")
         return Study(
             path, recipe, cells, Scaling(**scaling | {"project": tuple(scaling["project"])}) if scaling else None
         )
@@ -169,11 +171,11 @@ class Study:
         old, new = self.recipe.flat(), base.flat()
         if bool(self.scaling) != bool(scaling) and grid:
             kind = "a scaling study" if self.scaling else "no scaling study"
-            raise UserError(f"{self.path} is {kind}: give another path=DIR")
+            raise UserError(f"{self.path} is {kind}: give another {argument('path', 'DIR')}")
         for key in ("preset", "model.kind"):
             if new[key] != old[key]:
                 what = f"{self.path} is a study with {key} = {old[key]}"
-                raise UserError(f"{what}, not {new[key]}: give another path=DIR")
+                raise UserError(f"{what}, not {new[key]}: give another {argument('path', 'DIR')}")
         differ = {key: value for key, value in new.items() if value != old[key]}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})

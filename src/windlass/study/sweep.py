@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.checkpoint.retention import lower_is_better
-from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, require
+from windlass.errors import BAD_INPUT, DONE, LOST, STOPPED, HostLost, Stopped, UserError, argument, require
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Recipe, typed
 from windlass.run import OCCUPIED
@@ -54,7 +54,7 @@ def sweep(
     Raises UserError where the directory holds another preset's study or a cell's recipe is invalid, Stopped after a signal.
     """
     if halving:
-        require("optuna", "halving=True")
+        require("optuna", argument("halving"))
     recipe, preset = load_study(recipe, "sweep")
     axes, world = axes or preset.get("axes", ()), world or preset.get("world", 1)
     path = path or preset_dir(recipe, preset)
@@ -65,7 +65,7 @@ def sweep(
     for note in study.notes:
         notify(note)
     if only is not None and not 0 <= only < len(study.cells):
-        raise UserError(f"only={only}: the cells are 0 to {len(study.cells) - 1}")
+        raise UserError(f"{argument('only', only)}: the cells are 0 to {len(study.cells) - 1}")
     cells = study.cells if only is None else [study.cells[only]]
     Sweep(study, cells, world, workers, stop_diverged, halving, retry_failed, launch, show, notify).run()
     return study

@@ -23,7 +23,7 @@ from windlass.checkpoint.save import Saver
 from windlass.data.facts import describe
 from windlass.data.prepare import Data, data_dir, open_data
 from windlass.data.samples import real_tokens
-from windlass.errors import UserError
+from windlass.errors import UserError, argument
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
 from windlass.evaluation.suites import Suites
@@ -107,7 +107,7 @@ def train(
                     start.check_shared(ranks, plan.run.path, None)
             if env.rank == 0:
                 text = f"{plan.run.path} is finished: {plan.why_finished}"
-                print(f"{text}; it is returned as it is (to train on: extend_to=STEPS)")
+                print(f"{text}; it is returned as it is; extend it to train on")
             return plan.run
         plan.recipe.check_packages()
         callbacks.check(plan.recipe)
@@ -305,7 +305,7 @@ def load_checkpoint(
     fingerprint, kind, micro_batch, precision = (checkpoint.meta.get(key) for key in recorded)
     if fingerprint != data.fingerprint:
         problem = f"the data is not what {path} was trained on (fingerprint {fingerprint}, here {data.fingerprint})"
-        raise UserError(f"{problem}: bring the old data back (data.dir), or start over with fresh=True")
+        raise UserError(f"{problem}: bring the old data back (data.dir), or start over with {argument('fresh')}")
     ranks.mark(checkpoint.step, "load")
     if kind != recipe.optim.kind:  # a branch may change it
         notes.append(f"{recipe.optim.kind} cannot use the state of {kind}: the optimizer state starts over")

@@ -26,7 +26,7 @@ from windlass.checkpoint import load as checkpoints
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
 from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError
+from windlass.errors import RunFailed, UserError, argument
 from windlass.fileio import Files
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
@@ -91,14 +91,18 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and step.isdigit()):
-        raise UserError(f'branch_from="{branch_from}": write RUN@STEP, for example runs/quickstart-1a2b3c4d@300')
+        raise UserError(
+            f"{argument('branch_from', branch_from)}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300"
+        )
     exists = run.recipe_path.is_file()
     restarted = exists and is_restart(run, os.environ)
     fresh = fresh and not restarted
     if fresh or not exists:
         left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
         if not all(any(fnmatch(p.name, pattern) for pattern in LEFT_OVER) for p in left_over):
-            raise UserError(f"{run.path} is not empty and no run; give another run.dir, or fresh=True to rename it")
+            raise UserError(
+                f"{run.path} is not empty and no run; give another run.dir, or {argument('fresh')} to rename it"
+            )
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
         checkpoint = _branch_checkpoint(recipe, Run.open(origin), int(step)) if branch_from else None
@@ -106,16 +110,19 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
         if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
             inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
             if inside or resume.isdigit() or not Path(resume).is_dir():
-                raise UserError(f"checkpoint.resume: a new {run.path} will lack {resume}; leave it or fresh=True out")
+                raise UserError(
+                    f"checkpoint.resume: a new {run.path} will lack {resume}; leave it or {argument('fresh')} out"
+                )
         return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
     steps, extends_from = run.recipe.train.steps, 0
     if extend_to:
         if not isinstance(steps, int) or extend_to < steps:
-            raise UserError(f"extend_to={extend_to} is not past the run's {steps} steps")
+            raise UserError(f"{argument('extend_to', extend_to)} is not past the run's {steps} steps")
         recipe = recipe.replace(f"train.steps={extend_to}")
         extends_from = steps if extend_to > steps else 0  # equal: the same command again
-    advice = "undo them, give another run.dir, or fresh=True to rename the old run; for other steps extend_to=STEPS, stop_at=STEP"
+    longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
+    advice = f"undo them, give another run.dir, or {argument('fresh')} to rename the old run; for other steps {longer}"
     allowed = ("train.steps",) if extends_from else ()
     refuse_changes(f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
@@ -189,7 +196,7 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
         try:
             value = decide()
         except (UserError, RunFailed) as raised:
-            error, failed = str(raised), isinstance(raised, RunFailed)
+            error, failed = raised.text, isinstance(raised, RunFailed)
         except OSError as raised:
             error = f"{raised.filename}: {raised.strerror}; give another run.dir"
     value, error, failed = ranks.broadcast_object(name, [value, error, failed])
@@ -265,7 +272,8 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
         if meta.get("line") != hash_without_steps(recipe):
             problem = f"checkpoint.resume: {paths[0]} is of another recipe:"
             if origin.recipe_path.is_file():
-                advice = 'undo them, or use branch_from="RUN@STEP", which may change optimizer, schedule and steps'
+                branch = argument("branch_from", "RUN@STEP")
+                advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
                 refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
             raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
     return paths

@@ -317,7 +317,7 @@ class Trainer:
         own = [self.stop.requested, self.stop.seconds_since(), self.callbacks.asked]
         signals = self.ranks.all_gather_object("signals", own)
         signalled, since = any(requested for requested, *_ in signals), max(seconds for _, seconds, _ in signals)
-        asked = next((why for *_, why in signals if why), f"stop_at={step}")
+        asked = next((why for *_, why in signals if why), "request")  # of a callback, or of `stop_at`
         reason = self.stop.name if signalled else asked
         left, end = grace - since, time.monotonic() + grace - since
         # A save takes as long as the last one, after the rest of one that is being written.
