@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, untouched
+from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, trainers, untouched
 
 from helpers import refused
 from windlass import train
@@ -15,7 +15,7 @@ from windlass.errors import RunFailed, UserError
 from windlass.launch.local import launch
 from windlass.run import Run
 
-__all__ = ["corpus"]
+__all__ = ["corpus", "trainers"]
 
 CASES = [
     ("single", 1, 4), ("ddp", 2, 2), ("shard_optim", 2, 2), ("full_shard", 2, 2), ("shard_grad_op", 2, 4),
@@ -37,6 +37,21 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(corpus, tmp_path, strategy, 
     assert curve(broken) == curve(whole) and len(curve(whole)) == 12
     assert evaluations(broken) == evaluations(whole)
     assert Run(broken).state == Run(whole).state == "finished"
+
+
+def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, trainers):
+    """Of the size that the file has: weights and optimizer state, and the header."""
+    sizes = []
+
+    def on_step(now):
+        if now.step == 3:
+            saver = trainers[0].saves.saver
+            saver._reserving.join()
+            sizes.append(saver._buffer._bytes.numel())
+
+    run = train(recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 6, "eval.every": 0}), on_step=on_step)
+    files = [file.stat().st_size for file in run.checkpoints_dir.rglob("*.safetensors")]
+    assert files and all(sizes[0] - 4096 < size <= sizes[0] for size in files)
 
 
 @pytest.mark.dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import threading
@@ -23,7 +24,7 @@ from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.reshard import Slice, State, gather_state, restore
 from windlass.checkpoint.save import HostBuffer, Saver
 from windlass.errors import UserError
-from windlass.fileio import O_DIRECT, Files
+from windlass.fileio import O_DIRECT, PAGE, Files
 
 
 class Net(nn.Module):
@@ -159,22 +160,75 @@ def test_the_step_does_not_wait_for_the_disk_and_may_change_the_state_but_the_ne
     assert torch.equal(open_checkpoint(first.path).tensor("model/embedding.weight"), before)
 
 
-def test_without_page_locked_memory_saves_work_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class Cudart:
+    """CUDA's runtime as its manual says: it registers what it is given, or answers with an error code."""
+
+    def __init__(self, code: int = 0):
+        self.code, self.registered, self.threads = code, dict[int, int](), list[str]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.threads.append(threading.current_thread().name)
+        if not self.code:
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    fake = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return fake
+
+
+def test_without_page_locked_memory_saves_work_and_say_so_once(cudart: Cudart) -> None:
     """Defect 25: where the pinned buffer cannot be had every save failed, and training continued unsaved."""
-    real = torch.empty
-
-    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory\nmore lines")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", unpinned)
+    cudart.code = 2
     buffer = HostBuffer()
-    buffer.reserve(10_000, pinned=True)
-    assert buffer._bytes.numel() >= 10_000 and "out of memory" in buffer.warning and "\n" not in buffer.warning
+    buffer.reserve(10_000, torch.device("cuda", 0))
+    assert buffer._bytes.numel() >= 10_000 and "error 2" in buffer.warning and "page-locked" in buffer.warning
     buffer.warning = ""
-    buffer.reserve(100_000, pinned=True)
+    buffer.reserve(100_000, torch.device("cuda", 0))
     assert buffer._bytes.numel() >= 100_000 and not buffer.warning
+    assert len(cudart.threads) == 1 and threading.current_thread().name not in cudart.threads
+
+
+def test_page_locked_memory_has_the_size_of_the_state_and_is_given_back(cudart: Cudart) -> None:
+    """torch's own pinned memory would be 8 and 32 MiB, and never be given back."""
+    buffer, device = HostBuffer(), torch.device("cuda", 0)
+    for size in (5 * 2**20 + 1, 17 * 2**20):
+        buffer.reserve(size, device)
+        assert list(cudart.registered.values()) == [-(-size // PAGE) * PAGE]
+        assert list(cudart.registered) == [buffer._bytes.data_ptr()]
+    buffer.reserve(2**20, device)
+    assert len(cudart.threads) == 2, "a smaller state fits"
+    del buffer
+    assert not cudart.registered
+
+
+def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is reserved in the background, also where a save comes before it is there."""
+    state, saver, go_on, real = gather_state(*trained()), Saver(tmp_path / "checkpoints"), threading.Event(), mmap.mmap
+    sizes: list[int] = []
+
+    def late(*args: Any) -> mmap.mmap:
+        go_on.wait(10)
+        sizes.append(args[1])
+        return real(*args)
+
+    monkeypatch.setattr(mmap, "mmap", late)
+    saver.reserve(state)
+    assert not sizes, "reserve does not wait"
+    threading.Timer(0.05, go_on.set).start()
+    path = commit(saver, 3, state)
+    (file,) = path.glob("*.safetensors")
+    assert sizes == [-(-file.stat().st_size // PAGE) * PAGE]
+    commit(saver, 4, state)
+    assert len(sizes) == 1
 
 
 def test_the_writer_uses_the_device_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

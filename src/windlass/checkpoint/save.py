@@ -14,6 +14,7 @@ import mmap
 import re
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,28 +55,39 @@ class HostBuffer:
 
     For a state on CUDA it is page-locked, and the copies are put on the current stream, so that they see the weights of
     this step and none of the next; an event says when they are done, and only the writer waits for it.
+
+    The memory is mapped here and registered with CUDA: `pin_memory=True` rounds a size up to a power of two.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._can_pin = True
+        self._unpin: Callable[[], object] = lambda: None  # unregisters the present memory
         self.warning = ""  # why the memory is not page-locked though the state lies on CUDA; until it was reported
 
-    def reserve(self, size: int, pinned: bool) -> None:
+    def reserve(self, size: int, pinned_for: torch.device | None) -> None:
+        """Have `size` bytes, page-locked for the copies from a CUDA device; does nothing if there are as many."""
         if self._bytes.numel() >= size:
             return
+        self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)  # the smaller one is freed first
-        if pinned and self._can_pin:
-            try:
-                self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                return
-            except RuntimeError as error:  # such memory is scarce (`ulimit -l`); without it the save still works
-                self._can_pin = False
-                self.warning = f"no page-locked memory for saves, which block the step for longer: {explain(error)}"
         memory = mmap.mmap(-1, -(-size // PAGE) * PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages are many times faster to touch than 4 KiB ones
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        if pinned_for is None or not self._can_pin:
+            return
+        # In a thread, which has the failure to itself: CUDA reports it to the next kernel of the thread that saw it.
+        address, errors = self._bytes.data_ptr(), list[str]()
+        thread = threading.Thread(target=register, args=[address, len(memory), pinned_for, errors.append], daemon=True)
+        thread.start()
+        thread.join()
+        if errors:  # such memory is scarce (`ulimit -l`); without it the save still works
+            self._can_pin = False
+            self.warning = f"no page-locked memory for saves, which block the step for longer: {errors[0]}"
+            return
+        self._unpin = weakref.finalize(self, lambda: torch.cuda.cudart().cudaHostUnregister(address))
+        self._unpin.atexit = False  # type: ignore[attr-defined] # the end of the process frees it
 
     def fill(self, slices: Mapping[str, Slice], rank: int) -> tuple[memoryview, dict[str, dict[str, Any]], Any]:
         """Copy the slices into the buffer, after the header that describes them.
@@ -83,29 +95,52 @@ class HostBuffer:
         Returns `image` and `tensors` as `Commit` has them, and an event that is done when the copies from the device
         are; None where they are already.
         """
-        order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
-        ends = [0]
-        for name in order:
-            tensor = slices[name].tensor
-            ends.append(ends[-1] + tensor.nbytes)
-            dtype, shape = TYPE_NAMES[tensor.dtype], list(tensor.shape)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends[-2:]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        data_at = -(-(8 + len(text)) // PAGE) * PAGE
-        text = text.ljust(data_at - 8)  # the format allows spaces after the header's JSON
-        on_cuda = any(s.tensor.is_cuda for s in slices.values())
-        self.reserve(data_at + ends[-1], on_cuda)
-        image = memoryview(self._bytes.numpy())[: data_at + ends[-1]]
-        image[:data_at] = len(text).to_bytes(8, "little") + text
+        header, offsets, size = layout(slices, rank)
+        device = cuda_device(slices)
+        self.reserve(size, device)
+        image = memoryview(self._bytes.numpy())[:size]
+        image[: len(header)] = header
         tensors = {}
-        for name, start, end in zip(order, ends, ends[1:], strict=False):
+        for name, start in offsets.items():
             s = slices[name]
-            target = self._bytes[data_at + start : data_at + end].view(s.tensor.dtype).view(s.tensor.shape)
+            target = self._bytes[start : start + s.tensor.nbytes].view(s.tensor.dtype).view(s.tensor.shape)
             target.copy_(s.tensor, non_blocking=True)
-            chunk = [data_at + start, s.start, s.tensor.shape[0] if s.global_shape else 1]  # a scalar is one row
+            chunk = [start, s.start, s.tensor.shape[0] if s.global_shape else 1]  # a scalar is one row
             tensors[name] = {"dtype": TYPE_NAMES[s.tensor.dtype], "shape": list(s.global_shape), "chunk": chunk}
-        return image, tensors, torch.cuda.current_stream().record_event() if on_cuda else None
+        return image, tensors, torch.cuda.current_stream().record_event() if device is not None else None
+
+
+def layout(slices: Mapping[str, Slice], rank: int) -> tuple[bytes, dict[str, int], int]:
+    """The header of the file that has these slices, the place of each slice in the file, and the file's size."""
+    order = sorted(slices, key=lambda name: -slices[name].tensor.element_size())  # keeps every tensor aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rows of rank {rank}"}}
+    ends = [0]
+    for name in order:
+        tensor = slices[name].tensor
+        ends.append(ends[-1] + tensor.nbytes)
+        dtype, shape = TYPE_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends[-2:]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    data_at = -(-(8 + len(text)) // PAGE) * PAGE
+    text = text.ljust(data_at - 8)  # the format allows spaces after the header's JSON
+    offsets = {name: data_at + start for name, start in zip(order, ends, strict=False)}
+    return len(text).to_bytes(8, "little") + text, offsets, data_at + ends[-1]
+
+
+def cuda_device(slices: Mapping[str, Slice]) -> torch.device | None:
+    """The CUDA device of a state; None if no tensor of it is on one."""
+    return next((s.tensor.device for s in slices.values() if s.tensor.is_cuda), None)
+
+
+def register(address: int, size: int, device: torch.device, fail: Callable[[str], None]) -> None:
+    """Page-lock memory for copies from a CUDA device."""
+    try:
+        torch.cuda.set_device(device)
+        portable = 1
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, size, portable)):
+            fail(f"cudaHostRegister of {size / 2**20:.0f} MiB failed with error {code}")
+    except (AssertionError, RuntimeError) as error:
+        fail(explain(error))
 
 
 @dataclass
@@ -130,6 +165,7 @@ class Saver:
         self._buffer = HostBuffer()
         self._committed: dict[Path, Saved] = {}  # rank 0's writer reads each manifest once
         self._outcomes: deque[Outcome] = deque()
+        self._reserving = threading.Thread()  # makes room for the first save
         # A thread for each save, a daemon: a process whose disk hangs can end. At most one at a time.
         self._thread: threading.Thread | None = None
 
@@ -143,6 +179,17 @@ class Saver:
         elapsed = time.monotonic() - self._began
         return max(0.0, (self.last_seconds or 0.0) - elapsed) if self.busy else 0.0
 
+    def reserve(self, state: State) -> None:
+        """Make room for saves of this state, in the background: the first one waits for no memory."""
+
+        def make_room() -> None:
+            with contextlib.suppress(Exception):  # a save tries again, and says why it failed
+                _, _, size = layout(state.slices, self.rank)
+                self._buffer.reserve(size, cuda_device(state.slices))
+
+        self._reserving = threading.Thread(target=make_room, name="checkpoint-memory", daemon=True)
+        self._reserving.start()
+
     def save(
         self, step: int, state: State, counters: Mapping[str, Any], meta: Mapping[str, Any] | None = None,
         scores: Mapping[int, float] | None = None, while_waiting: Callable[[], None] | None = None,
@@ -155,6 +202,8 @@ class Saver:
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
+        if self._reserving.ident is not None:
+            self._reserving.join()
         begin = time.perf_counter()
         image, tensors, copied, counters_json, failed = memoryview(b""), dict[str, Any](), None, b"{}", ""
         try:

@@ -334,6 +334,11 @@ class Saves:
     committed: int  # the newest step that a restart would resume from
     failed_in_a_row: int = 0
 
+    def reserve(self) -> None:
+        """After a first step, when the optimizer has its state: make room for the saves, in the background."""
+        ranks = self.recorder.ranks
+        self.saver.reserve(gather_state(self.model, self.optimizer, ranks.rank, ranks.world))
+
     def save(self, reason: str = PERIODIC) -> None:
         """Copy the state to the host; it is written in the background."""
         recorder, state = self.recorder, self.recorder.state

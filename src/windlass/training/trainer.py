@@ -136,6 +136,7 @@ class Trainer:
                 recorder.stepped(batch, result)
                 if state.step == first_step:  # it compiled and filled caches; a collective of a later step is quicker
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
+                    self.saves.reserve()
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
