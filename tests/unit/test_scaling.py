@@ -10,6 +10,7 @@ from windlass.estimate.memory import Layout
 from windlass.estimate.steptime import Collective, Tensors, bus_bandwidth_at, collectives, predict
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
+from windlass.reports.scaling_charts import scaling_charts
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
 from windlass.study.projection import projections
@@ -190,7 +191,8 @@ def test_a_projection_rests_on_ranks_that_do_not_take_turns(tmp_path):
     (four, eight), basis = projections(study, table)
     assert four.reason == "within those measured" and "of 1 host, 2 ranks" in basis
     values = table[1].values
-    assert eight.compute_ms == pytest.approx(values["compute_ms"] * 2 / 8 + values["host_ms"] + values["data_ms"])
+    passes, update = 0.8 * 20, 0.1 * 20  # of the probe with 2 ranks, which takes 20 ms a step: see phases()
+    assert eight.compute_ms == pytest.approx(passes * 2 / 8 + update + values["host_ms"] + values["data_ms"])
 
 
 def test_ring_formulas_of_the_collectives():
@@ -256,14 +258,52 @@ def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(tm
     assert within.step_ms is None and within.reason == "within those measured"
     assert "Projected, not measured" in basis and "one host" in basis
     values = table[1].values
-    share = 2 / 8 if mode == "strong" else 1
-    assert eight.compute_ms == pytest.approx(values["compute_ms"] * share + values["host_ms"] + values["data_ms"])
+    passes, update = 0.8 * 41 * (2 / 8 if mode == "strong" else 1), 0.1 * 41
+    assert eight.compute_ms == pytest.approx(passes + update + values["host_ms"] + values["data_ms"])
     busbw = bus_bandwidth_at(ranks["1x2"]["collectives"], "all_reduce", 4 * PARAMETERS)
     assert eight.communication_ms == pytest.approx(1e3 * 2 * 7 / 8 * 4 * PARAMETERS / busbw)
     batch = 8 if mode == "strong" else 64
     assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
     assert eight.efficiency == pytest.approx(eight.samples_per_s / table[0].values["samples_per_s"] / 8)
     assert (sixteen.reason == "the 8 samples of a step are fewer than 16 ranks") is (mode == "strong")
+
+
+def test_a_projection_updates_the_parameters_that_a_rank_would_have(tmp_path):
+    """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if layers grow."""
+    for name, settings, scaling, cells in (
+        ("sharded", ["parallel.strategy=shard_optim"], Scaling("strong", project=(8,)), worlds(1, 2)),
+        ("grown", [], Scaling("weak", "model", project=(8,)), worlds(1, 2, model__layers=lambda n: 2 * n)),
+    ):
+        study = build_scaling(
+            tmp_path / name, scaling, cells, lambda a: phases(50.0), probe=lambda a: phases(41.0), rates=rates("1x1", "1x2"),
+            settings=settings,
+        )  # fmt: skip
+        table = rows(study)
+        values, [eight] = table[1].values, projections(study, table)[0]
+        passes, update, rest = 0.8 * 41, 0.1 * 41, values["host_ms"] + values["data_ms"]
+        if name == "sharded":
+            assert eight.compute_ms == pytest.approx(passes / 4 + update / 4 + rest)
+        else:
+            few, many = (count(study.recipe.replace({"model.layers": n}).model, VOCAB).total for n in (4, 16))
+            per_token = [flops_per_token(study.recipe.replace({"model.layers": n}).model, VOCAB) for n in (4, 16)]
+            ratio = per_token[1] / per_token[0] / 4
+            assert table[1].values["parameters"] == few
+            assert eight.compute_ms == pytest.approx(passes * ratio + update * many / few + rest)
+
+
+def test_the_ideal_line_and_the_efficiency_have_one_baseline(tmp_path):
+    """The smallest number of ranks, though more hosts have it; without its numbers nothing is compared with another."""
+    cells = [{WORLD: 4, NODES: 1}, {WORLD: 2, NODES: 2}, {WORLD: 8, NODES: 2}]
+    took = {2: 100.0, 4: 60.0, 8: 50.0}
+    study = build_scaling(tmp_path / "s", Scaling("strong"), cells, lambda a: phases(took[a[WORLD]]))
+    table = rows(study)
+    throughput, efficiency = scaling_charts(study.scaling, table)[:2]
+    measured, ideal = (one.y for one in throughput.series)
+    assert (measured / ideal * 100).tolist() == pytest.approx(efficiency.series[0].y.tolist())
+    assert efficiency.series[0].y.tolist() == pytest.approx([100 / 60 / 2 * 100, 100, 50])
+    waits = build_scaling(tmp_path / "t", Scaling("strong"), worlds(1, 2, 4), lambda a: phases(50.0), waiting=[0])
+    first, second = scaling_charts(waits.scaling, rows(waits))
+    assert len(first.series) == 1 and second.id == "scaling-memory"
 
 
 def test_strategies_have_a_pareto_front_and_one_is_recommended(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 from windlass.reports.charts import Chart, Series
 from windlass.reports.text import show
 from windlass.study.grid import Scaling
-from windlass.study.scaling import PARTS, ScalingRow
+from windlass.study.scaling import PARTS, ScalingRow, baseline
 
 STEP_PARTS = "Where the time of a step went"
 COLOURS = {"compute_ms": 0, "exposed_ms": 1, "data_ms": 5, "host_ms": 4}
@@ -42,7 +42,7 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
         return _pareto(measured)
     if len({row.world for row in measured}) < 2:
         return []
-    base, at = measured[0], np.array([float(row.world) for row in measured])
+    base, at = baseline(table), np.array([float(row.world) for row in measured])
     names: dict[str, Any] = {
         "x_label": "ranks", "x_values": at.tolist(), "x_names": [f"{n:g}" for n in at], "x_log": True, "zero": True,
     }  # fmt: skip
@@ -57,18 +57,20 @@ def scaling_charts(scaling: Scaling, table: Sequence[ScalingRow]) -> list[Chart]
     def line(label: str, y: Any) -> Series:
         return Series(-1, label, **axis, y=np.asarray(y, dtype=np.float64), colour=7, dash=1, minor=True)
 
-    ideal = base.values["samples_per_s"] * (np.ones_like(at) if scaling.grow == "model" else at / base.world)
     band = ", band: lowest to highest of the repeats" if any("samples_per_s" in row.spread for row in measured) else ""
-    what = "MB resident" if base.on_cpu else "MB allocated"
-    throughput = [series("samples_per_s", "measured"), line("ideal", ideal)]
+    what = "MB resident" if measured[0].on_cpu else "MB allocated"
+    throughput = [series("samples_per_s", "measured")]
     efficiency = [series("efficiency", "measured", 100), line("ideal", 100 * np.ones_like(at))]
     memory, title = [series("peak_mem_mb", "memory")], "Peak memory of the fullest rank"
-    charts = [
-        Chart("scaling-throughput", "Throughput", "samples/s", throughput, note=f"against ranks{band}", **names),
-        Chart("scaling-efficiency", "Efficiency", "%", efficiency, note="against ranks", **names),
-        Chart("scaling-memory", title, what, memory, note="against ranks", **names),
-    ]
-    return charts if any("peak_mem_mb" in row.values for row in measured) else charts[:2]
+    if base.measured:  # else nothing is compared with it
+        grown = np.ones_like(at) if scaling.grow == "model" else at / base.world
+        throughput.append(line("ideal", base.values["samples_per_s"] * grown))
+    charts = [Chart("scaling-throughput", "Throughput", "samples/s", throughput, note=f"against ranks{band}", **names)]
+    if base.measured:
+        charts.append(Chart("scaling-efficiency", "Efficiency", "%", efficiency, note="against ranks", **names))
+    if any("peak_mem_mb" in row.values for row in measured):
+        charts.append(Chart("scaling-memory", title, what, memory, note="against ranks", **names))
+    return charts
 
 
 def _pareto(measured: Sequence[ScalingRow]) -> list[Chart]:

@@ -1,7 +1,8 @@
 """Steps at numbers of ranks that were not measured: from a scaling study's largest setup and the rates of its machine. No torch.
 
-Computing, host and waiting for data are those of the probe, by the FLOPs that a rank would have; the collectives are those of the
-projected ranks at the bus bandwidth of the largest group measured. Neither latency nor the network past it is known.
+Computing, host and waiting for data are those of the probe: forward and backward pass by the FLOPs that a rank would have, the
+optimizer's update by the parameters that a rank would update. The collectives are those of the projected ranks at the bus
+bandwidth of the largest group measured. Neither latency nor the network past it is known.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from windlass.estimate.memory import shard_size
 from windlass.estimate.steptime import Tensors, collectives, predict
 from windlass.fileio import read_json
 from windlass.model.size import count, flops_per_token
-from windlass.study.scaling import ScalingRow, oversubscribed
+from windlass.study.scaling import ScalingRow, baseline, oversubscribed
 from windlass.study.study import Study
 
 
@@ -44,13 +45,13 @@ def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projecti
     hosts = len(base.hosts)
     where = "one host, which says nothing about the network between several" if hosts < 2 else f"{hosts} hosts"
     basis = (
-        f"Projected, not measured: the probe's compute time of {base.setup}, by the FLOPs of a rank, and the collectives by ring "
-        f"formulas at the bus bandwidth of {base.world} ranks on {where}. Nothing overlaps in it; latency and the topology past "
+        f"Projected, not measured: the probe's compute time of {base.setup}, by the FLOPs of a rank and the parameters that it "
+        f"updates, and the collectives by ring formulas at the bus bandwidth of {base.world} ranks on {where}. Nothing overlaps in it; latency and the topology past "
         "these ranks are not known."
     )
     largest, within = max(row.world for row in measured), "within those measured"
     worlds = scaling.project
-    return [_project(study, base, rows[0], n) if n > largest else Projection(n, reason=within) for n in worlds], basis
+    return [_project(study, base, baseline(rows), n) if n > largest else Projection(n, reason=within) for n in worlds], basis
 
 
 ALONE = "only one rank was measured, which does not communicate"
@@ -80,7 +81,9 @@ def _project(study: Study, base: ScalingRow, first: ScalingRow, world: int) -> P
     communication = predict(rates, values["flops_per_device"] * share, layout, sent).communication
     if communication is None:
         return Projection(world, reason="the bandwidth of a collective was not measured")
-    compute_ms = values["compute_ms"] * share + values["host_ms"] + values["data_ms"]
+    updated = tensors.trained / layout.shard / (base.tensors.trained / base.layout.shard)  # parameters of a rank
+    passes_ms = values["compute_ms"] - values["update_ms"]
+    compute_ms = passes_ms * share + values["update_ms"] * updated + values["host_ms"] + values["data_ms"]
     step_ms = compute_ms + 1e3 * communication
     speed, efficiency = batch / step_ms * 1e3, None
     if first.measured and mode == "weak":

@@ -246,7 +246,7 @@ def _divide(row: ScalingRow, probe: Mapping[str, float]) -> None:
     compute = passes * tokens / probe["padded_tokens_per_step"] + update  # other rows, other padding
     alone = compute + host
     share = min(1.0, step / alone)  # below 1 where the difference is negative
-    values |= {"compute_ms": compute * share, "host_ms": host * share}
+    values |= {"compute_ms": compute * share, "update_ms": update * share, "host_ms": host * share}
     if row.world > 1:
         values["exposed_ms"] = max(0.0, step - alone)
         if step < alone:
@@ -284,9 +284,14 @@ def oversubscribed(row: ScalingRow) -> str:
     return ""
 
 
+def baseline(table: Sequence[ScalingRow]) -> ScalingRow:
+    """The setup that the others are compared with, measured or not: the smallest number of ranks."""
+    return min(table, key=lambda row: (row.world, row.values["nodes"]))
+
+
 def _compare(table: list[ScalingRow], scaling: Scaling) -> None:
-    """Speed-up, efficiency and factors over the baseline: the smallest number of ranks."""
-    base = min(table, key=lambda row: (row.world, row.values["nodes"]))
+    """Speed-up, efficiency and factors over the baseline."""
+    base = baseline(table)
     for row in table:
         if row is not base and not base.measured:
             row.missing.update(dict.fromkeys(COMPARED, f"the baseline, {base.setup}, has no numbers"))
