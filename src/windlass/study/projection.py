@@ -51,7 +51,9 @@ def projections(study: Study, rows: Sequence[ScalingRow]) -> tuple[list[Projecti
     )
     largest, within = max(row.world for row in measured), "within those measured"
     worlds = scaling.project
-    return [_project(study, base, baseline(rows), n) if n > largest else Projection(n, reason=within) for n in worlds], basis
+    return [
+        _project(study, base, baseline(rows), n) if n > largest else Projection(n, reason=within) for n in worlds
+    ], basis
 
 
 ALONE = "only one rank was measured, which does not communicate"
