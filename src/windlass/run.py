@@ -31,8 +31,8 @@ STARTS = ("started", "resumed", "branched")
 ENDINGS = ("finished", "stopped", "preempted", "failed")
 
 
-def _number(value: Any) -> Any:
-    """A field of the ledger, the words for non-finite numbers as those."""
+def number(value: Any) -> Any:
+    """A field of the ledger; the words that stand for non-finite numbers become those numbers."""
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
@@ -140,14 +140,14 @@ class Run:
         import pandas
 
         if kind:
-            frame = pandas.json_normalize([{k: _number(v) for k, v in line.items()} for line in self.lines(kind)])
+            frame = pandas.json_normalize([{k: number(v) for k, v in line.items()} for line in self.lines(kind)])
             return frame.set_index("step") if len(frame) else frame
         rows: dict[int, Line] = {}
         for line in sorted(self.ledger(), key=lambda line: line["kind"] != "train"):  # whose columns come first
             if line["kind"] in ("train", "eval", "log"):
                 suite = line.get("suite", "")
                 prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
-                own = {k: _number(v) for k, v in line.items() if k not in PLACE and not isinstance(v, dict)}
+                own = {k: number(v) for k, v in line.items() if k not in PLACE and not isinstance(v, dict)}
                 rows.setdefault(line["step"], {}).update({f"{prefix}{k}": v for k, v in own.items()})
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
 

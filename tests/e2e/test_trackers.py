@@ -21,7 +21,7 @@ from windlass.telemetry.trackers import Trackers, point, stream
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-PASSWORD = "correct-horse-battery"
+PASSWORD, TOKEN = "correct-horse-battery", "9f8e7d6c5b4a"
 PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
 HEADLINE = {"final_train_loss": 1 / 3, "best_val_loss": 0.25, "duration_s": 98.5}
@@ -57,7 +57,10 @@ def finished(tmp_path_factory):
     run = top / "runs" / "the-run"
     about = {"dir": str(run), "notes": f"from https://me:{PASSWORD}@example.org/data"}
     telemetry = {"trackers": NAMES, "project": PROJECT, "entity": "a-team", "tags": ["baseline", "lr: high"]}
-    recipe = Recipe.model_validate({"run": about, "telemetry": telemetry})
+    sources = [f"https://me:{PASSWORD}@example.org/a", f"https://example.org/b?access_token={TOKEN}&rows=1"]
+    recipe = Recipe.model_validate(
+        {"run": about, "telemetry": telemetry, "data": {"source": sources, "sha256": "0" * 64}}
+    )
     run.mkdir(parents=True)
     (top / "study.json").write_text("{}")  # a run in STUDY/runs is a cell of it
     (run / "recipe.toml").write_text(recipe.toml())
@@ -250,4 +253,4 @@ def test_no_secret_is_in_any_file(finished):
     assert len(files) > 10
     for path in files:
         data = path.read_bytes()
-        assert KEY.encode() not in data and PASSWORD.encode() not in data, path
+        assert not [secret for secret in (KEY, PASSWORD, TOKEN) if secret.encode() in data], path

@@ -291,6 +291,48 @@ def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path:
     assert "Trained further" not in text and "base_model" not in text
 
 
+def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--push` uploads the card with the whole directory."""
+    run = Run(trained(tmp_path))
+    monkeypatch.setenv("GITHUB_PAT", secret := "the-token-itself")
+    sources = ["https://me:pass-word@example.org/a.txt", "https://example.org/b.txt?access_token=to-ken&rows=1"]
+    text = run.recipe.replace(**{"data.source": sources, "data.sha256": "0" * 64, "run.notes": f"by {secret}"}).toml()
+    run.recipe_path.write_text(text)
+    with run.metrics_path.open("a") as ledger:
+        lines = [
+            {"kind": "train", "step": 1, "loss": "NaN"},
+            {"kind": "eval", "step": 1, "suite": "loss", "loss": "Infinity"},
+        ]
+        ledger.writelines(json.dumps(line | {"time": "2026-01-01T00:00:00Z", "attempt": 0}) + "\n" for line in lines)
+    out = export(run, tmp_path / "out")
+    for file in out.iterdir():
+        data = file.read_bytes()
+        assert not [word for word in (secret, "pass-word", "to-ken") if word.encode() in data], file
+    card = (out / "README.md").read_text()
+    assert "https://***@example.org/a.txt" in card and "access_token=***&rows=1" in card
+    assert "training loss is NaN" in card and "| loss | loss | Infinity |" in card
+
+
+def test_an_export_that_fails_leaves_no_directory_but_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, before = trained(tmp_path), {"text.txt", "data-run", "run"}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("windlass.interop.export.save_weights", full)
+    with pytest.raises(OSError, match="No space"):
+        export(run, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == before
+    (tmp_path / "made").mkdir()
+    with pytest.raises(OSError, match="No space"):
+        export(run, tmp_path / "made")
+    assert {path.name for path in tmp_path.iterdir()} == before | {"made"}
+
+
 def test_an_export_is_pushed_where_a_token_is_set_and_refused_before_anything_is_written_where_none_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

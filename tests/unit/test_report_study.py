@@ -3,13 +3,16 @@ import math
 
 import numpy as np
 import pytest
-from report_fixtures import build_study, edit, loss_at
+from report_fixtures import build_run, build_study, edit, loss_at
 
+from windlass.cli.sweep import cells_table
+from windlass.recipe import Recipe
 from windlass.reports.charts import charts
 from windlass.reports.page import page
-from windlass.reports.plots import draw, heat_figure
+from windlass.reports.plots import draw, heat_figure, write_plots
 from windlass.reports.study import cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.run import Run
+from windlass.study.study import Study
 
 
 def best(lr, seed):
@@ -52,6 +55,37 @@ def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
     assert (heat.row_key, heat.rows) == ("optim.schedule.kind", ["cosine", "wsd"])
     assert (heat.column_key, heat.columns, heat.cells[0][1]) == ("optim.lr", [1e-4, 1e-3, 1e-2], pytest.approx(median))
     assert heat.shares[0][1] == 1 == np.nanmax(heat.shares) and np.nanmin(heat.shares) == 0
+
+
+def test_settings_with_the_same_last_part_have_names_and_charts_of_their_own(tmp_path):
+    axes = {"optim.kind": ["adamw", "muon"], "optim.schedule.kind": ["cosine", "wsd"], "run.seed": [1, 2]}
+    study = Study.create(Recipe.load("quickstart", ["train.steps=50"]), axes, tmp_path / "study")
+    for number, cell in enumerate(study.cells):
+        kind, schedule, _ = cell.assignment.values()
+        settings = (f"optim.kind={kind}", f"optim.schedule.kind={schedule}")
+        build_run(study.run_of(cell).path, *settings, steps=50, seed=number, device="cpu")
+    assert study.cells[1].label == "optim.kind=adamw schedule.kind=cosine seed=2"
+    assert len({cell.directory.rpartition("-")[0] for cell in study.cells}) == len(study.cells)
+    seen = read_study(study.path)
+    of_optimizers, of_schedules = sweep_charts(seen)
+    assert (of_optimizers.x_label, of_schedules.x_label) == ("optim.kind", "schedule.kind")
+    assert of_optimizers.id == "loss-against-optim-kind" and of_schedules.id == "loss-against-schedule-kind"
+    assert [one.name for one in of_optimizers.series if one.name] == ["schedule.kind=cosine", "schedule.kind=wsd"]
+    assert not np.array_equal(of_optimizers.series[0].y, of_schedules.series[0].y)
+    assert heat_map(seen).names == ("optim.kind", "schedule.kind")
+    drawn = write_plots(seen.views, [of_optimizers, of_schedules], tmp_path / "plots", heat=heat_map(seen))
+    assert len({path.read_bytes() for path in drawn.values()}) == len(drawn) == 3
+    assert "optim.kind" in (table := "".join(cells_table_text(study))) and "schedule.kind" in table
+
+
+def cells_table_text(study):
+    """What `windlass sweep` shows in the terminal."""
+    from rich.console import Console
+
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(cells_table(study, study.results(), 300))
+    return capture.get()
 
 
 def test_a_study_is_compared_by_its_own_measure(tmp_path):

@@ -26,12 +26,24 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
         ("tracker.password=abc db_passwd=1 HF_TOKEN=abc", "tracker.password=*** db_passwd=*** HF_TOKEN=***"),
         ("data.source=https://me:pw@host/x", "data.source=https://***@host/x"),
         ("s3://b/f?sig=a&X-Amz-Signature=b&n=1", "s3://b/f?sig=***&X-Amz-Signature=***&n=1"),
+        ("https://me:p@w@host/x?n=1;pass=a#access_token=b", "https://***@host/x?n=1;pass=***#access_token=***"),
+        ('data.source=["https://me:pw@h/a?token=b","c.txt"]', 'data.source=["https://***@h/a?token=***","c.txt"]'),
+        (
+            "PGPASSWORD=a OPENAI_KEY=b SSHPASS=c GITHUB_PAT=d",
+            "PGPASSWORD=*** OPENAI_KEY=*** SSHPASS=*** GITHUB_PAT=***",
+        ),
+        ("--openai-key a --db-pass b", "--openai-key *** --db-pass ***"),
+        ('--set={"password":"a","n":1}', '--set={"password":"***","n":1}'),
         (f"hf_{'a' * 30} x=sk-{'b' * 30}", "*** x=***"),
         # what only looks like it
         ("--token --dry-run", "--token --dry-run"),
         ("data.tokenizer=gpt2 data.text_key=text", "data.tokenizer=gpt2 data.text_key=text"),
         ("eval.sample_tokens=64 data.max_tokens=5", "eval.sample_tokens=64 data.max_tokens=5"),
         ("train.tokens_per_parameter=20 me@host", "train.tokens_per_parameter=20 me@host"),
+        (
+            "https://host/x?mail=me@host compass=1 data.tokenizer_vocab=5",
+            "https://host/x?mail=me@host compass=1 data.tokenizer_vocab=5",
+        ),
     ],
 )
 def test_a_command_line_without_its_secrets(given, shown):
@@ -50,16 +62,32 @@ def test_the_values_of_secret_variables_are_hidden_wherever_they_turn_up():
     assert shown == "got *** in /home/somebody, abc, ***"
 
 
+def test_secrets_are_hidden_at_any_depth_and_under_any_name_of_one():
+    """Also lists of lists; what only has a similar name (the package tiktoken) stays."""
+    given = {
+        "data.source": ["s3://me:pw@b/x", "s3://b/y?access_token=abc"], "options": {"api_key": ["one", 7], "pat": None},
+        "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"}, "https://me:pw@h": [[{"token": "two", "n": 1.5}]],
+    }  # fmt: skip
+    assert scrub(given, {}) == {
+        "data.source": ["s3://***@b/x", "s3://b/y?access_token=***"], "options": {"api_key": ["***", "***"], "pat": None},
+        "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"}, "https://***@h": [[{"token": "***", "n": 1.5}]],
+    }  # fmt: skip
+    names = ("PGPASSWORD", "OPENAI_KEY", "SSHPASS", "GITHUB_PAT", "MYSQL_PWD", "AWS_SECRET_ACCESS_KEY")
+    environ = {name: f"value-of-{name.lower()}" for name in names} | {"TEXT_KEY": "paragraph"}
+    assert scrub(" ".join(environ.values()), environ) == " ".join(["***"] * len(names) + ["paragraph"])
+
+
 def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("MY_SECRET_PLAN", "world peace")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("sys.orig_argv", ["windlass", "train", f"x={KEY}"])
-    write_environment(tmp_path, [describe_rank(0), describe_rank(1)], origin="there")
+    source = ["https://me:open-sesame@h/x", {"url": f"https://h/x?key={KEY}"}]
+    write_environment(tmp_path, [describe_rank(0), describe_rank(1)], origin="there", sources=source)
     write_environment(tmp_path / "missing", [])  # no place to write is no reason to stop
     text = (tmp_path / "environment.json").read_text()
     about = json.loads(text)
-    assert KEY not in text and "world peace" not in text and about["origin"] == "there"
+    assert KEY not in text and "world peace" not in text and "open-sesame" not in text and about["origin"] == "there"
     assert about["variables"]["OMP_NUM_THREADS"] == "1"
     assert about["command"] == ["windlass", "train", "x=***"]
     assert about["packages"]["torch"] and about["machine"]["memory_mb"] > 100

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,6 +45,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}  # where the option has another name than the argument
+
+
+def print_json(value: Any, indent: int | None = 1) -> None:
+    """Print valid JSON: numbers that are not finite are the strings `"NaN"`, `"Infinity"`, `"-Infinity"`."""
+    from windlass.telemetry.ledger import plain
+
+    typer.echo(json.dumps(plain(value), indent=indent, allow_nan=False, default=str))
 
 
 def as_typed(message: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import shlex
 import signal
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli import Json, Overrides
+from windlass.cli import Json, Overrides, print_json
 from windlass.errors import DONE, FAILED, INTERRUPTED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, RunFailed, UserError
 from windlass.processes import WINDLASS
 
@@ -266,7 +265,7 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     if json_:
         outcome = {"busbw": done.busbw, "min_busbw": min_busbw or None, "exit_code": code}
         fields = {"findings": [vars(finding) for finding in done.findings], "ranks": done.ranks, "rates": done.rates}
-        typer.echo(json.dumps(outcome | fields, indent=1))
+        print_json(outcome | fields)
         return
     rows = [(f.status if f.status != "ok" else "", f.name, f.text, f.advice) for f in done.findings]
     print_table(["", "what", "found", "advice"], rows, text=["what", "found", "advice"])

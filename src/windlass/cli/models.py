@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.cli import Json, Overrides, complete
+from windlass.cli import Json, Overrides, complete, print_json
 from windlass.processes import WINDLASS
 
 UNITS = {"loss": "nats/token", "exact_match": "%", "f1": "%", "runtime_s": "s"}
@@ -68,7 +67,7 @@ def evaluate(
     finally:
         bar.close()
     if env.rank == 0 and json_:
-        typer.echo(json.dumps({key: getattr(result, key) for key in ("model", "step", "results", "measured")}))
+        print_json({key: getattr(result, key) for key in ("model", "step", "results", "measured")}, indent=None)
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0

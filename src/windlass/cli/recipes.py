@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from windlass.cli import Json, Overrides, RecipeName, complete
+from windlass.cli import Json, Overrides, RecipeName, complete, print_json
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -136,6 +136,6 @@ def plan(
     size = int(memory * 1e9) or None
     result = make_plan(recipe, overrides, world=world, device=device, memory_bytes=size, past=past, mfu=mfu)
     if json_:
-        typer.echo(json.dumps(result.as_dict(), indent=1))
+        print_json(result.as_dict())
     else:
         print_plan(result, rich_console(sys.stdout))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from windlass.cli import Json, complete
+from windlass.cli import Json, complete, print_json
 from windlass.errors import FAILED, UserError, installed, needs
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def runs(
     from windlass.reports.overview import SORTS, overview
     from windlass.reports.text import show
     from windlass.telemetry.console import duration, short
-    from windlass.telemetry.ledger import plain
     from windlass.telemetry.terminal import print_table
 
     if sort not in SORTS:
@@ -50,7 +48,7 @@ def runs(
         raise UserError(f"{directory} is no directory: give the one that holds the runs (the default is `runs`)")
     rows = overview(Path(directory), sort)
     if json_:
-        typer.echo(json.dumps([{key: plain(value) for key, value in row._asdict().items()} for row in rows], indent=2))
+        print_json([row._asdict() for row in rows], indent=2)
         return
     cells: list[tuple[str | Text, ...]] = [
         (
@@ -89,7 +87,7 @@ def checkpoints(
     listing = list_checkpoints(run, verify)
     rows, bad = listing.checkpoints, [row for row in listing.checkpoints if row.problem]
     if json_:
-        typer.echo(json.dumps(asdict(listing), indent=1, default=str))
+        print_json(asdict(listing))
     elif not rows:
         typer.echo(f"{listing.run} has no checkpoint yet")
     else:

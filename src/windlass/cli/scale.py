@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli import Json, Overrides, complete
+from windlass.cli import Json, Overrides, complete, print_json
 from windlass.cli.runs import show_study
 from windlass.cli.sweep import show_cells
 from windlass.errors import DONE, FAILED, UserError
@@ -100,7 +99,6 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
     from windlass.study.grid import NODES
     from windlass.study.scaling import rows
     from windlass.study.sweep import DONE_STATES
-    from windlass.telemetry.ledger import plain
     from windlass.telemetry.terminal import rich_console
 
     shown, console = dict[str, tuple[str, float]](), rich_console(sys.stderr if json_ else sys.stdout)
@@ -112,7 +110,7 @@ def _train(base: Recipe, options: dict[str, Any], json_: bool) -> int:
         more = ("state", "reason", "spread", "missing", "remarks")
         values = ({"setup": row.setup, **row.assignment, **row.values} for row in table)
         listed = [one | {name: getattr(r, name) for name in more} for one, r in zip(values, table, strict=True)]
-        typer.echo(json.dumps(plain(listed), indent=1))
+        print_json(listed)
     console.print(scaling_table(table, console.width, str(study.path)))
     for sentence in sentences(study, table):
         console.print(sentence, highlight=False)

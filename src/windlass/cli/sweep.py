@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli import Json, complete
+from windlass.cli import Json, complete, print_json
 from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED
 
@@ -69,7 +68,6 @@ def sweep(
     from windlass.study import sweep as studies
     from windlass.study.presets import load_study, preset_dir
     from windlass.study.study import Study
-    from windlass.telemetry.ledger import plain
     from windlass.telemetry.terminal import rich_console
 
     base, preset = load_study(recipe, "sweep", set_)
@@ -90,7 +88,7 @@ def sweep(
         study = studies.sweep(base, axes, **settings, workers=workers, only=one, show=show, notify=console.out)
     results = study.results()
     if json_:
-        typer.echo(json.dumps(plain([result.row() for result in results]), indent=1))
+        print_json([result.row() for result in results])
     if not console.is_interactive:
         console.print(cells_table(study, results, console.width))
     _print_end(console, study, world)
@@ -144,12 +142,24 @@ def _print_end(console: Console, study: Study, world: int) -> None:
 
 def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Group:
     """The study as a table for a terminal of that width."""
+    from windlass.study.grid import short_names
     from windlass.telemetry.console import duration, short
     from windlass.telemetry.terminal import table
 
     best = "best" if study.measure == "loss" else f"best {NAMES.get(study.measure, study.measure)}"
-    keys = [key.rsplit(".", 1)[-1] for key in study.keys]
-    head = ["cell", *keys, "state", "step", "left", "loss", "val loss", best, "tok/s", "device-h", "reason"]
+    head = [
+        "cell",
+        *short_names(study.keys).values(),
+        "state",
+        "step",
+        "left",
+        "loss",
+        "val loss",
+        best,
+        "tok/s",
+        "device-h",
+        "reason",
+    ]
     rows = []
     for number, r in enumerate(results, 1):
         settings = [f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()]

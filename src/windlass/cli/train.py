@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import shlex
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from windlass.cli import Json, Overrides, RecipeName
+from windlass.cli import Json, Overrides, RecipeName, print_json
 from windlass.errors import DONE, FAILED, UserError, first_line
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def verify(
     failed = [proof.name for proof in proofs if proof.passed is False]
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
-        typer.echo(json.dumps({"conditions": conditions, "proofs": fields}, indent=1))
+        print_json({"conditions": conditions, "proofs": fields})
     else:
         typer.echo(f"\n{len(failed)} failed: {', '.join(failed)}" if failed else "\nproved")
     return FAILED if failed else DONE

@@ -37,6 +37,7 @@ from windlass.recipe import Changes, Recipe, dotted
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SHARDED, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
 from windlass.run import Run
+from windlass.telemetry.ledger import plain
 
 HARNESS = "lm-eval:"
 Numbers = dict[str, Any]
@@ -239,7 +240,7 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
     before = read_json(path)
     if before.get("model") == result.model:  # what is not measured again stays
         record |= {key: {**before.get(key, {}), **record[key]} for key in ("results", "measured")}
-    write_atomic(path, json.dumps(record, indent=1) + "\n")
+    write_atomic(path, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     predictions = write_predictions(folder, result.step, result.predictions) if result.predictions else None
     return replace(result, path=path, predictions_path=predictions)
 

@@ -6,13 +6,16 @@ opened, its adapters are merged, and it saves itself. The directory appears whol
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from torch import Tensor
 
@@ -26,7 +29,9 @@ from windlass.evaluation.source import Source, alone, find_source, open_model, s
 from windlass.fileio import make_dir, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
-from windlass.run import Run
+from windlass.run import Run, number
+from windlass.telemetry.ledger import plain
+from windlass.variables import scrub
 
 FILE_BYTES = 4 * 10**9  # weights in one file, at most
 # What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`.
@@ -59,11 +64,11 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
         raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave {argument('adapter')} out")
     if model.kind == "gpt" and not source.own_model:
         convert.architecture(model)  # refuses a model that is none of them
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial, there = directory.with_name(f".{directory.name}.partial"), directory.is_dir()
     shutil.rmtree(partial, ignore_errors=True)
     make_dir(directory, "name another directory")
-    partial.mkdir()
     try:
+        partial.mkdir()
         if source.own_model:
             _write_own(source, source.checkpoint, partial)
         elif adapter:
@@ -79,11 +84,14 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # those of some libraries are for their owner alone
             file.chmod(0o666 & ~umask)
-        if directory.is_dir():
-            directory.rmdir()
+        directory.rmdir()
         partial.rename(directory)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        if not there:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
     if push:
         hub.push(directory, push)
     return directory
@@ -204,18 +212,20 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
     # What was measured at this step while training and by `windlass eval` (which counts where both did).
     lines: dict[str, dict[str, Any]] = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     lines |= read_json(run.path / "eval" / f"step-{step:08d}.json").get("results", {})
+    scores = {suite: {name: number(value) for name, value in line.items()} for suite, line in lines.items()}
     rows = "".join(
-        f"| {suite} | {name} | {line[name]:.4f} |\n"
-        for suite, line in lines.items()
+        f"| {suite} | {name} | {_shown(line[name])} |\n"
+        for suite, line in scores.items()
         for name in [*MEASURES, *(key for key in line if "/" in key)]
         if isinstance(line.get(name), float)
     )
     results = f"## Results at this step\n\n| suite | measure | value |\n|---|---|---|\n{rows}\n" if rows else ""
     base, origin = _origin(source)
-    loss = next((line["loss"] for line in reversed(run.lines("train")) if line["step"] <= step), None)
-    shown = "" if loss is None else f"; the last logged training loss is {loss:.4f} nats per token"
+    loss = next((number(line["loss"]) for line in reversed(run.lines("train")) if line["step"] <= step), None)
+    shown = "" if loss is None else f"; the last logged training loss is {_shown(loss)} nats per token"
     tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
-    data = ", ".join(f"`{source}`" for source in recipe.data.sources)
+    settings = scrub(recipe.tree())
+    data = ", ".join(f"`{scrub(one)}`" for one in recipe.data.sources)
     load = f'model = AutoModelForCausalLM.from_pretrained("{name}")'
     imports, library = "from transformers import AutoModelForCausalLM, AutoTokenizer", "transformers"
     if adapter:
@@ -227,8 +237,12 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
         f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` ({recipe.config_hash}): {step:,} steps, "
         f"{tokens:,} tokens{shown}. No licence was chosen for it.\n\n"
         f'```python\n{imports}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
-        f"{results}## Recipe\n\n```toml\n{recipe.toml()}```\n"
+        f"{results}## Recipe\n\n```toml\n{tomli_w.dumps(settings)}```\n"
     )
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else str(plain(value))
 
 
 def _origin(source: Source) -> tuple[str, str]:

@@ -35,12 +35,13 @@ from windlass.reports.scaling import ScalingView, read_scaling
 from windlass.reports.scaling_charts import STEP_PARTS
 from windlass.reports.study import StudyView, cell_table, heat_map, read_study, seed_table, sweep_charts, winner_text
 from windlass.reports.tables import label, measures
-from windlass.reports.text import MISSING, markdown_cell, short, show
+from windlass.reports.text import MISSING, markdown_cell, show
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.compare import BITS, common_measure
 from windlass.study.study import Study
 from windlass.telemetry.terminal import printable
+from windlass.variables import scrub
 
 SAMPLES = 40  # steps of each run whose samples are in the page: evenly spaced, first and last among them
 
@@ -228,7 +229,8 @@ def page(
         "results": study is None, "time": _times(views), "samples": _samples(views),
         "settings": [changed, [row for row in rows if row not in changed]], "environment": _environment(views),
     }  # fmt: skip
-    data = json.dumps(payload(views, [*charts, *sweeps], study.tones if study else ()), allow_nan=False)
+    drawn = payload(views, [*charts, *sweeps], study.tones if study else ())
+    data = json.dumps(scrub(drawn), allow_nan=False)
     for character in "<>&":  # ASCII without a character that HTML gives a meaning: it can stand in a script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     context = {
@@ -242,12 +244,12 @@ def page(
         "seeds": seed_table(study) if study else None, "differ": any(row.differs for row in rows),
         "comparison": tables.comparison(views, tables.PRINCIPAL) if len(views) > 1 else None,
         "measures": tables.results(views[0], for_people=True) if len(views) == 1 else None,
-        "evaluations": tables.evaluations(views[0]) if len(views) == 1 else {}, "short": short, "show": show,
+        "evaluations": tables.evaluations(views[0]) if len(views) == 1 else {}, "show": show,
         "sample_limit": SAMPLES, "step_parts": STEP_PARTS,
     }  # fmt: skip
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        finalize=lambda value: value if isinstance(value, Markup) else printable(scrub(str(value))),
     )  # fmt: skip
     return environment.from_string(template).render(context)
 
@@ -361,7 +363,7 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
 
 def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
     """A row a fact: its name, and its value in each run; what differs between the runs first."""
-    facts = [{key: show(value) for key, value in flatten(view.run.environment).items()} for view in views]
+    facts = [{key: show(value) for key, value in flatten(scrub(view.run.environment)).items()} for view in views]
     names = dict.fromkeys(name for one in facts for name in one)
     rows = [(name, *(one.get(name, MISSING) for one in facts)) for name in names]
     return sorted(rows, key=lambda row: len(set(row[1:])) == 1)

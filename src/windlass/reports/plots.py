@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 from windlass.reports.charts import Chart, smoothed, smoothing
 from windlass.reports.scaling_charts import STEP_PARTS, Bars
 from windlass.reports.study import Heat
-from windlass.reports.text import short, show
+from windlass.reports.text import show
 from windlass.reports.view import RunView
 
 INK, SOFT, HAIR = "#22262b", "#6b7280", "#e4e6ea"
@@ -164,7 +164,7 @@ def _axes(axes: Any, chart: Chart, first_step: float) -> None:
 
 def heat_figure(heat: Heat) -> Figure:
     """A study's heat map with the value in each cell; the stronger the colour, the better."""
-    figure, axes = new_figure(heat.title, short(heat.column_key), short(heat.row_key), 1.5 + 0.5 * len(heat.rows))
+    figure, axes = new_figure(heat.title, heat.names[1], heat.names[0], 1.5 + 0.5 * len(heat.rows))
     axes.imshow(heat.shares, cmap="Blues", aspect="auto", vmin=0, vmax=1.8)
     for row, values in enumerate(heat.cells):
         for column, value in enumerate(values):

@@ -16,13 +16,14 @@ import numpy as np
 from windlass.checkpoint.retention import LOSS, lower_is_better
 from windlass.reports.charts import Chart, Series
 from windlass.reports.tables import Column, Table, label, measures
-from windlass.reports.text import short, show
+from windlass.reports.text import show
 from windlass.reports.view import Numbers, RunView, view
 from windlass.study.compare import BITS
-from windlass.study.grid import SEED
+from windlass.study.grid import SEED, short_names
 from windlass.study.grid import label as label_of
 from windlass.study.result import CellResult
 from windlass.study.study import Group, Study
+from windlass.variables import scrub
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,14 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
 
     Lines are medians over the seeds, with each seed as a circle.
     """
-    charts = []
+    charts, names = [], short_names(seen.study.keys)
     for key, values in seen.swept.items():
         numbers = numeric(values)
         at = [float(v) if numbers else float(i) for i, v in enumerate(values)]
         others: dict[str, list[Group]] = {}
         for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
-            others.setdefault(label_of({k: v for k, v in group.assignment.items() if k != key}), []).append(group)
+            rest = {k: v for k, v in group.assignment.items() if k != key}
+            others.setdefault(label_of(rest, names), []).append(group)
         series = []
         for colour, (name, groups) in enumerate(others.items()):
             finished = [(at[values.index(g.assignment[key])], g) for g in groups if g.median is not None]
@@ -128,11 +130,13 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
             for title, points, pairs in ((name, "line", medians), ("", "only", circles)):
                 if pairs:
                     x, y = np.array(pairs, dtype=np.float64).T
-                    series.append(Series(-1, title, step=x, tokens=x, hours=x, y=y, colour=colour, points=points))
+                    series.append(
+                        Series(-1, scrub(title), step=x, tokens=x, hours=x, y=y, colour=colour, points=points)
+                    )
         chart = Chart(
-            f"{seen.study.measure.replace('.', '-')}-against-{short(key)}",
+            f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
             f"{seen.title[0].upper()}{seen.title[1:]} against {key}", seen.unit, series,
-            x_label=short(key), x_values=at, x_names=[show(v) for v in values],
+            x_label=names[key], x_values=at, x_names=[show(v) for v in values],
             x_log=numbers and at[0] > 0 and at[-1] / at[0] >= 8,
             note="lines: medians over the seeds, circles: each seed" if any(s.points == "only" for s in series) else "",
         )  # fmt: skip
@@ -146,6 +150,7 @@ class Heat(NamedTuple):
     title: str
     row_key: str
     column_key: str
+    names: tuple[str, str]  # of the two keys, as short as they can be
     rows: list[Any]
     columns: list[Any]
     cells: list[list[float | None]]
@@ -165,4 +170,7 @@ def heat_map(seen: StudyView) -> Heat | None:
     far = (table - low if lower_is_better(seen.study.measure) else high - table) / (high - low or 1)
     # by the logarithm of the distance from the best: one very bad cell does not hide the differences between good ones
     shares = 1 - np.log1p(9 * far) / np.log(10)
-    return Heat(f"Best {seen.title}", row_key, column_key, rows, columns, values, shares)
+    names = short_names(seen.study.keys)
+    return Heat(
+        f"Best {seen.title}", row_key, column_key, (names[row_key], names[column_key]), rows, columns, values, shares
+    )

@@ -1,4 +1,7 @@
-"""Values as people read them, text made safe for a terminal, Markdown, LaTeX and CSV, and the loss curve in the terminal."""
+"""Values as people read them, text made safe for a terminal, Markdown, LaTeX and CSV, and the loss curve in the terminal.
+
+A report is made to be shown: no text gets into one of these formats without `scrub`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import numpy as np
 from windlass.reports.view import RunView
 from windlass.telemetry.console import duration
 from windlass.telemetry.terminal import printable
+from windlass.variables import scrub
 
 MISSING = "–"
 DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}  # digits after the point by kind of number
@@ -36,7 +40,7 @@ def show(value: Any, kind: str = "") -> str:
     if isinstance(value, dict):
         return " ".join(f"{key} {show(v)}" for key, v in value.items())
     if not isinstance(value, (int, float)):
-        return str(value)
+        return str(scrub(str(value)))
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if kind in DECIMALS:
@@ -55,14 +59,9 @@ def show(value: Any, kind: str = "") -> str:
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
-def short(key: str) -> str:
-    """The last part of a dotted key."""
-    return key.rsplit(".", 1)[-1]
-
-
 def markdown_cell(text: Any) -> str:
     """Text made safe for a cell of a Markdown table."""
-    cleaned = html.escape(" ".join(printable(text).split()), quote=False)
+    cleaned = html.escape(" ".join(printable(scrub(str(text))).split()), quote=False)
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
@@ -81,7 +80,10 @@ LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {
 
 def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
     """A LaTeX table (`booktabs`) of cells that are text already; the columns numbered in `right` are set flush right."""
-    lines = [" & ".join(" ".join(printable(cell).split()).translate(LATEX) for cell in line) for line in (head, *rows)]
+    cells = [
+        [" ".join(printable(scrub(str(cell))).split()).translate(LATEX) for cell in line] for line in (head, *rows)
+    ]
+    lines = list(map(" & ".join, cells))
     columns = "".join("r" if i in right else "l" for i in range(len(head)))
     body = "".join(f"{line} \\\\\n" for line in lines[1:])
     return f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{lines[0]} \\\\\n\\midrule\n{body}\\bottomrule\n\\end{{tabular}}\n"
@@ -95,10 +97,10 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
             return "true" if value else "false"
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             return int(value)
-        return " ".join(str(cell(v)) for v in value) if isinstance(value, (list, tuple)) else value
+        return " ".join(str(cell(v)) for v in value) if isinstance(value, (list, tuple)) else scrub(value)
 
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([head, *(map(cell, row) for row in rows)])
+    csv.writer(out, lineterminator="\n").writerows(map(cell, row) for row in (head, *rows))
     return out.getvalue()
 
 

@@ -23,6 +23,7 @@ from windlass.recipe import typed
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import Evaluated, evaluated
 from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
+from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]
 
@@ -164,7 +165,8 @@ def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Number
 def view(run: Run, label: str | None = None) -> RunView:
     """Read a run; a run without any step is a view without lines. Raises UserError where its recipe cannot be read."""
     raw = list(read_lines(run.metrics_path))
-    ledger = effective(raw)
+    # only texts can hold a secret, and the many lines of numbers have none
+    ledger = [scrub(line) if line["kind"] in ("event", "sample") else line for line in effective(raw)]
     clock = Clock(ledger)
     train = _track([line for line in ledger if line["kind"] == "train"], clock)
     logged, evals = _track([line for line in ledger if line["kind"] == "log"], clock).columns, {}
@@ -192,7 +194,7 @@ def view(run: Run, label: str | None = None) -> RunView:
     files = sorted(run.devices_dir.glob("rank-*.jsonl"))
     ranks = [_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files]
     return RunView(
-        run=run, label=label or run.name, state=run.state_by(raw), settings=run.recipe.flat(), train=train, evals=evals,
+        run=run, label=scrub(label or run.name), state=run.state_by(raw), settings=scrub(run.recipe.flat()), train=train, evals=evals,
         logged=Track({**logged, "tokens": interpolate(train, "step", logged["step"], "tokens")}),
         ranks=[rank for rank in ranks if len(rank)], restarts=restarts,
         samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None], events=events,

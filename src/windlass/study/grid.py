@@ -14,6 +14,7 @@ import numpy as np
 
 from windlass.errors import UserError, argument
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, plain, typed
+from windlass.variables import scrub
 
 SEED = "run.seed"
 WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
@@ -61,7 +62,7 @@ class Cell:
         other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
         text = json.dumps([recipe.config_hash, other])
         key = hashlib.sha256(text.encode()).hexdigest()[:12] if other else recipe.config_hash
-        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", label(assignment)).strip("-")[:80]
+        words = re.sub(r"[^A-Za-z0-9.=+-]+", "-", label(scrub(assignment))).strip("-")[:80]
         return Cell(assignment, recipe, key, directory or f"runs/{words}-{key[:8]}")
 
     @property
@@ -86,10 +87,21 @@ class Cell:
         return int(self.assignment.get(REPEAT, 1))
 
 
-def label(assignment: Assignment) -> str:
-    """Settings on one line, by the last part of their keys: `lr=0.001 kind=wsd`."""
-    texts = ((k.rsplit(".", 1)[-1], f"{v:g}" if isinstance(v, float) else v) for k, v in assignment.items())
+def label(assignment: Assignment, names: Mapping[str, str] | None = None) -> str:
+    """Settings on one line, by their `short_names` or the given names: `lr=0.001 kind=wsd`."""
+    names = names or short_names(assignment)
+    texts = ((names[k], f"{v:g}" if isinstance(v, float) else v) for k, v in assignment.items())
     return " ".join(f"{name}={text}" for name, text in texts if text is not None)
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """By key the shortest end of it that no other key has: `lr`, but `optim.kind` beside `schedule.kind`."""
+    parts, names = {key: key.split(".") for key in keys}, dict[str, str]()
+    for key, own in parts.items():
+        lengths = range(1, len(own) + 1)
+        unique = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts.values()) == 1)
+        names[key] = ".".join(own[-next(unique, len(own)) :])
+    return names
 
 
 def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:

@@ -16,7 +16,7 @@ from windlass.estimate.steptime import Tensors, collectives, predict
 from windlass.fileio import read_json
 from windlass.model.size import CountedSizes, block_parameters, flops_per_token
 from windlass.run import Line, Run, last_start
-from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling
+from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, Scaling, short_names
 from windlass.study.result import CellResult
 from windlass.study.steps import measure, times, windows
 from windlass.study.study import Study
@@ -191,9 +191,9 @@ def _shape(study: Study, cell: Cell, start: Line) -> dict[str, Any]:
 def _name(study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any]) -> str:
     """A setup as its row is headed: hosts, ranks, and what else tells it from the others."""
     if scaling.mode == "strategies":
-        words = []
+        words, names = [], short_names(cell.assignment)
         for key, value in cell.assignment.items():
-            name = key.rsplit(".", 1)[-1].removeprefix("activation_")
+            name = names[key].removeprefix("activation_")
             if key in AXES_ONLY or len(study.values[key]) < 2:
                 continue
             if name in ("strategy", "precision"):  # their values say what they are

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from windlass.errors import first_line
 from windlass.run import Run
-from windlass.telemetry.environment import scrub
+from windlass.variables import scrub
 
 MLFLOW_DEFAULTS = {  # of the environment; the exporter tries again anyway
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_DISABLE_TELEMETRY": "true",

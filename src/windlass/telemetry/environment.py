@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 from windlass import __version__
 from windlass.fileio import write_atomic
 from windlass.telemetry.ledger import now
-from windlass.variables import SECRET_NAME
+from windlass.variables import HIDDEN, SECRET_NAME, scrub
 
 PACKAGES = (
     "windlass", "torch", "numpy", "pydantic", "tokenizers", "tiktoken", "safetensors", "transformers", "datasets",
@@ -37,22 +36,6 @@ VARIABLES = (
     "SLURM_JOB_PARTITION", "SLURM_CLUSTER_NAME", "PBS_JOBID", "PBS_QUEUE", "PBS_SERVER", "HF_HUB_OFFLINE",
 )  # fmt: skip
 SCHEDULERS = {"SLURM": ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"), "PBS": ("PBS_JOBID", "PBS_SERVER")}  # job, machine
-
-HIDDEN = "***"
-SECRET_SHAPE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}"
-    r"|wandb_v\d_\w{16,}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
-)
-URL_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|key|secret|signature|sig|password|credential))=)[^&#\s]+")
-
-
-def scrub(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Text without what looks like a secret: users in URLs, keys of common shapes, values of secret variables."""
-    for name, value in (os.environ if environ is None else environ).items():
-        if len(value) >= 8 and SECRET_NAME.search(name):  # `1` or `test` would be replaced in every text
-            text = text.replace(value, HIDDEN)
-    text = re.sub(r"(?<=://)[^/@\s]+(?=@)", HIDDEN, text)  # the user and password of a URL
-    return SECRET_SHAPE.sub(HIDDEN, URL_QUERY.sub(rf"\1{HIDDEN}", text))
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -77,10 +60,10 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
         "time": now(), "command": scrub_command(sys.orig_argv), "python": platform.python_version(),
         "platform": platform.platform(), "packages": packages, "commit": commit(Path(__file__).parent),
         "machine": machine(), "ranks": ranks, **more,
-        "variables": {name: scrub(os.environ[name]) for name in VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }  # fmt: skip
     with contextlib.suppress(OSError):  # a disk that is full is no reason to stop
-        write_atomic(run / "environment.json", json.dumps(environment, indent=2) + "\n")
+        write_atomic(run / "environment.json", json.dumps(scrub(environment), indent=2) + "\n")
 
 
 def describe_rank(rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
 from windlass.run import PLACE, STARTS, Line, Run, effective, last_start, timestamp
 from windlass.telemetry.backends import BACKENDS, Point
-from windlass.telemetry.environment import scrub
+from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it closed the pipe is noticed at once
@@ -163,7 +163,7 @@ def point(line: Line) -> Point:
     if line["kind"] == "train":
         scalars = {TRAIN[key]: value for key, value in numbers(line).items() if key in TRAIN}
     elif line["kind"] == "sample":
-        scalars, texts = {}, {f"samples/{line.get('index', 0)}": str(line.get("text", ""))}
+        scalars, texts = {}, {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
     elif line["kind"] == "summary":
         left_out = () if line.get("best_measure", "loss") != "loss" else ("best_score",)
         named = {SUMMARY[key]: value for key, value in numbers(line).items() if key in SUMMARY and key not in left_out}
@@ -265,7 +265,7 @@ class Follower:
             self._devices.close()
             self._devices, start = DeviceReader(self.run), last_start(lines)
             world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
-            settings = {key: scrub(value) if isinstance(value, str) else value for key, value in recipe.flat().items()}
+            settings = scrub(recipe.flat())
             study = self.run.path.resolve().parents[1]
             if (study / "study.json").is_file():
                 settings["telemetry.group"] = settings["telemetry.group"] or study.name
