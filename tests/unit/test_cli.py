@@ -1,16 +1,20 @@
 """The command line: what it prints, its exit codes, and that it starts without torch."""
 
 import io
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train
-from windlass.cli import models
+from windlass.cli import main, models
+from windlass.evaluation.suites import Evaluation, write
 from windlass.recipe.explain import write_first_recipe
 from windlass.run import Run
 
@@ -40,6 +44,24 @@ def test_the_command_line_leaves_what_the_user_wrote(tmp_path: Path) -> None:
     file.write_text("text")
     error = windlass("recipe", file, code=2).stderr
     assert error.startswith(f"windlass: {file}:") and f"windlass train quickstart 'data.source={file}'" in error
+
+
+def test_numbers_that_are_not_finite_are_valid_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {"loss": {"loss": math.nan, "perplexity": math.inf, "items": 3}}
+    result = write(Evaluation("a-model", 7, scores, {"loss": {}}), tmp_path)
+    monkeypatch.setattr("windlass.evaluate", lambda *_: result)
+    monkeypatch.setattr("windlass.evaluation.source.find_source", lambda *_: SimpleNamespace(title="a model"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", "a-model", "--json"])
+
+    def no_such_number(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    for text in (capsys.readouterr().out, (tmp_path / "step-00000007.json").read_text()):
+        read = json.loads(text, parse_constant=no_such_number)
+        assert read["results"]["loss"] == {"loss": "NaN", "perplexity": "Infinity", "items": 3}
 
 
 def piped(command: str) -> tuple[str, list[str]]:
