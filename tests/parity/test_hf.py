@@ -188,6 +188,28 @@ def test_lora_changes_nothing_at_first_and_only_adapters_learn(kind: str, direct
     assert grads == {name for name in trained if ".lora_B." in name}  # B is zero, and so is A's first gradient
 
 
+@pytest.mark.parametrize(("kind", "without"), [
+    ("qwen3", {"lm_head"}), ("gpt2", {"lm_head"}), ("bloom", {"lm_head"}), ("mamba", {"lm_head", "out_proj"}),
+])  # fmt: skip
+def test_all_linear_layers_but_the_head_get_adapters_unless_some_are_named(
+    kind: str, without: set[str], tmp_path: Path
+) -> None:
+    directory = hf_fixtures.save(kind, tmp_path)
+
+    def adapted(**lora: Any) -> set[str]:
+        names = (name for name, _ in built(directory, lora={"rank": 2, **lora}).named_parameters())
+        return {name.partition(".lora_A.")[0].removeprefix("model.") for name in names if ".lora_A." in name}
+
+    linear = {
+        name.removeprefix("model.")
+        for name, module in built(directory).named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and name.rpartition(".")[2] not in without
+    }
+    assert adapted() == adapted(targets=["all-linear"]) == linear
+    one = min(name.rpartition(".")[2] for name in linear)
+    assert adapted(targets=[one]) == {name for name in linear if name.endswith(f".{one}")}
+
+
 @pytest.mark.parametrize(("model", "words"), [
     ({"name": "./nowhere"}, ["model.name", "./nowhere"]),
     ({"name": "some/model", "revision": "abc"}, ["some/model@abc", "local directory"]),
@@ -205,8 +227,18 @@ def test_what_cannot_be_had_is_told_by_its_key(
 
 
 def test_bad_weights_and_large_vocabularies_are_refused(directories: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.tokenizer"):
-        build_model(recipe(directories["bloom"]), vocab=600)
+    name = str(directories["bloom"])
+    other = recipe(directories["bloom"]).replace({"data.tokenizer": "gpt2"})
+    own, scratch = recipe(directories["bloom"]), recipe(directories["bloom"], from_scratch=True)
+    remedies = [
+        (other, f'write data.tokenizer = "hf:{name}"'),
+        (own, "resize_token_embeddings(600)"),
+        (scratch, '"vocab_size": 600'),
+    ]
+    for one, remedy in remedies:
+        with pytest.raises(UserError, match=r"data\.tokenizer has 600") as caught:
+            build_model(one, vocab=600)
+        assert remedy in str(caught.value) and (f"hf:{name}" in str(caught.value)) == (one is other)
     (tmp_path / "config.json").write_bytes((directories["llama"] / "config.json").read_bytes())
     torch.save({}, tmp_path / "pytorch_model.bin")
     lacking = save({"model.norm.weight": torch.ones(32)})

@@ -92,6 +92,22 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
     assert text.startswith((f"write {ours}", f"did you mean {ours}?")), text
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("rl", ["Windlass does not have it", "reinforcement"]),
+        ("train.ema_decay", ["Windlass does not have it"]),
+        ("data.chat_template", ["Windlass does not have it", "data.tokenizer=hf:DIR"]),
+        ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
+        ("packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
+        ("sample_packing", ["data.packing", "does not pack chat", "data.length_buckets"]),
+    ],
+)  # fmt: skip
+def test_what_windlass_does_not_have_is_said_with_what_comes_nearest(key, words):
+    text = problems(f"{key}=1")[key]
+    assert all(word in text for word in words), text
+
+
 @pytest.mark.parametrize("key", ["train.foo", "model.zz", "zzz", "data.xyz", "optim.x", "telemetry.interval"])
 def test_where_nothing_is_sure_no_key_is_suggested(key):
     text = problems(f"{key}=1")[key]

@@ -25,6 +25,7 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the context of such a model (ALiBi, for one), where the recipe does not set it
+MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` has them
 CACHE_NAMES = ("past_key_values", "cache_params")  # the argument for a cache: of attention and most hybrids, of Mamba
 
 
@@ -172,7 +173,13 @@ def build_hf(recipe: Recipe, vocab: int, device: str | torch.device, dtype: torc
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
-        raise UserError(f'data.tokenizer has {rows}: write data.tokenizer = "hf:{name}"')
+        write = f'write data.tokenizer = "hf:{name}"'
+        if recipe.data.tokenizer.removeprefix("hf:").removesuffix("/") == name.removesuffix("/"):  # the model's own one
+            resize = f'"vocab_size": {vocab} in a copy of its config.json'
+            if not settings.from_scratch:
+                resize = f"model.resize_token_embeddings({vocab}) of transformers"
+            write = f"use {resize}, save the tokenizer beside it, and write that directory as model.name"
+        raise UserError(f"data.tokenizer has {rows}: {write}")
     return model if torch.device(device).type == "meta" else model.to_empty_parameters(device)
 
 
@@ -275,9 +282,12 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
 
     layers = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
     transposed = any(kind == "Conv1D" for _, kind in layers)  # as GPT-2's matrices are
+    every = lora.targets in ([], ["all-linear"])
+    # Mamba's kernels read this weight without its layer, so that `peft` refuses an adapter there.
+    kernels_own = ["out_proj"] if every and getattr(model.config, "model_type", "") in MAMBA else None
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets or None,
-        fan_in_fan_out=transposed,
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, fan_in_fan_out=transposed,
+        target_modules="all-linear" if every else lora.targets, exclude_modules=kernels_own,
     )  # fmt: skip
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)

@@ -36,7 +36,7 @@ class LoraSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
-    """Names of the layers that get adapters; empty: those that `peft` knows for the architecture."""
+    """Names of the layers that get adapters; empty or `all-linear`: all linear layers but the head."""
     base: Literal["fp32", "4bit"] = "fp32"
     """What the frozen matrices of the blocks are held in: `4bit` is NF4 (arXiv 2305.14314), through `bitsandbytes`."""
 
