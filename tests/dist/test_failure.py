@@ -23,6 +23,7 @@ from windlass.launch.local import launch
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import DistEnv
+from windlass.parallel.heartbeat import behind
 
 pytestmark = pytest.mark.dist
 HOST = socket.gethostname()
@@ -166,6 +167,36 @@ def test_a_rank_that_does_not_come_to_the_collective_ends_the_run_after_the_time
     assert [e.code for e in ended] == [1, 1]
     assert f"RunFailed: rank 0 on {HOST} at step 9, phase step: it lost the others" in ended[0].text
     assert f"rank 1 on {HOST} at step 9, phase evaluation: for" in ended[0].text
+
+
+def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_path: Path):
+    """As under NCCL: no collective of the host raises, and every heartbeat goes on."""
+
+    def fn(ranks: Ranks) -> None:
+        ranks.device = torch.device("cuda", 0)
+        ranks.mark(12, "backward" if ranks.rank == 1 else "step")
+        ranks.set_timeout(1.0)
+        time.sleep(60)
+
+    ended = end(fn, 3, tmp_path, parallel__heartbeat_seconds=0.1)
+    assert [e.code for e in ended] == [1, 1, 1]
+    for one in ended:
+        assert f"lost rank 1 on {HOST} at step 12, phase backward: no progress for 1 s" in one.text, one.text
+        assert "parallel.timeout_seconds" in one.text
+
+
+@pytest.mark.parametrize(("places", "still", "named"), [
+    ([(5, "step"), (5, "step"), (5, "step")], [90, 99, 95], 1),  # the first to stand still
+    ([(6, "forward"), (5, "step"), (6, "forward")], [99, 95, 99], 1),  # the one that is a step behind
+    ([(6, "forward"), (6, "data"), (6, "backward")], [99, 1, 99], 1),  # it looks for data again and again
+    ([(5, "evaluation"), (5, "step")], [99, 95], 1),
+    ([(6, "data"), (6, "data")], [999, 999], None),  # nobody waits in a collective
+    ([(5, "callback"), (5, "callback")], [999, 999], None),
+    ([(0, "load"), (0, "start")], [999, 999], None),
+    ([(6, "forward"), (6, "backward")], [80, 10], None),
+])  # fmt: skip
+def test_the_rank_that_is_behind_is_found_once_a_rank_has_waited_long(places, still, named):
+    assert behind([{"step": step, "phase": phase} for step, phase in places], still, 90) == named
 
 
 def test_a_failed_rank_ends_even_if_something_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -73,6 +73,8 @@ class Ranks:
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
         self._timeout = seconds
+        if self._heartbeat is not None and self.device.type == "cuda":  # gloo's collectives end in time by themselves
+            self._heartbeat.progress_seconds = seconds
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))

@@ -4,6 +4,10 @@ A thread writes this rank's step and phase under the rank's own key of the store
 the others that of rank 0, and all look for the first failure that any rank reported. A rank whose count stands still for
 MISSED intervals (it was suspended, or its host is gone) is lost, and the run ends: within 30 s at the default interval.
 
+A rank whose host waits for a kernel that never ends goes on beating. So on CUDA rank 0 also judges progress: if a rank
+stands still in a phase that has collectives for almost the time limit of a collective, the rank that is behind all others
+is lost. Rank 0 says so before NCCL's own watchdog, which names neither rank nor phase, aborts the processes.
+
 When rank 0, which holds the store, is suspended, a call to it never returns, in spite of its time limit: see `within`.
 """
 
@@ -11,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -29,6 +34,9 @@ POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least
 EXIT_SECONDS = 2.0  # how long the main thread has to end with a message of its own, once the run is lost
 CAUSE_SECONDS = 1.0  # how long a rank that only lost contact waits for the report of the one that failed
 
+ORDER = ("data", "forward", "backward", "optimizer", "step")  # the phases of a step; what else there is comes after it
+HAS_COLLECTIVES = (*ORDER[1:], "evaluation", "sample")  # a user's callbacks may take any time
+
 Result = TypeVar("Result")
 
 
@@ -40,6 +48,8 @@ class Heartbeat:
         self.failure: Failure | None = None  # the first one that this rank has heard of
         self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}  # of each watched rank: the last new beat, and when
+        self.progress_seconds = math.inf  # how long a collective may take; rank 0 judges progress by it
+        self._still: dict[int, tuple[Any, float]] = {}  # of each rank: its last new place in the run, and when
         self._count, self._over = 0, threading.Event()
         self._beat()
 
@@ -107,10 +117,25 @@ class Heartbeat:
                 elif now - since >= self.interval * MISSED and not self.store.check([f"done/{rank}"]):
                     lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
                     self.store.compare_set("failure", "", json.dumps(asdict(lost)))
+            if self.env.rank == 0:
+                self._judge_progress([self.status.fields(), *map(json.loads, beats)])
         self.failure = self.failure or self._reported()
         if self.failure:
             self.store.set(f"heard/{self.env.rank}", "1")
         return True
+
+    def _judge_progress(self, beats: Sequence[dict[str, Any]]) -> None:
+        now = time.monotonic()
+        for beat in beats:
+            place = (beat["step"], beat["phase"], beat["since"])
+            if self._still.get(beat["rank"], (None, 0.0))[0] != place:
+                self._still[beat["rank"]] = (place, now)
+        still = [now - self._still[beat["rank"]][1] for beat in beats]
+        # Three intervals earlier than NCCL: a change is seen up to one late, and the end takes up to one.
+        limit = max(self.progress_seconds - 3 * self.interval, self.progress_seconds / 2)
+        if (number := behind(beats, still, limit)) is not None:
+            why = f"no progress for {still[number]:.0f} s, while others wait (parallel.timeout_seconds)"
+            self.store.compare_set("failure", "", json.dumps(asdict(_failure(beats[number], why))))
 
     def _beat(self) -> None:
         self._count += 1
@@ -118,6 +143,17 @@ class Heartbeat:
 
     def _reported(self) -> Failure | None:
         return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+
+
+def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
+    """The number of the beat whose rank is behind all others, if any rank has stood still for `limit` seconds.
+
+    `still`: for how long each rank has been where it is. Of ranks at the same place the one that came there first counts.
+    """
+    if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in zip(beats, still, strict=True)):
+        return None
+    place = {phase: number for number, phase in enumerate(ORDER)}
+    return min(range(len(beats)), key=lambda n: (beats[n]["step"], place.get(beats[n]["phase"], len(ORDER)), -still[n]))
 
 
 def _failure(beat: dict[str, Any], why: str) -> Failure:

@@ -5,9 +5,10 @@ They run on every rank, because a sharded model computes on all ranks together; 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -109,14 +110,16 @@ class Callbacks:
             give = f'train(..., suites={{"{name}": f}})'
             raise UserError(f"checkpoint.best: {best} is measured by a suite of your own: {give}")
 
-    def stepped(self, step: int, model: nn.Module, result: StepResult) -> None:
+    def stepped(self, step: int, model: nn.Module, result: StepResult, ranks: Ranks) -> None:
         if self.on_step is not None:
-            self.on_step(Step(step, unwrap(model), self, result))
+            with own_code(ranks, step):
+                self.on_step(Step(step, unwrap(model), self, result))
 
-    def evaluated(self, step: int, model: nn.Module, lines: Sequence[Mapping[str, Any]]) -> None:
+    def evaluated(self, step: int, model: nn.Module, lines: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
         if self.on_eval is not None:
             results = {line["suite"]: {key: value for key, value in line.items() if key != "suite"} for line in lines}
-            self.on_eval(Evaluated(step, unwrap(model), self, results))
+            with own_code(ranks, step):
+                self.on_eval(Evaluated(step, unwrap(model), self, results))
 
     def saved(self, step: int, model: nn.Module, path: Path) -> None:
         if self.on_save is not None:
@@ -129,13 +132,22 @@ class Callbacks:
     def measure(self, name: str, state: Any, ranks: Ranks, recipe: Recipe, model: nn.Module) -> dict[str, float]:
         """The numbers of a suite. Those of rank 0 count, so that all ranks call the same model the best."""
         started = time.perf_counter()
-        with evaluating(model), torch.no_grad(), autocast(recipe, ranks.device):
+        with own_code(ranks, state.step), evaluating(model), torch.no_grad(), autocast(recipe, ranks.device):
             numbers = self.own[name](unwrap(model), state.step)
         where = f"suites[{name!r}]"
         if not isinstance(numbers, Mapping):
             raise UserError(f'{where} returned {numbers!r}; return a dictionary of numbers, as {{"score": 0.3}}')
         measured = {str(key): number(value, f"{where}: {key}") for key, value in numbers.items()}
         return dict(ranks.broadcast_object("own suite", measured | {"runtime_s": time.perf_counter() - started}))
+
+
+@contextlib.contextmanager
+def own_code(ranks: Ranks, step: int) -> Iterator[None]:
+    """The user's code runs, which may take any time: the phase is `callback`."""
+    before = ranks.status.phase
+    ranks.mark(step, "callback")
+    yield
+    ranks.mark(step, before)
 
 
 def number(value: Any, where: str) -> float:

@@ -154,7 +154,7 @@ class Trainer:
 
                 if log_due or self.callbacks.on_step is not None:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
-                self.callbacks.stepped(state.step, self.model, result)
+                self.callbacks.stepped(state.step, self.model, result, ranks)
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
                     recorder.train(float(result.loss), recipe.optim.lr * lr_factor, float(result.grad_norm), scale)
@@ -235,7 +235,8 @@ class Trainer:
             if batch is not None:
                 return batch
             step = self.state.step
-            self.ranks.mark(step + 1, "data")
+            if self.ranks.status.phase != "data":
+                self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
                 self.stop_run()
             if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
@@ -247,6 +248,8 @@ class Trainer:
     def poll_stop(self) -> bool:
         """Whether this rank was asked to stop; asked between the passes of an evaluation, and while data are late."""
         self.recorder.beat()
+        if (status := self.ranks.status).phase != "data":
+            self.ranks.mark(status.step, status.phase)  # it makes progress
         return self.stop.requested
 
     def evaluation_due(self) -> bool:
@@ -280,7 +283,7 @@ class Trainer:
             recorder.evaluations.append(line)
         if step and settings.keep_best and self.saves.step != step and best(recorder.scores, settings.best) == step:
             self.saves.save(BEST)
-        self.callbacks.evaluated(step, self.model, measured)
+        self.callbacks.evaluated(step, self.model, measured, self.ranks)
         if last or not recorder.stops_improving():
             return True
         self.ends_early = True  # so this was the last evaluation: the loss once more, with all validation data
