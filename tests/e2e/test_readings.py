@@ -154,6 +154,50 @@ def test_a_smaller_micro_batch_where_memory_runs_out(corpus: Path, tmp_path: Pat
     assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
 
 
+def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """Else a forward pass that fits in the first step may run out of memory in the second one."""
+    held = []
+
+    class Counted(torch.optim.AdamW):
+        def __init__(self, *arguments: Any, **more: Any):
+            super().__init__(*arguments, **more)
+            held.append(self)
+
+    forward = GPT.forward
+
+    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if self.training and held[-1].state and len(tokens) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, tokens, *rest, **more)
+
+    recipe = recipe_of(corpus, tmp_path / "run")
+    small = untouched(recipe, "train.micro_batch=2")
+    monkeypatch.setattr(torch.optim, "AdamW", Counted)
+    monkeypatch.setattr(GPT, "forward", limited)
+    run = train(recipe)
+    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2]
+    assert run.state == "finished" and curve(run) == curve(small)
+
+
+def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(corpus, tmp_path, monkeypatch):  # noqa: F811
+    backward, calls = torch.Tensor.backward, []
+
+    def limited(self: torch.Tensor, *rest: Any, **more: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        backward(self, *rest, **more)
+
+    recipe = recipe_of(corpus, tmp_path / "run").replace("parallel.strategy=ddp", "train.compile=true")
+    monkeypatch.setattr(torch, "compile", lambda forward: forward)
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setattr(torch.Tensor, "backward", limited)
+    run = train(recipe)
+    assert run.state == "finished" and [e["event"] for e in run.events].count("out_of_memory") == 1
+    assert resets == [1], "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
+
+
 def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:  # noqa: F811
     memory_for(3)
     with refused(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import tiny_recipe
-from windlass import train
+from windlass import evaluate, train
 from windlass.checkpoint.load import candidates, open_checkpoint
 from windlass.training import threads
 
@@ -66,8 +66,9 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
     assert train(recipe, stop_at=4).state == "stopped"
     monkeypatch.setattr(threads, "probe", None)  # a resume does not measure
     torch.set_num_threads(2)
-    run = train(recipe)
-    assert torch.get_num_threads() == 1
+    used = set[int]()
+    run = train(recipe, on_step=lambda now: used.add(torch.get_num_threads()))
+    assert used == {1}
     assert [event["threads"] for event in run.events if event["event"] in ("started", "resumed")] == [1, 1]
     log = (run.path / "log.txt").read_text()
     assert "1 of 2 cores" in log and "1: 10 ms, 2: 20 ms" in log and "as in the run so far" in log
@@ -75,6 +76,32 @@ def test_the_choice_is_recorded_and_a_resume_takes_it_up(corpus, tmp_path, monke
     assert newest.meta["threads"] == 1
     given = train(tiny_recipe(corpus, tmp_path / "given", train__threads=2, train__steps=2))
     assert "2, by train.threads" in (given.path / "log.txt").read_text()
+
+
+def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus, tmp_path):
+    def settings():
+        exact = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), *exact
+
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("high")
+    before, during = settings(), set()
+    try:
+        recipe = tiny_recipe(corpus, tmp_path / "run", train__threads=1, train__deterministic=True, train__steps=2)
+        run = train(recipe, on_step=lambda now: during.add(settings()))
+        assert during == {(1, "highest", True, False)} and settings() == before
+        evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
+        assert during == {(1, "highest", True, False), (1, "highest", False, False)} and settings() == before
+
+        def fail(now):
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            train(recipe, on_step=fail, fresh=True)
+        assert settings() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
 
 
 def test_timing_changes_no_bit_of_the_training(corpus, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from windlass.evaluation.source import Source, alone, evaluating, find_source, o
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast as recipe_autocast
-from windlass.parallel.parallelize import uncompiled, unwrap
+from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.run import Run
 
 Event = tuple[int, int | None]
@@ -164,7 +164,7 @@ def generate_events(
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
     groups = iter(batches([len(prompt) for prompt in prompts], batch, window(model), sampling.max_tokens))
     group: _Batch | None = None
-    with evaluating(model), uncompiled():
+    with evaluating(model), varying_shapes():
         while True:
             if group is None or not group.active:
                 members = [(prompts[i], i if indices is None else indices[i]) for i in next(groups, [])]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import metadata
@@ -32,7 +33,7 @@ from windlass.evaluation.squad import evaluate_squad
 from windlass.fileio import make_dir, read_json, write_atomic
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, resolve_precision
+from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
 from windlass.recipe import Changes, Recipe, dotted
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SHARDED, SQUAD_SUITE
 from windlass.recipe.units import TOKENS_PER_MICRO_BATCH
@@ -60,10 +61,18 @@ class Suites:
         self, suite: str, model: Any, poll: Callable[[], bool] | None = None, whole: bool = False,
         progress: likelihood.Progress | None = None,
     ) -> tuple[Numbers, dict[str, str] | None] | None:  # fmt: skip
-        """The numbers of a suite, and SQuAD's predictions; None where `poll`, asked between passes, cut it short.
+        """The numbers of a suite, and SQuAD's predictions; None if `poll`, asked between passes, cut it short.
 
-        `whole`: the loss of all validation data, too, beside that of `eval.batches`.
+        `whole`: also measure the loss of all validation data, beside the loss of `eval.batches`.
         """
+        # Only the loss of text has passes of one shape; any other must not change how the training is compiled.
+        fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
+        with nullcontext() if fixed else varying_shapes():
+            return self._measure(suite, model, poll, whole, progress)
+
+    def _measure(
+        self, suite: str, model: Any, poll: Callable[[], bool] | None, whole: bool, progress: likelihood.Progress | None
+    ) -> tuple[Numbers, dict[str, str] | None] | None:
         recipe, ranks, tokenizer = self.recipe, self.ranks, self.tokenizer
         if suite in self.own:
             return self.own[suite](model), None

@@ -114,7 +114,8 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(
             q, k, v,
             attn_mask=mask,
-            is_causal=mask is None and q.shape[2] > 1,
+            # A constant without a cache: compared with a size that varies, it would break a compiled graph.
+            is_causal=mask is None and not (cache and q.shape[2] == 1),
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=H != K,
         )  # fmt: skip

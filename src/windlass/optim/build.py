@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from windlass.errors import UserError, did_you_mean
+from windlass.optim.muon import Muon, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
@@ -42,14 +43,17 @@ def build_optimizer(
         g["params"] = [rows.get(p, p) for p in g["params"]]
     adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps, "fused": devices <= FUSED_DEVICES}
     if settings.kind == "muon":
-        from windlass.optim.muon import Muon
-
         momentum = settings.muon_momentum
         optimizer: torch.optim.Optimizer = Muon(groups, momentum=momentum, **adam, device_type=device_type, group=group)
     elif settings.kind == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, **adam)
     else:
         optimizer = build_torch_optimizer(groups, settings)
+    if settings.kind in ("adamw", "muon"):
+        # Allocated now and not in the first update: if memory runs out, it does so before a parameter has changed.
+        for g in optimizer.param_groups:
+            for p in g["params"]:
+                optimizer.state[p] = new_state(p.detach(), g)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
 
 

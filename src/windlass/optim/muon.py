@@ -86,8 +86,7 @@ class Muon(torch.optim.Optimizer):
     def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
         for p in parameters:
             if not self.state[p]:
-                step = torch.zeros((), dtype=torch.float32, device=p.device if g["fused"] else "cpu")
-                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = new_state(p, g)
         states = [self.state[p] for p in parameters]
         first, second, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
@@ -98,16 +97,17 @@ class Muon(torch.optim.Optimizer):
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
-        ahead = (self._momentum(p, g["momentum"]) for p, _ in matrices)
+        ahead = (self._momentum(p, g) for p, _ in matrices)
         for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
             weight = _local(p)
             new = (weight * shrink).add_(update.to(weight), alpha=-lr * update_scale((max(parts), p.shape[1])))
             weight.copy_(self._if_finite(new, weight))
 
-    def _momentum(self, p: Tensor, rate: float) -> Tensor:
+    def _momentum(self, p: Tensor, g: dict[str, Any]) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead of it."""
         if not self.state[p]:
-            self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+            self.state[p] = new_state(p, g)
+        rate = g["momentum"]
         gradient, momentum = _local(p.grad), _local(self.state[p]["momentum_buffer"])
         gradient = self._if_finite(gradient, momentum)  # replaced by the momentum it leaves the momentum as it was
         momentum.lerp_(gradient, 1 - rate)
@@ -154,6 +154,14 @@ class Muon(torch.optim.Optimizer):
             back = flat.new_empty(sum(out))
             dist.all_to_all_single(back, flat, out, into, group=group)
             yield from (x.view(like.shape) for x, like in zip(back.split(out[: len(batch)]), local, strict=True))
+
+
+def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """A parameter's state before its first update, as Muon and torch's AdamW have it."""
+    if group.get("muon"):
+        return {"momentum_buffer": torch.zeros_like(p)}
+    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def _replicated(

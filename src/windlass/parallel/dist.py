@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -69,6 +69,7 @@ class Ranks:
         self.mark = self.status.mark
         self._heartbeat: Heartbeat | None = None
         self._failed, self._timeout, self._exchanges = False, 0.0, Counter[str]()
+        self._restore = process_settings()
 
     def set_timeout(self, seconds: float) -> None:
         """From now on a collective or a wait on the store may take so long."""
@@ -147,6 +148,7 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._restore()
         if error is None or self.world == 1 or isinstance(error, Stopped):  # all ranks stop together
             self.stop()
         elif not self._failed:
@@ -158,6 +160,28 @@ class Ranks:
                 why = f"the first failure was that of {first}"
             if lost:
                 raise RunFailed(str(self.status.failure(f"it lost the others: {why}"))) from error
+
+
+def process_settings() -> Callable[[], None]:
+    """A function that gives the process back the settings that it has now.
+
+    Computing changes them for the whole process: threads, the arithmetic of matrix products, deterministic kernels, and
+    whether compiled blocks are split under DDP.
+    """
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    compiler = sys.modules.get("torch._dynamo")
+    optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
+
+    def restore() -> None:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(matmul)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if compiler := sys.modules.get("torch._dynamo"):
+            compiler.config.optimize_ddp = optimize_ddp
+
+    return restore
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
@@ -225,8 +249,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
-    elif recipe.train.tf32:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if recipe.train.tf32 and device.type == "cuda" else "highest")
     if ranks.strategy == "single":
         return
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

@@ -55,11 +55,13 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
 
     Parameters on the meta device come out on the ranks' device, *uninitialised*; of others rank 0's values reach every rank.
     `model.blocks()` lists the units of sharding, checkpointing and compiling; without any of these a model needs none. Returns
-    the model itself (FSDP2 works in place) or a DistributedDataParallel around it; call it for the loss.
+    the model itself (FSDP2 works in place), or on several ranks a DistributedDataParallel around it; call it for the loss.
     """
     settings, blocks = recipe.parallel, repeated_parts(model, recipe, ranks)
     checkpoint_activations(blocks, settings.activation_checkpointing)
     if recipe.train.compile:
+        # With it Dynamo splits a block under DDP at the ends of buckets. `Ranks` restores it.
+        torch._dynamo.config.optimize_ddp = False
         for block in blocks:
             block.forward = torch.compile(block.forward)
     on_meta = any(p.is_meta for p in model.parameters())
@@ -73,10 +75,10 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         if on_meta:
             _move(model, torch.device("cpu") if settings.offload else ranks.device, ranks.device)
         return model
-    if ranks.strategy == "single":
-        return model
     for p in model.parameters() if ranks.strategy == SHARD_OPTIM else ():
         p.data = p.data.contiguous()  # torch's fused optimizers take rows as consecutive numbers
+    if ranks.world == 1:  # nothing to exchange; and DDP could not do a step again after memory ran out in it
+        return model
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch >= 2.12
     options: dict[str, Any] = {
         "device_ids": [ranks.device] if ranks.device.type == "cuda" else None, "init_sync": False,  # done above
@@ -115,17 +117,9 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
     gather_again = ranks.strategy != "shard_grad_op"
     shard = functools.partial(fully_shard, mesh=ranks.mesh, offload_policy=offload)
 
-    # A norm raises its gathered gain and bias to float32, as autocast does on CUDA but not on a CPU.
-    def in_float32(norm: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        wide = {name: p.float() for name, p in norm.named_parameters() if p.dtype in LOW.values()}
-        return torch.func.functional_call(norm, wide, args, kwargs) if wide else forward(*args, **kwargs)
-
+    if low and ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
+        compute_in_float32([module for block in blocks for module in block.modules() if is_foreign_norm(module)])
     for block in blocks:
-        for module in block.modules() if low else ():
-            # A norm, of a model library too, has it in its class's name, and no parameters but vectors.
-            vectors = [p.dim() <= 1 for p in module.parameters()]
-            if "norm" in type(module).__name__.lower() and vectors and all(vectors):
-                module.forward = functools.partial(in_float32, module, module.forward)
         shard(block, reshard_after_forward=gather_again, mp_policy=in_blocks)
     shard(model, reshard_after_forward=False, mp_policy=in_root)
     for module in model.modules():
@@ -140,6 +134,37 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
             unit.set_modules_to_backward_prefetch(units[max(1, i - settings.backward_prefetch) : i][::-1])
     model.keeps_gathered = not gather_again  # type: ignore[assignment]  # both for `sync_gradients`
     model.reduces_always = settings.reduce_each_micro_batch  # type: ignore[assignment]
+
+
+def is_foreign_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm of a model library, by its class's name and parameters; ours raises its own weights."""
+    kind, vectors = type(module), [p.dim() <= 1 for p in module.parameters()]
+    is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
+    return is_norm and not kind.__module__.startswith("windlass.")
+
+
+def compute_in_float32(modules: list[nn.Module]) -> None:
+    """Have modules raise their gathered low-precision parameters to float32 in each forward pass.
+
+    Each class of modules gets one subclass. Dynamo guards a function that is set on a module by its identity, so that a
+    function for each module would compile every block again.
+    """
+    subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in modules:
+        kind = type(module)
+        if kind not in subclasses:
+
+            def forward(self: Any, *args: Any, _kind: Any = kind, **kwargs: Any) -> Any:
+                wide = {name: p.float() for name, p in self.named_parameters() if p.dtype in LOW.values()}
+                # `functional_call` comes back here with the wide parameters in their places.
+                return (
+                    torch.func.functional_call(self, wide, args, kwargs)
+                    if wide
+                    else _kind.forward(self, *args, **kwargs)
+                )
+
+            subclasses[kind] = type(kind.__name__, (kind,), {"forward": forward})
+        module.__class__ = subclasses[kind]
 
 
 def _move(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
@@ -209,10 +234,27 @@ def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Inside, compiled blocks run eagerly: with a cache that grows, each new length could have them compiled again."""
+@contextlib.contextmanager
+def varying_shapes() -> Iterator[None]:
+    """Around passes whose shapes vary, outside the training: compiled blocks run eagerly, and attention does not plan.
+
+    A compiled block that has seen other sizes is compiled with sizes that vary from then on, for the training too.
+    """
     compiler = sys.modules.get("torch._dynamo")  # loading it takes seconds, and without it nothing is compiled
-    return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
+    stance = torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
+    with stance, attention_without_plans():
+        yield
+
+
+@contextlib.contextmanager
+def attention_without_plans() -> Iterator[None]:
+    """Inside, attention on CUDA is flash or memory-efficient: cuDNN's takes about 0.4 s to plan for each new shape."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

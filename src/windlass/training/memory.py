@@ -50,6 +50,8 @@ def prepare_retry(batch: BatchPlan, saves: Saves, suites: Suites) -> None:
     size, recorder = batch.micro_batch, saves.recorder
     saves.optimizer.zero_grad(set_to_none=True)
     gc.collect()
+    if recorder.plan.recipe.train.compile:
+        torch.compiler.reset()  # else the blocks' next graph has a batch that varies, and a resume's has not
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     suites.batch = saves.meta["micro_batch"] = size

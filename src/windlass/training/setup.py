@@ -39,7 +39,7 @@ from windlass.optim.build import build_optimizer, torch_optimizer
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, unwrap
+from windlass.parallel.parallelize import attention_without_plans, autocast, parallelize, resolve_precision, unwrap
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe, as_recipe
 from windlass.run import Run, read_lines
@@ -111,6 +111,8 @@ def train(
             return plan.run
         plan.recipe.check_packages()
         callbacks.check(plan.recipe)
+        if plan.recipe.data.format != "text":  # rows of varying lengths
+            stack.enter_context(attention_without_plans())
         set_up(plan, model, data, callbacks, stop, stack, stop_at).run()
     gc.collect()  # the parts refer to each other: memory of the device, files and sockets are free when this returns
     return Run(plan.run.path)  # reads the recipe again, which an extension has changed
@@ -152,8 +154,8 @@ def set_up(
     recorder = Recorder(plan, ranks, facts, horizon, state, goodput, attempt, origin, stack)
     # A signal before the first step ends the process (see stop.py), but the ledger says how this start ended.
     stop.before_exit = lambda name: recorder.event("preempted", reason=name, saved=True)
-    if ranks.main:  # the optimizer has no state before its first step: 8 bytes a parameter are to come
-        size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if state.step else 8 * facts.sizes.trained)
+    if ranks.main:  # an optimizer of torch has no state before its first step: say 8 bytes a parameter
+        size = gather_state(model, optimizer, 0, 1).total_bytes + (0 if optimizer.state else 8 * facts.sizes.trained)
         notes += shortages(plan, horizon, state.step, size)
     notes += [note] if custom is None and (note := export_note(recipe.model)) else []
     recorder.started(batch, threads, describe(data), unwrap(model), str(choice.path) if choice else "", notes)

@@ -1,0 +1,131 @@
+"""What `train.compile` compiles: one graph for all blocks, without breaks, whatever is evaluated in between."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from harness import Join, recipe, run_ranks
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import hf_fixtures
+from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.suites import Suites
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
+from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.env import DistEnv
+from windlass.parallel.parallelize import autocast, parallelize, unwrap
+
+VOCAB = 64
+SMALL = {"model__layers": 12, "model__heads": 2, "model__width": 16, "model__context": 32}
+LOW = {"parallel__strategy": "full_shard", "train__precision": "bf16"}
+Work = Callable[[Any, Ranks, Callable[..., None]], object]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[torch.fx.GraphModule]]]:
+    """A function that does some work with a compiled model, and gives the graphs; a break in one is a failure."""
+    warnings.simplefilter("ignore")
+    graphs = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+
+    def run(work: Work, **settings: Any) -> list[torch.fx.GraphModule]:
+        small = {} if settings.get("model__kind") == "hf" else SMALL
+        chosen = recipe(**small, **settings, train__compile=True)
+        with init_ranks(DistEnv(), chosen) as ranks:
+            model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
+            initialise(unwrap(model), 1)
+
+            def train(rows: int = 2, length: int = 32) -> None:
+                tokens = torch.arange(rows * length).reshape(rows, length) % VOCAB
+                with autocast(chosen, ranks.device):
+                    loss = model(tokens, tokens)
+                loss.backward()
+
+            work(model, ranks, train)
+        assert not counters["graph_break"] and counters["frames"]["ok"] == counters["frames"]["total"]
+        return graphs.graphs
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield run
+    torch._dynamo.reset()
+
+
+def static(graph: torch.fx.GraphModule) -> bool:
+    """Whether every size that a graph is given is a number."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    return all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, LOW, LOW | {"train__precision": "fp16"}],
+    ids=["one rank", "FSDP2 in bf16", "FSDP2 in fp16"],
+)
+def test_all_blocks_are_one_graph(compiled, settings):
+    (graph,) = compiled(lambda model, ranks, train: [train() for _ in range(2)], **settings)
+    assert static(graph)
+
+
+def ddp_step(join: Join) -> tuple[int, int]:
+    """The graphs of a step of DDP whose blocks lie in several buckets, and what splits graphs afterwards."""
+    warnings.simplefilter("ignore")
+    graphs = CompileCounterWithBackend("eager")
+    torch.compile = partial(torch.compile, backend=graphs)
+    chosen = recipe(**SMALL, train__compile=True, parallel__strategy="ddp", parallel__bucket_mb=0.005)
+    with join(chosen) as ranks:
+        model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
+        initialise(unwrap(model), 1)
+        tokens = torch.zeros(2, 32, dtype=torch.int64)
+        for _ in range(2):
+            model(tokens, tokens).backward()
+    return len(graphs.graphs), torch._dynamo.config.optimize_ddp
+
+
+def test_the_buckets_of_ddp_split_no_block():
+    assert run_ranks(ddp_step, 2) == [(1, True)] * 2
+
+
+def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):
+    directory = hf_fixtures.save("llama", tmp_path, num_hidden_layers=10)
+    hf = {"model__kind": "hf", "model__name": str(directory), "model__context": 32}
+    assert len(compiled(lambda model, ranks, train: train(), **hf, **LOW)) == 1
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_rows_of_varying_length_break_no_graph(compiled, checkpointing):
+    graphs = compiled(
+        lambda model, ranks, train: [train(2, length) for length in (32, 20, 9, 32, 11)],
+        parallel__activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    assert list(map(static, graphs)) == [True, False]
+
+
+def test_an_evaluation_leaves_the_trainings_graph_static(compiled, monkeypatch):
+    def evaluate_then_train(model: Any, ranks: Ranks, train: Callable[..., None]) -> None:
+        rows = [Continuation([1] * n, [2, 3]) for n in (3, 9, 20, 28)]
+
+        def harness(tasks: str, *_: Any, **how: Any) -> dict[str, Any]:
+            return {"rows": len(log_likelihoods(model, rows[: 4 if tasks == "a" else 2], ranks, **how) or [])}
+
+        monkeypatch.setattr("windlass.evaluation.suites.run_harness", harness)
+        own = {"own:x": lambda m: {"score": float(unwrap(m)(torch.zeros(3, 7, dtype=torch.int64)).sum())}}
+        suites = Suites(recipe(**SMALL), None, ranks, own=own)  # type: ignore[arg-type]
+        for suite in ("lm-eval:a", "lm-eval:b", "own:x"):
+            assert suites.measure(suite, model) is not None
+        generate(model, [[1, 2, 3]], Sampling(max_tokens=4, temperature=0), ranks)
+        train()
+        suites.measure("lm-eval:b", model)
+        train()
+
+    (graph,) = compiled(evaluate_then_train)
+    assert static(graph)
