@@ -21,7 +21,10 @@ from pathlib import Path
 import pytest
 
 import hf_fixtures
+from helpers import overrides, write_corpus
 from windlass.cli import main
+from windlass.optim.schedule import factor
+from windlass.recipe import Horizon
 from windlass.run import Run
 
 PAGES = Path(__file__).parents[2] / "docs" / "tutorials"
@@ -158,6 +161,33 @@ def test_every_command_of_a_tutorial_runs(
     missing = [pattern for pattern in page.makes if not glob.glob(pattern)]
     assert not missing and not unused, (missing, unused, sorted(glob.glob("**", recursive=True))[:80])
     assert [words for words in page.prints if words not in printed] == [], printed[-3000:]
+
+
+def test_the_stitched_run_of_the_exercises_is_the_beginning_of_the_long_one(tmp_path, monkeypatch, capsys):
+    """Saved at 50 and continued to 100 of 4,400 steps, by the commands of the page, of a small model on one rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WINDLASS_QUIET_END", "1")
+    write_corpus(tmp_path / "web.txt", 4000)
+    small = overrides({
+        "data.source": "web.txt", "data.tokenizer": "byte", "data.streaming": False, "data.max_tokens": 0, "data.val_fraction": 0.1,
+        "model.vocab": 257, "model.layers": 1, "model.heads": 1, "model.width": 16, "model.context": 16, "eval.batches": 1,
+        "train.global_batch": 2, "telemetry.every": 1, "eval.sample_every": 0, "parallel.device": "cpu",
+    })  # fmt: skip
+    page = (PAGES.parent / "exercises.md").read_text(encoding="utf-8")
+    part = page.partition("\n## B.")[2].partition("\n## C.")[0]
+    typed = [words_of(text) for kind, text in commands(part) if kind == "run" and "runs/longer" in text]
+    for words in typed:
+        words = [word for word in words if word not in ("--world", "2")]
+        more = small if "c4-29m" in words else ["--no-plots"] if words[0] == "report" else []
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        assert ended.value.code == 0, capsys.readouterr().err
+    run = Run(tmp_path / "runs" / "longer")
+    assert run.state == "stopped" and [e["step"] for e in run.events if e["event"] == "resumed"] == [50]
+    schedule, horizon = run.recipe.optim.schedule, Horizon(4400, 0, 1)
+    whole = [run.recipe.optim.lr * factor(schedule, horizon, step) for step in range(100)]
+    assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole) and whole[43] == max(whole)
+    assert (run.report_dir / "index.html").is_file()
 
 
 def test_the_notebook_runs(tmp_path):
