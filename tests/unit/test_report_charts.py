@@ -51,6 +51,21 @@ def test_smoothing_is_the_weighted_mean_of_what_is_finite(values, weight):
         assert smooth == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
+def test_of_several_runs_each_rank_has_a_line_for_allocated_and_one_for_reserved_memory(tmp_path):
+    """As the comparison of learning rates on two workers plots it; of many ranks the mean and range of each run."""
+    runs = [view(build_run(tmp_path / name, ranks=2, steps=30), name) for name in ("a", "b", "c")]
+    found = {chart.id: chart for chart in charts(runs)}
+    for key, word, base in (("memory", "allocated", 1480), ("memory-reserved", "reserved", 1900)):
+        chart = found[key]
+        assert [s.name for s in chart.series] == [f"{run}, rank {rank}" for run in "abc" for rank in (0, 1)]
+        assert chart.title.endswith(word) and len({(s.run, s.dash) for s in chart.series}) == 6
+        assert all(abs(np.nanmean(s.y) - base - 60 * (i % 2)) < 5 for i, s in enumerate(chart.series))
+    assert len(found["utilisation"].series) == 6
+    wide = [view(build_run(tmp_path / f"wide-{i}", ranks=7, steps=30), f"{i}") for i in range(4)]
+    means = {chart.id: chart for chart in charts(wide)}["memory-reserved"].series
+    assert [s.name for s in means] == [f"{i}" for i in range(4)] and all(s.low is not None for s in means)
+
+
 def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_path):
     cuda, cpu = described(one), described(view(build_run(tmp_path / "cpu", device="cpu", ranks=1, steps=30)))
     assert list(cuda)[:4] == ["loss", "suite-hellaswag", "lr", "grad_norm"] and {"memory", "power"} <= set(cuda)

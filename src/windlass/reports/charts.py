@@ -23,6 +23,7 @@ from windlass.study.result import diverged
 POINTS = 2400  # of a series over all runs, of one run at least 400: more than a screen has pixels
 RANK_POINTS = 400
 FEW_RANKS = 8  # have a line each; more are drawn as mean and range, with the two extreme ranks by name
+FEW_LINES = 24  # of the ranks of several runs; more are drawn as the mean and range of each run
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ RANKS = (
 
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
-    """The charts for which a run has numbers, the loss first. Of several runs each chart has the first column alone."""
+    """The charts for which a run has numbers, the loss first. Of several runs a chart has one column."""
     several = len(views) > 1
     in_bits = common_measure([seen.evaluated for seen in views])[0] == BITS
     series = [one for run, seen in enumerate(views) for one in _loss(views, run, bits_factor(seen) if in_bits else 1.0)]
@@ -111,8 +112,12 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
         series = _columns(views, [seen.train for seen in views], columns, factor, smooth=smooth)
         described.append(Chart(key, title, unit, series, zero=True))
     for key, title, unit, columns in RANKS:
-        series = [one for run, seen in enumerate(views) for one in _ranks(seen, run, columns, several)]
-        described.append(Chart(key, title, unit, series, zero=True))
+        for number, (column, what) in enumerate(columns.items()) if several else ():  # a chart for each column
+            series = [one for run in range(len(views)) for one in _ranks(views, run, {column: what})]
+            own = f"{title}, {what}" if len(columns) > 1 else title
+            described.append(Chart(f"{key}-{slug(what)}" if number else key, own, unit, series, zero=True))
+        if not several:
+            described.append(Chart(key, title, unit, _ranks(views, 0, columns), zero=True))
     return [chart for chart in described if chart.series]
 
 
@@ -169,10 +174,11 @@ def _series(views: Sequence[RunView], run: int, track: Track, column: str, **res
     return Series(run=run, step=step, tokens=tokens, hours=hours, y=track[column][keep], dash=dash, **rest)
 
 
-def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -> list[Series]:
-    """The ranks' lines on one grid of time; of many ranks (and of several runs) their mean and range."""
-    series = []
-    for place, (column, what) in enumerate(list(columns.items())[: 1 if several else None]):
+def _ranks(views: Sequence[RunView], run: int, columns: Mapping[str, str]) -> list[Series]:
+    """The lines of a run's ranks on one grid of time; of many ranks (or many runs) their mean and range."""
+    seen, several, series = views[run], len(views) > 1, []
+    lines = max(len(one.ranks) for one in views) * len(views) if several else 0  # at most
+    for place, (column, what) in enumerate(columns.items()):
         tracks = [track for track in seen.ranks if track.has(column)]
         if not tracks:
             continue
@@ -191,8 +197,9 @@ def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -
         steps, tokens = (interpolate(seen.train, "hours", hours, name) for name in ("step", "tokens"))
         axes: dict[str, Any] = {"run": run, "step": steps, "tokens": tokens, "hours": hours}
         suffix = f", {what}" if len(columns) > 1 and not several else ""
-        many, chosen = len(tracks) > FEW_RANKS, list(range(len(tracks)))
-        if several or many:
+        many = len(tracks) > FEW_RANKS or lines > FEW_LINES or (several and len(tracks) == 1)
+        chosen = list(range(len(tracks)))
+        if many:
             name = seen.label if several else f"mean of {len(tracks)} ranks{suffix}"
             mean, low, high = np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0)
             colour = None if several else 0
@@ -200,8 +207,11 @@ def _ranks(seen: RunView, run: int, columns: Mapping[str, str], several: bool) -
             means = np.nanmean(table, axis=1)
             chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
         for i in chosen:
-            name = f"rank {tracks[i].rank}{suffix}"
-            series.append(Series(**axes, name=name, y=table[i], colour=(i + many) % 8, dash=place, minor=True))
+            look: dict[str, Any] = {"colour": (i + many) % 8, "dash": place}
+            if several:  # the run's own colour
+                look = {"colour": None, "dash": (run // 8 + i) % 3}
+            name = f"{f'{seen.label}, ' * several}rank {tracks[i].rank}{suffix}"
+            series.append(Series(**axes, name=name, y=table[i], minor=True, **look))
     return series
 
 
