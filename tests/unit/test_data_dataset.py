@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -14,9 +16,12 @@ from hypothesis import strategies as st
 from helpers import refused
 from windlass.data import shards
 from windlass.data.prepare import open_data
-from windlass.data.samples import DocumentSamples, PackedSamples
-from windlass.data.shards import Index, ShardWriter, Stream
+from windlass.data.samples import DocumentSamples, PackedSamples, split_documents, split_stream
+from windlass.data.shards import Index, Range, ShardWriter, Split, Stream, cut_shards
+from windlass.data.tokenizer import Description
 from windlass.data.vocabulary import char_tokenizer, train_bpe
+from windlass.errors import UserError
+from windlass.parallel.env import DistEnv
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +38,7 @@ def stream_of(folder, pieces, shard_tokens):
     return Stream(folder, writer.finish()), [t for piece in pieces for t in piece]
 
 
+TOKENIZER = Description(kind="byte", fingerprint="", vocab=257, eot=256)
 PIECES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
@@ -44,7 +50,8 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     assert stream.read(0, len(tokens)).tolist() == tokens and len(stream._open) <= 3
     start = data.draw(st.integers(0, len(tokens)))
     stop = data.draw(st.integers(start, len(tokens)))
-    samples = PackedSamples(stream, start, stop, context, ragged=ragged)
+    part = Stream(stream._directory, cut_shards(stream.shards, start, stop))
+    samples = PackedSamples(part, context, ragged=ragged)
     inside = tokens[start:stop]
     pairs = list(pairwise(inside))
     rows = [pairs[i : i + context] for i in range(0, len(pairs), context)]
@@ -59,17 +66,23 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
         padding = context - len(row)
         assert x == [a for a, _ in row] + [0] * padding
         assert y == [b for _, b in row] + [-100] * padding
-    shard_of_row = np.searchsorted(stream.edges, start + context * np.arange(len(rows)), side="right") - 1
-    assert samples.shard_samples == np.bincount(shard_of_row, minlength=len(stream.shards)).tolist()
+    shard_of_row = np.searchsorted(part.edges, context * np.arange(len(rows)), side="right") - 1
+    assert samples.shard_samples == np.bincount(shard_of_row, minlength=len(part.shards)).tolist()
 
 
 @given(PIECES, st.integers(3, 40), st.integers(1, 35))
 def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     eot, count = 60_000, iter(range(10**6))
     pieces = [[eot] + [next(count) for _ in range(n)] for n in lengths]
-    stream, _ = stream_of(tmp_path_factory.mktemp("x"), pieces, shard_tokens)
+    folder = tmp_path_factory.mktemp("x")
+    stream, _ = stream_of(folder, pieces, shard_tokens)
     first = len(pieces) // 3
-    samples = DocumentSamples(stream, sum(map(len, pieces[:first])), len(stream), context, eot)
+    split = Split(ranges=[Range(stream="shard", start=sum(map(len, pieces[:first])), stop=len(stream))])
+    index = Index(
+        settings={}, source={}, tokenizer=TOKENIZER, streams={"shard": stream.shards}, splits={"train": split}
+    )
+    part, starts = split_stream(folder, index, split), split_documents(folder, index, split)
+    samples = DocumentSamples(part, starts, context, eot)
     assert len(samples) == sum(samples.shard_samples) == len(pieces) - first
     tokens, labels = samples.read(np.arange(len(samples)))
     for i, piece in enumerate(pieces[first:]):
@@ -108,10 +121,63 @@ def test_checksums_are_read_once_for_each_state_of_a_file(prepared, monkeypatch)
     (data.directory / "verified.json").write_text("[1, 2")
     for _ in range(2):
         open_data(recipe)
-    assert sorted(read) == sorted(shard.file for shard in Index.load(data.directory).shards)
+    files = [file for shard in Index.load(data.directory).shards for file in (shard.file, shard.table_file)]
+    assert sorted(read) == sorted(files)
     os.utime(data.directory / "shard-00001.bin")
     open_data(recipe)
     assert read[-1] == "shard-00001.bin"
+
+
+class Pair:
+    """Two ranks of a host as threads."""
+
+    def __init__(self, rank, exchanged, barrier):
+        self.rank, self.world, self.env = rank, 2, DistEnv(rank=rank, world=2, local_rank=rank, local_world=2)
+        self.exchanged, self.barrier = exchanged, barrier
+
+    def all_gather_object(self, name, value):
+        self.exchanged[name, self.rank] = value
+        self.barrier.wait(20)
+        return [self.exchanged[name, rank] for rank in range(2)]
+
+
+def open_on_two_ranks(recipe):
+    """What each of two ranks opens, or its error."""
+    exchanged, barrier = {}, threading.Barrier(2)
+
+    def one(rank):
+        try:
+            return open_data(recipe, Pair(rank, exchanged, barrier))
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+def test_the_ranks_of_a_host_divide_the_files_of_a_directory_that_cannot_be_written(prepared, monkeypatch):
+    recipe, data = prepared
+    read, real = [], shards.sha256_of
+    (data.directory / "verified.json").unlink()
+    monkeypatch.setattr(shards, "remember", lambda directory, states: None)
+    monkeypatch.setattr(shards, "sha256_of", lambda path: read.append(path.name) or real(path))
+    assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
+    files = [path.name for pattern in ("*.bin", "*.documents") for path in data.directory.glob(pattern)]
+    assert len(files) > 4 and sorted(read) == sorted(files)
+    path = data.directory / "shard-00001.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert ["shard-00001.bin is damaged" in str(error) for error in open_on_two_ranks(recipe)] == [True] * 2
+
+
+def test_rows_of_documents_are_opened_without_reading_a_shard(prepared, monkeypatch):
+    recipe, _ = prepared
+    opened, real = [], np.fromfile
+    monkeypatch.setattr(
+        np, "fromfile", lambda path, *how, **more: opened.append(path.suffix) or real(path, *how, **more)
+    )
+    monkeypatch.setattr("windlass.data.shards.os.pread", None)
+    rows = open_data(recipe.replace("data.packing=documents"))
+    assert len(rows.train) > 10 and set(opened) == {".documents"}
 
 
 def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):

@@ -31,12 +31,13 @@ def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_pat
     data = open_data(recipe)
     assert data.index is not None
     train, val = data.index.splits["train"], data.index.splits["val"]
-    assert (train.start, train.stop, val.stop) == (0, val.start, sum(sizes) + 4)
-    assert (val.stop - val.start) / val.stop == pytest.approx(0.1, rel=0.05)
-    if inside:
-        assert (train.documents, val.documents) == (4, 0)
+    (first,), (second,) = train.ranges, val.ranges
+    assert (first.start, first.stop, second.stop) == (0, second.start, sum(sizes) + 4)
+    assert val.tokens / second.stop == pytest.approx(0.1, rel=0.05)
+    if inside:  # each part of the document counts
+        assert (train.documents, val.documents) == (4, 1)
     else:  # the last document is near enough to a tenth
-        assert (train.documents, val.documents, val.stop - val.start) == (3, 1, 1001)
+        assert (train.documents, val.documents, val.tokens) == (3, 1, 1001)
     text = (tmp_path / "books" / "book-3.txt").read_text()
     row = data.train.read(np.array([len(data.train) - 1]))
     last = data.val.read(np.array([0]))[0][0] if data.val else []
@@ -51,7 +52,7 @@ def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", val_fraction=0.1)
     open_data(recipe)
     err = capsys.readouterr().err
-    assert "data.val_fraction = 0.1" in err and "% of the tokens are held out" in err and "data.eval_source" in err
+    assert "data.val_fraction = 0.1" in err and "% of the text are held out" in err and "data.eval_source" in err
     open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
     assert "data.max_tokens = 500" not in capsys.readouterr().err
     whole = recipe_for(books(tmp_path / "books", 3000, 3000), tmp_path / "long", max_tokens=1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import refused
+from windlass.data.facts import describe, lines, warnings
 from windlass.data.prepare import data_dir, find_prepared, open_data, prepare
+from windlass.data.samples import split_stream
 from windlass.data.shards import Stream
 from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import RunFailed, UserError
@@ -33,8 +36,8 @@ def run(recipe):
 
 
 def split_tokens(directory, index, name):
-    split = index.splits[name]
-    return Stream(directory, index.streams[split.stream]).read(split.start, split.stop)
+    stream = split_stream(directory, index, index.splits[name])
+    return stream.read(0, len(stream))
 
 
 def files_of(directory: Path):
@@ -81,7 +84,7 @@ def test_documents_lie_end_to_end(tmp_path):
     tokenizer = load_tokenizer(recipe_for("x"), directory)
     tokens, stream = packed(texts, tokenizer), Stream(directory, index.streams["shard"])
     assert stream.read(0, len(stream)).tolist() == tokens
-    assert stream.document_starts(256).tolist() == [i for i, t in enumerate(tokens) if t == tokenizer.eot]
+    assert stream.documents()["start"].tolist() == [i for i, t in enumerate(tokens) if t == tokenizer.eot]
     assert [s.tokens for s in index.shards[:-1]] == [1024] * (len(index.shards) - 1) and len(index.shards) > 3
     nonempty = [t for t in texts if t]
     held = round(len(nonempty) / 4)
@@ -255,3 +258,105 @@ def test_a_damaged_index(tmp_path):
         path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
         with refused("index.json", "prepare the data again"):
             prepare(recipe)
+
+
+# -- several sources, and the text that is held out
+
+
+def table(data):
+    """What was read of each source: documents, tokens, tokens trained on and held out."""
+    return {
+        Path(r["source"]).name: (r["documents"], r["tokens"], r["train"], r["val"]) for r in describe(data)["sources"]
+    }
+
+
+def three_sources(folder):
+    """A novel of one document, many documents, and a source of a tenth of the size."""
+    (folder / "novel.txt").write_text("call me something else. " * 400)
+    jsonl(folder / "many.jsonl", [f"document number {n}, " * 4 for n in range(200)])
+    jsonl(folder / "few.jsonl", [f"short {n}" * 10 for n in range(12)])
+    return [str(folder / name) for name in ("novel.txt", "many.jsonl", "few.jsonl")]
+
+
+def test_of_each_source_a_share_is_held_out_and_the_rest_trained_on(tmp_path):
+    recipe = recipe_for("x", tmp_path / "data", val_fraction=0.1)
+    data = open_data(recipe.replace({"data.source": three_sources(tmp_path)}))
+    used = table(data)
+    assert [used[name][0] for name in ("novel.txt", "many.jsonl", "few.jsonl")] == [1, 200, 12]
+    for _, tokens, trained, held_out in used.values():
+        assert trained + held_out == tokens and held_out / tokens == pytest.approx(0.1, abs=0.03)
+    assert data.val.tokens == sum(row[3] for row in used.values())
+    text = data.tokenizer.decode(data.val.stream.read(0, data.val.tokens))
+    assert "something else" in text and "document number 199" in text and "short 11" in text
+    trained = data.tokenizer.decode(data.train.stream.read(0, data.train.tokens))
+    assert "document number 179," in trained and "document number 180," not in trained and "short 11" not in trained
+    shown = lines(describe(data), 16)["sources"].split("\n")
+    assert (
+        len(shown) == 4
+        and "held out" in shown[0]
+        and "many.jsonl" in shown[2]
+        and f"{used['many.jsonl'][2]:,}" in shown[2]
+    )
+
+
+def test_max_tokens_takes_a_share_of_every_source_and_an_empty_one_is_a_warning(tmp_path):
+    sources = three_sources(tmp_path)[1:]
+    jsonl(tmp_path / "none.jsonl", ["", ""])
+    recipe = recipe_for("x", tmp_path / "data", max_tokens=5000).replace(
+        {"data.source": [*sources, str(tmp_path / "none.jsonl")]}
+    )
+    data = open_data(recipe)
+    used, whole = table(data), [Path(source).stat().st_size for source in sources]
+    for name, size in zip(("many.jsonl", "few.jsonl"), whole, strict=True):
+        assert used[name][2] == pytest.approx(5000 * size / sum(whole), rel=0.25)
+    assert used["none.jsonl"] == (0, 0, 0, 0)
+    (warning,) = warnings(describe(data))
+    assert "none.jsonl" in warning and "data.source" in warning
+    assert (
+        warnings(describe(open_data(recipe.replace({"data.source": sources, "data.dir": str(tmp_path / "two")})))) == []
+    )
+
+
+@pytest.mark.parametrize("most", [0, 3000])
+@pytest.mark.parametrize("count", [5, 150])
+def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, count):
+    """With `max_tokens` too, and where one document is divided; nothing of it is trained on."""
+    sizes = [1 + n % 4 + 300 // count for n in range(count)]
+    texts = [" ".join(f"the cat {n}-{k} sat on the mat." for k in range(size)) for n, size in enumerate(sizes)]
+    source, found = jsonl(tmp_path / "x.jsonl", texts), {}
+    for name, more in {"byte": {}, "char": {}, "bpe": {"tokenizer_vocab": 300}}.items():
+        recipe = recipe_for(source, tmp_path / name, tokenizer=name, max_tokens=most, **more)
+        directory, index = run(recipe)
+        tokenizer = load_tokenizer(recipe, directory)
+        train, val = (tokenizer.decode(split_tokens(directory, index, split)) for split in ("train", "val"))
+        found[name] = val, index.splits["val"].text
+        assert not {*re.findall(r" \d+-\d+ ", val)} & {*re.findall(r" \d+-\d+ ", train)}
+    assert len(set(found.values())) == 1 and found["byte"][0] and found["byte"][1]
+    _, other = run(recipe_for(source, tmp_path / "other", max_tokens=most, val_fraction=0.3))
+    assert other.splits["val"].text != found["byte"][1]
+
+
+def test_a_validation_source_is_read_up_to_as_many_bytes_by_every_tokenizer(tmp_path):
+    source, held = jsonl(tmp_path / "x.jsonl", documents(60)), jsonl(tmp_path / "v.jsonl", documents(60, seed=4))
+    single = tmp_path / "one.txt"
+    single.write_text("a text that is validated on, " * 99)
+    for other in (held, single):
+        options = {"eval_source": str(other), "max_tokens": 4000, "tokenizer_vocab": 300}
+        indices = [
+            run(recipe_for(source, tmp_path / f"{other.stem}-{t}", tokenizer=t, **options))[1] for t in ("byte", "bpe")
+        ]
+        assert indices[0].splits["val"].text == indices[1].splits["val"].text != ""
+        assert indices[0].splits["val"].tokens > indices[1].splits["val"].tokens
+
+
+def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("windlass.data.documents.BATCH_CHARACTERS", 500)
+    sources, options = three_sources(tmp_path), {"max_tokens": 9000, "tokenizer": "bpe", "tokenizer_vocab": 300}
+    recipes = [
+        recipe_for("x", tmp_path / name, **options).replace({"data.source": sources}) for name in ("whole", "broken")
+    ]
+    directory, whole = run(recipes[0])
+    index, deaths = killed_until_done(recipes[1], monkeypatch)
+    assert (
+        deaths > 3 and files_of(tmp_path / "broken") == files_of(directory) and index.fingerprint == whole.fingerprint
+    )

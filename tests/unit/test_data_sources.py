@@ -202,20 +202,19 @@ def test_datasets(streaming, tmp_path):
             read(source, streaming=streaming)
 
 
-def test_a_list_is_read_one_after_the_other_and_json_arrays_as_lines(tmp_path):
+def test_each_source_of_a_list_is_a_corpus_and_json_arrays_are_as_lines(tmp_path):
     write_all(tmp_path)
     array = tmp_path / "array.json"
     array.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
     assert read(str(array)) == TEXTS and read(str(array), start=7) == TEXTS[7:]
     names = [str(array), "stdlib", f"{tmp_path}/all.jsonl"]
     several = open_corpora(DataSettings(), names, notify=lambda text: None)
-    whole, alone = list(several.documents()), open_corpora(DataSettings(), ["stdlib"])
-    assert whole[: len(TEXTS)] == TEXTS == whole[-len(TEXTS) :] and not several.single_text
-    assert whole[len(TEXTS) : -len(TEXTS)] == list(alone.documents())
-    assert list(several.documents(30)) == whole[30:]
-    assert not has_changed([str(array)], open_corpora(DataSettings(), [str(array)]).description)
+    assert list(several[0].documents()) == TEXTS == list(several[2].documents())
+    assert [corpus.name for corpus in several] == names and not any(corpus.single_text for corpus in several)
+    assert all(corpus.size > 0 for corpus in several)
+    assert not has_changed(str(array), several[0].description)
     array.write_text("[]")
-    assert has_changed([names[0], names[2]], several.description)
+    assert has_changed(names[0], several[0].description) and not has_changed(names[2], several[2].description)
 
 
 def test_the_files_of_a_pattern_are_named_with_those_that_are_no_part_of_a_corpus(tmp_path):

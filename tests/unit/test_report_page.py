@@ -152,8 +152,12 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
     """4 nats at 4 bytes a token are 1 / ln 2 bits per byte, and 2 nats at one are 2 / ln 2."""
 
     def measured(size):
-        def change(line):
-            return line | ({"bits_per_byte": line["loss"] / size / math.log(2)} if "perplexity" in line else {})
+        def change(line):  # on as many bytes of the same text
+            if line.get("event") == "started":
+                return line | {"data": {"val": {"text": "00c0ffee"}}}
+            if "perplexity" not in line:
+                return line
+            return line | {"bits_per_byte": line["loss"] / size / math.log(2), "tokens": 4000 // size}
 
         return change
 

@@ -145,14 +145,24 @@ def test_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     axes = ["data.tokenizer=byte,gpt2"]
     study = Study.create(Recipe.load("quickstart", ["model.vocab=0"]), axes, tmp_path / "study")
     assert study.measure == BITS
-    for cell, loss, size in zip(study.cells, (2.0, 4.0), (640, 2560), strict=True):
-        finish(replace(study, cells=[cell]), loss, bits_per_byte=loss * 640 / size / math.log(2))
+    for cell, loss, tokens in zip(study.cells, (2.0, 4.0), (2560, 640), strict=True):
+        data = {"val": {"text": "00c0ffee"}}
+        write_ledger(study.run_of(cell), {"kind": "event", "event": "started", "step": 0, "data": data})
+        finish(replace(study, cells=[cell]), loss, tokens=tokens, bits_per_byte=loss * tokens / 2560 / math.log(2))
     winners, remark = study.winners()
     assert winners[0].assignment == {"data.tokenizer": "gpt2"} and "bytes" in remark
     assert winners[0].median == pytest.approx(4.0 / 4 / math.log(2))
     measured = [result.evaluated for result in study.results()]
-    assert [one.bytes for one in measured] == pytest.approx([640, 2560])
+    assert [one.bytes for one in measured] == pytest.approx([2560, 2560])
     assert common_measure([measured[0], measured[1]._replace(bytes=None)])[0] == ""
+    for other, word in (
+        ({"text": "bad"}, "00c0ffee, bad"),
+        ({"text": ""}, "not known"),
+        ({"bytes": 9e3}, "eval.batches"),
+    ):
+        measure, remark = common_measure([measured[0], measured[1]._replace(**other)])
+        assert measure == "" and word in remark and "no best" in remark
+    assert common_measure([measured[0], measured[0]._replace(text="bad")])[0] == ""
     same, other = measured[0]._replace(tokens=320), measured[0]._replace(data={"data.source": "b"})
     assert common_measure([measured[0]] * 2) == ("loss", "") and common_measure([measured[0], None])[0] == "loss"
     for one, word in ((same, "eval.batches"), (other, "data.source")):

@@ -92,7 +92,7 @@ def network_of(recipe: Recipe) -> str:
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """Turn a recipe's corpus into checked token shards; resumes where it was stopped, and does nothing twice."""
-    from windlass.data.facts import describe, lines
+    from windlass.data.facts import describe, lines, warnings
     from windlass.data.prepare import as_data
     from windlass.data.prepare import prepare as prepare_data
     from windlass.recipe import Recipe
@@ -100,9 +100,11 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
 
     loaded = Recipe.load(recipe, overrides)
     prepared = prepare_data(loaded)
+    facts = describe(as_data(loaded, prepared))
     shown = {
         "directory": str(prepared.directory),
-        **lines(describe(as_data(loaded, prepared)), loaded.model.context),
+        **lines(facts, loaded.model.context),
+        **({"warning": "\n".join(found)} if (found := warnings(facts)) else {}),
         "fingerprint": prepared.index.fingerprint,
         "prepared": f"in {prepared.seconds:.1f} s" if prepared.is_new else "already",
     }

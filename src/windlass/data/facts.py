@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.samples import real_tokens
+from windlass.data.shards import EVAL, MAIN, Index
 
 if TYPE_CHECKING:
     from windlass.data.prepare import Data
@@ -16,9 +17,11 @@ ITEMS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values: `vocab`, and for `train` and `val` their `samples` and `tokens_per_sample`.
 
-    Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
+    Of texts from several sources also `sources` and `eval_sources`, a row for each: `source`, `documents` and `tokens` that were
+    read of it, tokens for `train` and `val`. Of prepared data also `source`, `files` (how many), `items` (what they are), `tokenizer`, and for each split
 
     - `items`, `tokens` (in an epoch, padding not counted) and `label_tokens` (those that count in the loss);
+    - `text` (of `val`: a hash of its text, equal for every tokenizer);
     - `lengths` of whole items in tokens (percentiles `50`, `90`, `99`, and `max`), `cut` (how many are longer than the context),
       `cut_tokens` (what they lost), `left_out` (items with nothing left to learn), where an item is a row.
     """
@@ -29,6 +32,9 @@ def describe(data: Data) -> Facts:
             "source": index.settings["source"], "files": len(files),
             "items": ITEMS[index.settings.get("format", "text")], "tokenizer": index.settings["tokenizer"],
         }  # fmt: skip
+        for key, stream in (("sources", MAIN), ("eval_sources", EVAL)):
+            stems = [stem for stem in index.streams if stem.startswith(stream)]
+            facts |= {key: [_source(index, stem) for stem in stems]} if len(stems) > 1 else {}
     for name, samples in (("train", data.train), ("val", data.val)):
         if samples is None:
             continue
@@ -38,15 +44,36 @@ def describe(data: Data) -> Facts:
         split["tokens"] = getattr(samples, "tokens", split["label_tokens"])
         if index is not None and name in index.rows:
             rows = index.rows[name]
-            split |= {"items": rows.items, "lengths": rows.lengths}
+            split |= {"items": rows.items, "lengths": rows.lengths, "text": rows.text or None}
             split |= {"cut": rows.cut, "cut_tokens": rows.cut_tokens, "left_out": rows.left_out}
         elif index is not None:
             items = index.splits[name].documents
+            split |= {"text": index.splits[name].text or None}
             split["items"] = items if items > 1 else None  # a text is one document, which says nothing
             if hasattr(samples, "lengths"):
                 split |= {"items": len(samples), **samples.lengths}
         facts[name] = {key: value for key, value in split.items() if value is not None}
     return facts
+
+
+def _source(index: Index, stem: str) -> Facts:
+    """What was read of a source, and what it is for."""
+    shards, counts = index.streams[stem], dict.fromkeys(("train", "val"), 0)
+    for name, split in index.splits.items():
+        counts[name] += sum(part.stop - part.start for part in split.ranges if part.stream == stem)
+    about = {"source": index.source[stem]["name"], "documents": index.documents(stem)}
+    return about | {"tokens": sum(shard.tokens for shard in shards), **counts}
+
+
+def warnings(facts: Facts) -> list[str]:
+    """A sentence for each of several sources of which nothing is used."""
+    texts = []
+    for key, split, use in (("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")):
+        for row in facts.get(key, ()):
+            if not row[split]:
+                why = "all of it is held out" if row["tokens"] else "no text was read of it"
+                texts.append(f"data.{key.removesuffix('s')}: {row['source']} is not {use}: {why}")
+    return texts
 
 
 def lines(facts: Facts, context: int) -> dict[str, str]:
@@ -57,6 +84,14 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         source, files = facts["source"], facts["files"]
         names = ", ".join(source) if isinstance(source, list) else source
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
+    if rows := [*facts.get("sources", ()), *facts.get("eval_sources", ())]:
+        head = ("source", "documents", "tokens", "trained", "held out")
+        cells = [head, *((r["source"], *(f"{r[k]:,}" for k in ("documents", "tokens", "train", "val"))) for r in rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        shown["sources"] = "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(head)))])
+            for row in cells
+        )
     for name, title in (("train", "training"), ("val", "validation")):
         if split := facts.get(name):
             items = split.get("items") if "source" in facts else split["samples"]

@@ -15,17 +15,31 @@ import zipfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass import hub
 from windlass.data import chat, conversations, shards, squad, vocabulary
+from windlass.data.division import stem_of
 from windlass.data.documents import PROGRESS, Progress, prepare_text
-from windlass.data.samples import DocumentSamples, PackedSamples, Row, Rows, Samples, choose, lengths
-from windlass.data.shards import EVAL, MAIN, Index, RowsFile, Stream
+from windlass.data.samples import (
+    DocumentSamples,
+    PackedSamples,
+    Row,
+    Rows,
+    Samples,
+    choose,
+    lengths,
+    split_documents,
+    split_stream,
+)  # fmt: skip
+from windlass.data.shards import EVAL, MAIN, Index, RowsFile
 from windlass.data.sources import JSON_LINES, describe_files, find_files, has_changed, slug
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import Recipe, as_recipe
+
+if TYPE_CHECKING:
+    from windlass.parallel.dist import Ranks
 
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.2
@@ -50,20 +64,25 @@ class Prepared:
     @property
     def documents(self) -> int:
         """Documents, or items, of training and validation; 0 where that is not known."""
-        return sum(s.documents for s in self.index.shards) + sum(rows.items for rows in self.index.rows.values())
+        documents = sum(self.index.documents(stem) for stem in self.index.streams)
+        return documents + sum(rows.items for rows in self.index.rows.values())
+
+    @property
+    def vocab(self) -> int:
+        """Token ids, the special ones included."""
+        return self.tokenizer.vocab
 
     def tokens(self, split: str) -> int:
-        """Tokens of `train` or `val`; with questions and conversations the unmasked labels."""
-        if split in self.index.rows:
-            return self.index.rows[split].unmasked
-        return self.index.splits[split].stop - self.index.splits[split].start if split in self.index.splits else 0
+        """Tokens of `train` or `val`, without padding; 0 if there is no such split."""
+        parts: dict[str, Any] = {**self.index.splits, **self.index.rows}
+        return int(parts[split].tokens) if split in parts else 0
 
 
-def prepare(recipe: Recipe | str | Path) -> Prepared:
+def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None) -> Prepared:
     """Prepare the data of a recipe where they are not there yet, and check them.
 
-    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed. Raises
-    UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were prepared
+    Of all processes of a file system one works; the others wait until it is done, or resume where it was killed. If `ranks`
+    are given, each of them calls this, and the ranks of a host divide the files that are to be checked. Raises UserError where source, tokenizer or directory cannot be used, a shard is missing or changed, or the data were prepared
     with other settings; RunFailed where the disk is full or fails.
     """
     recipe = as_recipe(recipe)
@@ -87,11 +106,11 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
         if tokenizer.fingerprint != index.tokenizer.fingerprint:
             raise UserError(f"wrong tokenizer in {directory / FOLDER}: {shards.prepare_again(directory)}")
         vocabulary.check_tokenizer(recipe, tokenizer, progress.note if _is_rank_0() else lambda text: None)
-        shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share))
-        streams = ((MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources))
-        corpora = [", ".join(s) for stream, s in streams if s and has_changed(s, index.source.get(stream, {}))]
-        if corpora and not is_new and recipe.data.format == "text" and _is_rank_0():
-            progress.note(f"{corpora[0]} has changed since it was prepared; delete {directory} to prepare it again")
+        shards.verify(directory, index, lambda share: progress.update("checking SHA-256", share), ranks)
+        if not is_new and recipe.data.format == "text" and _is_rank_0():
+            sources = [(name, index.source[stem]) for stem, name in _streams(recipe) if stem in index.source]
+            for name in [name for name, description in sources if has_changed(name, description)]:
+                progress.note(f"{name} has changed since it was prepared; delete {directory} to prepare it again")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise RunFailed(f"{directory}: {error.strerror}; what is committed stays: start again to resume") from None
@@ -99,6 +118,12 @@ def prepare(recipe: Recipe | str | Path) -> Prepared:
     finally:
         progress.close()
     return Prepared(directory, index, tokenizer, is_new, time.perf_counter() - started)
+
+
+def _streams(recipe: Recipe) -> list[tuple[str, str]]:
+    """The streams of a text's sources, and the source of each."""
+    parts = (MAIN, recipe.data.sources), (EVAL, recipe.data.eval_sources)
+    return [(stem_of(stream, number), name) for stream, names in parts for number, name in enumerate(names)]
 
 
 def _is_rank_0() -> bool:
@@ -219,7 +244,11 @@ def _prepare_rows(recipe: Recipe, settings: dict[str, Any], directory: Path, pro
             raise UserError(f"model.context = {context} tokens is too short for every question or conversation")
         rows.save(directory / f".{name}.tmp")
         (directory / f".{name}.tmp").replace(directory / f"{name}.npz")
+        held_out: list[Any] = [
+            (q.question, q.context, *q.answers) if is_squad else q.texts for q in items if name == "val"
+        ]
         files[name] = RowsFile(
+            text=hashlib.sha256(json.dumps(held_out).encode()).hexdigest()[:16] if held_out else "",
             items=len(rows), fingerprint=rows.fingerprint, tokens=rows.tokens, unmasked=rows.valid_tokens,
             left_out=len(items) - len(rows), **lengths([row.whole for row in pairs], context + 1),
         )  # fmt: skip
@@ -253,10 +282,10 @@ class Data:
                 self.template.save(directory / FOLDER)
 
 
-def open_data(recipe: Recipe) -> Data:
+def open_data(recipe: Recipe, ranks: Ranks | None = None) -> Data:
     """The data of a recipe, prepared if need be, every file checked before the first step; raises UserError as `prepare`, and
     where there are too few tokens for one sample or `model.vocab` is too small."""
-    prepared = prepare(recipe)
+    prepared = prepare(recipe, ranks)
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
         ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
@@ -286,14 +315,15 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples |
         if damage:
             raise UserError(f"{directory / name}.npz is damaged ({damage}); {shards.prepare_again(directory)}")
     for name, split in index.splits.items():
-        stream, documents = Stream(directory, index.streams[split.stream]), recipe.data.packing == "documents"
+        stream, documents = split_stream(directory, index, split), recipe.data.packing == "documents"
         if documents and eot is not None:
-            sets[name] = DocumentSamples(stream, split.start, split.stop, context, eot)
+            sets[name] = DocumentSamples(stream, split_documents(directory, index, split), context, eot)
         else:
-            sets[name] = PackedSamples(stream, split.start, split.stop, context, ragged=name == "val")
-        if documents and (eot is None or not len(sets[name]) or not any(shard.documents for shard in stream.shards)):
+            sets[name] = PackedSamples(stream, context, ragged=name == "val")
+        single_text = any(index.source[part.stream].get("single_text") for part in split.ranges)
+        if documents and (eot is None or single_text or not any(shard.documents for shard in stream.shards)):
             raise UserError('data.packing = "documents": the corpus is one stream of tokens; write "packed"')
         if not len(sets[name]):
-            few = f"{split.stop - split.start:,} tokens ({name}) are too few"
+            few = f"{split.tokens:,} tokens ({name}) are too few"
             raise UserError(f"{directory}: {few} for one sample of model.context + 1 = {context + 1:,}")
     return sets["train"], sets.get("val")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from windlass.data.order import permute
-from windlass.data.shards import Stream
+from windlass.data.shards import Index, Split, Stream, cut_shards
 from windlass.recipe.settings import IGNORE_INDEX
 
 
@@ -32,6 +32,23 @@ class Samples(Protocol):
         fixed length."""
 
 
+def split_stream(directory: Path, index: Index, split: Split) -> Stream:
+    """The tokens of a split as one row."""
+    parts = [cut_shards(index.streams[part.stream], part.start, part.stop) for part in split.ranges]
+    return Stream(directory, [shard for part in parts for shard in part])
+
+
+def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
+    """Where in a split's row each document starts, int64 [documents]; a range that starts inside one starts a row, too."""
+    starts, before = [np.zeros(0, dtype=np.int64)], 0
+    for part in split.ranges:
+        own = Stream(directory, index.streams[part.stream]).documents()["start"].astype(np.int64)
+        own = np.union1d([part.start], own[(own >= part.start) & (own < part.stop)])
+        starts.append(own - part.start + before)
+        before += part.stop - part.start
+    return np.concatenate(starts)
+
+
 class PackedSamples:
     """Documents end to end, cut into rows of `context` tokens; row `i + 1` starts with the last label of row `i`.
 
@@ -39,15 +56,15 @@ class PackedSamples:
     counted to its last token.
     """
 
-    def __init__(self, stream: Stream, start: int, stop: int, context: int, *, ragged: bool = False):
-        self.stream, self.start, self.context = stream, start, context
-        self.tokens = stop - start  # those after the last row included
-        self.valid_tokens = max(0, stop - start - 1)
+    def __init__(self, stream: Stream, context: int, *, ragged: bool = False):
+        self.stream, self.context = stream, context
+        self.tokens = len(stream)  # those after the last row included
+        self.valid_tokens = max(0, len(stream) - 1)
         if not ragged:
             self.valid_tokens -= self.valid_tokens % context
-        starts = -(-np.clip(stream.edges - start, 0, None) // context)
         self._count: int = -(-self.valid_tokens // context)
-        self.shard_samples: Sequence[int] = np.diff(np.minimum(starts, self._count)).tolist()
+        starts = np.minimum(-(-stream.edges // context), self._count)
+        self.shard_samples: Sequence[int] = np.diff(starts).tolist()
 
     def __len__(self) -> int:
         return self._count
@@ -58,7 +75,7 @@ class PackedSamples:
         if (counts < 1).any():
             raise IndexError(f"sample {indices.max()} of {len(self)}")
         for row, i, count in zip(rows, indices.tolist(), counts.tolist(), strict=True):
-            self.stream.read_into(self.start + i * self.context, row[: count + 1])
+            self.stream.read_into(i * self.context, row[: count + 1])
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
         for at in np.flatnonzero(counts < self.context):  # the last row of a ragged set
             tokens[at, counts[at] :], labels[at, counts[at] :] = 0, IGNORE_INDEX
@@ -68,13 +85,9 @@ class PackedSamples:
 class DocumentSamples:
     """One document a row, from its end-of-text token on, cut at `context`; the padding masked."""
 
-    def __init__(self, stream: Stream, start: int, stop: int, context: int, eot: int):
-        starts = stream.document_starts(eot)
-        starts = starts[(starts >= start) & (starts < stop)]
-        if 0 < start < stop and start not in starts[:1]:  # split inside a document: its rest is a row of its own
-            starts = np.concatenate([[start], starts])
+    def __init__(self, stream: Stream, starts: np.ndarray, context: int, eot: int):
         self.stream, self.context, self._eot = stream, context, eot
-        self._starts, self._sizes = starts, np.append(starts[1:], stop)[: len(starts)] - starts
+        self._starts, self._sizes = starts, np.append(starts[1:], len(stream))[: len(starts)] - starts
         self.lengths = lengths(self._sizes, context) if len(self._sizes) else {}
         self.shard_samples: Sequence[int] = np.diff(np.searchsorted(self._starts, stream.edges)).tolist()
         self.valid_tokens = int(np.minimum(self._sizes, context).sum())

@@ -1,9 +1,14 @@
 """What lies in a data directory: its index, how token shards are written, read, and checked.
 
-A data directory holds `index.json` (written last: where it is, everything is), `shard-00000.bin` ... (token ids, little
-endian, 16 or 32 bits by the size of the vocabulary), `eval-shard-00000.bin` ... where the validation corpus is one of its
-own, and `tokenizer/`; with questions or conversations `train.npz` and `val.npz` in place of shards. One process writes,
-under the directory's lock.
+A data directory holds
+
+- `index.json`, which is written last: if it is there, everything is;
+- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary. A second source has
+  `shard.1-00000.bin` ..., a validation corpus of its own `eval-shard-00000.bin` ...;
+- `shard-00000.documents` ...: a row of DOCUMENT for each document that starts in the shard;
+- `tokenizer/`; with questions or conversations `train.npz` and `val.npz` in place of shards.
+
+One process writes, under the directory's lock.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,13 +30,18 @@ from windlass.data.tokenizer import Description
 from windlass.errors import UserError, first_line
 from windlass.fileio import Files, read_json, write_atomic
 
-FORMAT = 3
+if TYPE_CHECKING:
+    from windlass.parallel.dist import Ranks
+
+FORMAT = 4
 INDEX, VERIFIED = "index.json", "verified.json"
 MAIN, EVAL = "shard", "eval-shard"  # the streams of tokens in a data directory, by the first part of their files' names
 OPEN_FILES = 128
 LLMC_HEADER_BYTES = 1024
 LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
 BLOCK_TOKENS = 1 << 21
+# Where a document starts in its shard, the bytes of its UTF-8 text (and one for its end-of-text token), a hash of the text.
+DOCUMENT = np.dtype([("start", "<u8"), ("size", "<u8"), ("text", "<u8")])
 
 
 class Shard(BaseModel):
@@ -45,15 +55,31 @@ class Shard(BaseModel):
     sha256: str
     dtype: str  # `uint16` or `uint32`
     offset: int = 0  # bytes of header before the first token
+    table: str = ""  # SHA-256 of its table of documents; empty: it has none (shards of other tools)
+
+    @property
+    def table_file(self) -> str:
+        return str(Path(self.file).with_suffix(".documents"))
 
 
-class Split(BaseModel):
-    """The range of a stream's tokens that is for training or for validation."""
+class Range(BaseModel):
+    """Some tokens of a stream."""
 
     stream: str
     start: int
     stop: int
-    documents: int = 0  # that start in it; 0: not known
+
+
+class Split(BaseModel):
+    """The tokens that are for training or for validation: ranges of streams, one after the other."""
+
+    ranges: list[Range]
+    documents: int = 0  # that start in them; 0: not known
+    text: str = ""  # of `val`: a hash of its text, equal for every tokenizer; empty: not known
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.stop - part.start for part in self.ranges)
 
 
 class RowsFile(BaseModel):
@@ -67,6 +93,7 @@ class RowsFile(BaseModel):
     cut: int  # items longer than the context
     cut_tokens: int  # that they lost
     left_out: int  # items of which nothing to learn was left
+    text: str = ""  # of `val`: as in `Split`
 
 
 class Index(BaseModel):
@@ -85,13 +112,17 @@ class Index(BaseModel):
     def shards(self) -> list[Shard]:
         return [shard for stream in self.streams.values() for shard in stream]
 
+    def documents(self, stem: str) -> int:
+        """Documents of a stream; one that is divided between training and validation counts once."""
+        return sum(shard.documents for shard in self.streams[stem]) - bool(self.source[stem].get("divided"))
+
     def compute_fingerprint(self) -> str:
         """A hash of the tokens, their split and their tokenizer: equal data has equal fingerprints, wherever it lies."""
         content = [
             FORMAT,
             self.tokenizer.model_dump(exclude={"kind"}),
-            {name: [s.model_dump(exclude={"file"}) for s in shards] for name, shards in self.streams.items()},
-            {name: split.model_dump(exclude={"documents"}) for name, split in self.splits.items()},
+            {name: [s.model_dump(exclude={"file", "table"}) for s in shards] for name, shards in self.streams.items()},
+            {name: split.model_dump(exclude={"documents", "text"}) for name, split in self.splits.items()},
             {name: rows.fingerprint for name, rows in self.rows.items()},
         ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -141,18 +172,19 @@ class ShardWriter:
         self.shards, self.resume, self.finished, self._on_commit = list(shards), resume, False, on_commit
         self.tokens = sum(s.tokens for s in self.shards)  # also those of the shard being filled
         self._number, self._done, self._skip = resume[0], 0, resume[1]
-        self._raw, self._documents = bytearray(), 0
+        self._raw, self._documents = bytearray(), list[tuple[int, int, int]]()
 
-    def add(self, tokens: np.ndarray, number: int) -> None:
-        """Append tokens (int64 [n]) of document `number`; documents come in order, one may come in several parts. After a resume
-        the document is added from its start again, and what was committed of it is passed over."""
+    def add(self, tokens: np.ndarray, number: int, size: int = 0, text: int = 0) -> None:
+        """Append tokens (int64 [n]) of document `number`, of which DOCUMENT has `size` and `text`; documents come in order, one may
+        come in several parts. After a resume the document is added from its start again, and what was committed of it is skipped."""
         if number != self._number:
             self._number, self._done = number, 0
         passed = min(len(tokens), self._skip)
         self._skip -= passed
         self._done += passed
         tokens = tokens[passed:]
-        self._documents += len(tokens) > 0 and self._done == 0
+        if len(tokens) and not self._done:
+            self._documents.append((self.tokens % self.shard_tokens, size, text))
         while len(tokens):
             room = self.shard_tokens - self.tokens % self.shard_tokens
             part, tokens = tokens[:room], tokens[room:]
@@ -164,10 +196,15 @@ class ShardWriter:
 
     def _commit(self, resume: tuple[int, int]) -> None:
         name, tokens = f"{self.stem}-{len(self.shards):05d}.bin", len(self._raw) // np.dtype(self.dtype).itemsize
-        Files().replace(self.directory / name, bytes(self._raw))
-        sha256 = hashlib.sha256(self._raw).hexdigest()
-        self.shards.append(Shard(file=name, tokens=tokens, documents=self._documents, sha256=sha256, dtype=self.dtype))
-        self._raw, self._documents, self.resume = bytearray(), 0, resume
+        raw, table = bytes(self._raw), np.array(self._documents, DOCUMENT).tobytes()
+        shard = Shard(
+            file=name, tokens=tokens, documents=len(self._documents), sha256=hashlib.sha256(raw).hexdigest(),
+            dtype=self.dtype, table=hashlib.sha256(table).hexdigest(),
+        )  # fmt: skip
+        Files().replace(self.directory / shard.table_file, table)
+        Files().replace(self.directory / name, raw)
+        self.shards.append(shard)
+        self._raw, self._documents, self.resume = bytearray(), [], resume
         self._on_commit(self)
 
     def finish(self) -> list[Shard]:
@@ -225,15 +262,15 @@ class Stream:
         self.read_into(start, out)
         return out
 
-    def document_starts(self, eot: int, places: Iterable[int] | None = None) -> np.ndarray:
-        """Where in the row each document of these shards (None: all) starts: at its end-of-text token, int64 [documents]."""
-        starts = [np.zeros(0, dtype=np.int64)]
-        for place in range(len(self.shards)) if places is None else places:
-            shard = self.shards[place]
-            path, dtype = self._directory / shard.file, on_disk(shard.dtype)
-            tokens = np.fromfile(path, dtype, shard.tokens, offset=shard.offset)
-            starts.append(np.flatnonzero(tokens == eot) + self.edges[place])
-        return np.concatenate(starts)
+    def documents(self) -> np.ndarray:
+        """The documents that start in these shards, DOCUMENT [documents], `start` counted in the row."""
+        tables = [np.zeros(0, dtype=DOCUMENT)]
+        for shard, edge in zip(self.shards, self.edges, strict=False):
+            if shard.table:
+                table = np.fromfile(self._directory / shard.table_file, DOCUMENT)
+                table["start"] += np.uint64(edge)
+                tables.append(table)
+        return np.concatenate(tables)
 
     def __del__(self) -> None:
         if os is not None and os.close is not None:  # at the interpreter's end modules go first
@@ -241,35 +278,68 @@ class Stream:
                 os.close(descriptor)
 
 
+def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
+    """The shards of a stream that hold its tokens from `start` to `stop`, the first and the last cut to them."""
+    parts, edge = list[Shard](), 0
+    for shard in shards:
+        first, last = max(start, edge), min(stop, edge + shard.tokens)
+        if first < last:
+            offset = shard.offset + (first - edge) * on_disk(shard.dtype).itemsize
+            parts.append(shard.model_copy(update={"offset": offset, "tokens": last - first}))
+        edge += shard.tokens
+    return parts
+
+
 # -- are the shards what the index says? Sizes always; SHA-256 once for each state of a file, remembered beside the shards.
 
 
 def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int | str]]:
-    """The size, the time of the last change (ns) and the SHA-256 of each shard, by file; UserError for a wrong size."""
+    """The size, the time of the last change (ns) and the SHA-256 of each file, by its name; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
     for shard in shards:
-        path, size = directory / shard.file, shard.offset + shard.tokens * on_disk(shard.dtype).itemsize
-        try:
-            stat = path.stat()
-        except OSError:
-            raise UserError(f"the shard {path} is missing; {prepare_again(directory)}") from None
-        if stat.st_size != size:
-            raise UserError(f"the shard {path} has {stat.st_size:,} bytes, not {size:,}; {prepare_again(directory)}")
-        states[shard.file] = [stat.st_size, stat.st_mtime_ns, shard.sha256]
+        files = {shard.file: (shard.offset + shard.tokens * on_disk(shard.dtype).itemsize, shard.sha256)}
+        if shard.table:
+            files[shard.table_file] = shard.documents * DOCUMENT.itemsize, shard.table
+        for file, (size, sha256) in files.items():
+            path = directory / file
+            try:
+                stat = path.stat()
+            except OSError:
+                raise UserError(f"the shard {path} is missing; {prepare_again(directory)}") from None
+            if stat.st_size != size:
+                raise UserError(
+                    f"the shard {path} has {stat.st_size:,} bytes, not {size:,}; {prepare_again(directory)}"
+                )
+            states[file] = [stat.st_size, stat.st_mtime_ns, sha256]
     return states
 
 
-def verify(directory: Path, index: Index, tick: Callable[[float], None]) -> None:
-    """Check every shard as `file_states`, and its SHA-256 where it has changed since; `tick` gets the share that is read."""
+def verify(directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None) -> None:
+    """Check every shard as `file_states`, and its SHA-256 if the file has changed since the last check. The ranks of a host
+    divide the files, because each host may have a copy of its own. `tick` gets the share of this rank's files that is read."""
     states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
     changed = [file for file in states if verified.get(file) != states[file]]
+    rank, world = 0, 1
+    if ranks is not None and ranks.world > 1:
+        rank, world = ranks.env.local_rank, ranks.env.local_world
+        # A rank that comes late may read what another one has remembered: all use the list of the host's first rank.
+        lists = ranks.all_gather_object("changed shards", [ranks.env.node, rank, changed])
+        if not any(files for _, _, files in lists):
+            return
+        changed = next((files for node, first, files in lists if (node, first) == (ranks.env.node, 0)), changed)
+    own, problem = changed[rank::world], ""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        actual = pool.map(lambda file: sha256_of(directory / file), changed)
-        for done, (file, sha256) in enumerate(zip(changed, actual, strict=True), 1):
+        for done, (file, sha256) in enumerate(
+            zip(own, pool.map(lambda f: sha256_of(directory / f), own), strict=True), 1
+        ):
             if sha256 != states[file][2]:
-                raise UserError(f"the shard {directory / file} is damaged (SHA-256); {prepare_again(directory)}")
-            tick(done / len(changed))
-    if changed:
+                problem = f"the shard {directory / file} is damaged (SHA-256); {prepare_again(directory)}"
+                break
+            tick(done / len(own))
+    problems = [problem] if world == 1 or ranks is None else ranks.all_gather_object("damaged shards", problem)
+    if damaged := next(filter(None, problems), ""):
+        raise UserError(damaged)
+    if changed and rank == 0:
         remember(directory, states)
 
 

@@ -56,6 +56,7 @@ class Corpus:
     description: dict[str, Any] = field(default_factory=dict)  # for the index: by what a changed source is noticed
     single_text: bool = False  # one document is the corpus: it is split by characters and needs no end-of-text token
     limit: int | None = None  # documents at most
+    size: int = 0  # about how much there is, in bytes; 0: not known
     share: float = 0.0  # read so far
 
     def documents(self, start: int = 0) -> Iterator[str]:
@@ -67,20 +68,12 @@ class Corpus:
 
 def open_corpora(
     data: DataSettings, sources: list[str], *, sha256: str = "", split: str = "", notify: Callable[[str], None] = print
-) -> Corpus:
-    """The corpus behind `data.source` or `data.eval_source`, one after the other where they are several; UserError where there is
-    none."""
+) -> list[Corpus]:
+    """The corpora behind `data.source` or `data.eval_source`; UserError if there is none."""
     corpora = [open_corpus(data, source, sha256=sha256, split=split, notify=notify) for source in sources]
-    if len(corpora) == 1:
-        return corpora[0]
-
-    def read(start: int) -> Iterator[tuple[str, float]]:
-        parts = ((number, part) for number, corpus in enumerate(corpora) for part in corpus.read(0))
-        for number, (text, share) in islice(parts, start, None):
-            yield text, (number + share) / len(corpora)
-
-    files = [file for corpus in corpora for file in corpus.description.get("files", ())]
-    return Corpus(", ".join(sources), read, {"files": files, "corpora": [c.description for c in corpora]})
+    for corpus in corpora:
+        corpus.single_text &= len(corpora) == 1  # a text among others ends with a token
+    return corpora
 
 
 def open_corpus(
@@ -162,12 +155,11 @@ def describe_files(files: list[Path]) -> list[dict[str, Any]]:
     return [{"file": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns} for path, stat in stats]
 
 
-def has_changed(sources: list[str], description: dict[str, Any]) -> bool:
-    """Whether local files differ from those that were prepared; False where they are not there any more."""
-    remote = ("http://", "https://", "hf:")
+def has_changed(source: str, description: dict[str, Any]) -> bool:
+    """Whether local files differ from the files that were prepared; False if they are not there any more."""
     with suppress(UserError, OSError):
-        local = [path for source in sources if not source.startswith(remote) for path in find_files(source)]
-        return bool(local) and describe_files(local) != description["files"]
+        if not source.startswith(("http://", "https://", "hf:", "shards:")) and source != "stdlib":
+            return describe_files(find_files(source)) != description["files"]
     return False
 
 
@@ -196,7 +188,7 @@ def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
             before += size
 
     single_text = len(files) == 1 and _suffix(files[0])[0] not in (*ENDINGS[1:], ".json")
-    return Corpus(source, read, {"files": describe_files(files)}, single_text)
+    return Corpus(source, read, {"files": describe_files(files)}, single_text, size=sum(sizes))
 
 
 def _records(path: Path, raw: BinaryIO, text_key: str) -> Iterator[tuple[str, Any]]:
@@ -306,7 +298,8 @@ def _open_stdlib() -> Corpus:
             yield (root / name).read_bytes().decode("utf-8", "replace").replace("\r\n", "\n"), number / len(names)
 
     size = sum((root / name).stat().st_size for name in names)
-    return Corpus("stdlib", read, {"python": platform.python_version(), "modules": len(names), "bytes": size})
+    description = {"python": platform.python_version(), "modules": len(names), "bytes": size}
+    return Corpus("stdlib", read, description, size=size)
 
 
 # -- elsewhere: a file of the web, accepted by its checksum alone, and data sets of Hugging Face's `datasets`
@@ -388,4 +381,5 @@ def _open_hf(place: str, split: str, text_key: str, streaming: bool) -> Corpus:
                     number += 1
                     yield _as_text(value, text_key, where), number / rows if rows else 0.0
 
-    return Corpus(where, read, {"split": split, "rows": rows})
+    size = int(getattr(getattr(table, "data", None), "nbytes", 0))
+    return Corpus(where, read, {"split": split, "rows": rows}, size=size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,17 +158,10 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
         raise UserError(f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}") from None
 
 
-def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> Tokenizer:
-    """Byte pairs learned from so many characters of texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, 0 ends a text."""
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909): `vocab` ids, 0 ends a text."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    def first() -> Iterator[str]:
-        left = characters
-        for text in texts:
-            yield text[:left].encode("utf-8", "replace").decode()
-            if (left := left - len(text)) <= 0:
-                return
 
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -176,7 +169,7 @@ def train_bpe(texts: Iterable[str], vocab: int, characters: int = 1 << 62) -> To
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     how: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=vocab, **how)
-    inner.train_from_iterator(first(), trainer)
+    inner.train_from_iterator((text.encode("utf-8", "replace").decode() for text in texts), trainer)
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
 
 

@@ -206,7 +206,7 @@ def measure(
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
-    data = given or (open_data(recipe) if LOSS_SUITE in suites else None)
+    data = given or (open_data(recipe, ranks) if LOSS_SUITE in suites else None)
     if data is not None and given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
         raise UserError(f"the data of this recipe have another tokenizer than {source.name}: set data.tokenizer")
     if data is not None and data.val is None:

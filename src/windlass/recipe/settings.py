@@ -72,13 +72,15 @@ class DataSettings(Section):
     streaming: bool = False
     """With `hf:`: stream the documents instead of downloading the whole data set first."""
     max_documents: int = Field(0, ge=0)
-    """Largest number of documents to read from the source; 0: all."""
+    """Largest number of documents to read from each source; 0: all."""
     max_tokens: int = Field(0, ge=0)
-    """Stop preparing after about this number of training tokens (at a document's end); 0: all."""
+    """Stop preparing after about this number of training tokens (at a document's end); several sources give the same share
+    of their text each; 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share held out at the corpus's end for validation, of the characters of one text or of many documents."""
+    """Share held out at each source's end for validation, of the characters of one text or of many documents."""
     val_shards: int = Field(0, ge=0)
-    """Number of first shards to hold out for validation instead (build-nanogpt's convention); 0: by `val_fraction`."""
+    """Number of first shards of each source to hold out for validation instead (build-nanogpt's convention);
+    0: by `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens in a shard."""
     packing: Literal["packed", "documents"] = "packed"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from windlass.checkpoint.retention import LOSS
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
-from windlass.run import Line, Run
+from windlass.run import Line, Run, last_start
 
 BITS = "loss.bits_per_byte"  # as `checkpoint.best` would name it: the suite, and the field of its `eval` line
 TOKENIZER = ("data.tokenizer", "data.tokenizer_vocab", "model.name", "model.revision")  # settings that choose it
@@ -31,6 +31,7 @@ class Evaluated(NamedTuple):
     data: dict[str, Any]  # the settings that choose it
     tokens: int
     bytes: float | None  # of text in these tokens; None where the tokenizer cannot tell
+    text: str = ""  # a hash of the whole validation text, equal for every tokenizer; empty: not known
 
 
 def evaluated(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Evaluated | None:
@@ -45,7 +46,8 @@ def evaluated(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Evaluated | No
     tokens = int(last.get("tokens", 0))
     size = float(last["loss"]) * tokens / (math.log(2) * float(bits)) if bits and math.isfinite(float(bits)) else None
     name = str(saved or [flat.get(key) for key in TOKENIZER])
-    return Evaluated(name, {key: flat.get(key) for key in (*held_out, *VALIDATION)}, tokens, size)
+    text = last_start(lines).get("data", {}).get("val", {}).get("text", "")
+    return Evaluated(name, {key: flat.get(key) for key in (*held_out, *VALIDATION)}, tokens, size, text)
 
 
 def common_measure(measured: Sequence[Evaluated | None]) -> tuple[str, str]:
@@ -59,6 +61,11 @@ def common_measure(measured: Sequence[Evaluated | None]) -> tuple[str, str]:
     sizes = sorted(one.bytes for one in runs if one.bytes is not None)
     if keys:
         return "", f"The runs were evaluated on different data ({', '.join(keys)}): no best is named."
+    if len(texts := sorted({one.text for one in runs} - {""})) > 1:
+        return (
+            "",
+            f"The runs were evaluated on different validation texts (hashes {', '.join(texts)}): no best is named.",
+        )
     if len({one.tokenizer for one in runs}) < 2:
         if len(tokens) < 2:
             return LOSS, ""
@@ -67,7 +74,12 @@ def common_measure(measured: Sequence[Evaluated | None]) -> tuple[str, str]:
     text = "The tokenizers differ, so that losses per token cannot be compared"
     if len(sizes) < len(runs):
         return "", f"{text}, and not every run has its bits per byte: no best is named."
-    text += ": bits per byte are (loss / ln 2 x tokens / bytes of the validation data)."
+    if not all(one.text for one in runs):
+        return "", f"{text}, and it is not known whether all runs have the same validation text: no best is named."
     if sizes[-1] > 1.01 * sizes[0]:
-        text += f" They were measured on {sizes[0] / 1e3:,.0f} to {sizes[-1] / 1e3:,.0f} kB of it (eval.batches = 0: on all)."
-    return BITS, text
+        amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
+        return (
+            "",
+            f"{text}. Bits per byte were measured on {amounts} of the validation text; set eval.batches = 0: no best is named.",
+        )
+    return BITS, f"{text}: bits per byte are (loss / ln 2 x tokens / bytes of the validation data)."

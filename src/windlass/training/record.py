@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from windlass.checkpoint.reshard import gather_state
 from windlass.checkpoint.retention import FINAL, LOSS, PERIODIC, best, scores_by_step, without_improvement
 from windlass.checkpoint.save import Outcome, Saver
-from windlass.data.facts import Facts, lines
+from windlass.data.facts import Facts, lines, warnings
 from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
 from windlass.estimate.milestones import evaluations
@@ -116,7 +116,7 @@ class Recorder:
         shared |= {"precision": facts.precision, "device": facts.device_name}
         groups = count_groups(model, plan.recipe.optim)
         measured = evaluations(plan.recipe, self.horizon, facts_of_data.get("val", {}).get("samples", 0))
-        notes = [*notes, *([measured.warning] if measured and measured.warning else [])]
+        notes = [*notes, *warnings(facts_of_data), *([measured.warning] if measured and measured.warning else [])]
         self.console.header(
             run=str(self.run.path), recipe=plan.recipe.preset, config_hash=plan.recipe.config_hash,
             model=describe_sizes(facts.sizes), optimizer=f"{plan.recipe.optim.kind}: {describe_groups(groups)}", first_step=state.step,

@@ -192,7 +192,7 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
     """The user's own data, or the recipe's, once all hosts have seen run and data directory."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
-    return open_data(plan.recipe) if data is None else data
+    return open_data(plan.recipe, ranks) if data is None else data
 
 
 def batch_and_horizon(plan: StartPlan, ranks: Ranks, data: Data, custom: bool) -> tuple[BatchPlan, Horizon]:
