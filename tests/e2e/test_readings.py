@@ -87,17 +87,20 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     for one in (run, whole):
         events = [(e["step"], e.get("ended"), e.get("begins"), e["order"]) for e in one.events if e["event"] == "epoch"]
         assert events == expected
-    assert lines_of(whole, "epoch ") == [
+    assert lines_of(whole, "samples shuffled") == [
         "step 0/14 | epoch 1 of 3 begins: samples shuffled, seed 1337",
         f"step 6/14 | epoch 1 ends; epoch 2 begins: {order}", f"step 12/14 | epoch 2 ends; epoch 3 begins: {order}",
     ]  # fmt: skip
-    assert f"step 6/14 | epoch 2 of 3 continues: {order}" in lines_of(run, "epoch ")
+    assert f"step 6/14 | epoch 2 of 3 continues: {order}" in lines_of(run, "continues")
 
     numbers, summary = measures(view(run)), run.summary
     assert numbers["train_loss_mean"] == summary["train_loss_mean"] != numbers["train_loss"]
     seconds = summary["wall_time"]
     assert numbers["samples_per_s_whole_run"] == pytest.approx(112 / (seconds["total"] - seconds["startup"]))
     assert numbers["samples_per_s_whole_run"] < numbers["train_samples_per_s"], "evaluations and saves take time too"
+    shown = {name: summary[name] for name in ("steps_per_epoch", "forward_ms_mean", "backward_ms_mean", "startup_s")}
+    assert shown["steps_per_epoch"] == numbers["steps_per_epoch"] and min(shown.values()) > 0
+    assert summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"]) and summary["eval_runtime_s"] > 0
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
     assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [None, by_epoch[6], by_epoch[12], None]
 

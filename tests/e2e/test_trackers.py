@@ -24,7 +24,22 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 PASSWORD, TOKEN = "correct-horse-battery", "9f8e7d6c5b4a"
 PROJECT = "proofs"
 NAMES = ["tensorboard", "mlflow", "wandb"]
-HEADLINE = {"final_train_loss": 1 / 3, "best_val_loss": 0.25, "duration_s": 98.5}
+# What a run's `summary` line has, and the names of its numbers in the trackers where they are others.
+SUMMARY = {
+    "steps": 12, "epochs": 4 / 3, "steps_per_epoch": 9.0, "tokens": 12_000, "samples": 96, "world": 2, "startup_s": 4.25,
+    "final_loss": 1 / 3, "train_loss_mean": 1.25, "best_eval_loss": 0.25, "best_step": 12, "runtime_s": 98.5,
+    "samples_per_s_mean": 11.5, "samples_per_s_whole_run": 8.125, "tokens_per_s_mean": 1437.5, "mfu_mean": 0.375,
+    "eval_samples_per_s": 40.5, "eval_runtime_s": 2.5, "step_ms_mean": 700.5, "forward_ms_mean": 200.25,
+    "backward_ms_mean": 400.5, "avg_gpu_util_pct": 91.5, "std_gpu_util_pct": 4.5, "avg_mem_alloc_mb": 1510.0,
+    "avg_mem_reserved_mb": 1930.0, "avg_mem_used_mb": 2100.5, "peak_mem_mb": 1760.0, "device_hours": 0.0625,
+    "updates_skipped": 0, "attempts": 2, "wall_time": {"startup": 1.5, "train": 97.0},
+}  # fmt: skip
+RENAMED = {
+    "final_loss": "final_train_loss", "best_eval_loss": "best_val_loss", "runtime_s": "duration_s", "mfu_mean": "mfu",
+    "tokens_per_s_mean": "tokens_per_s", "samples": "samples_trained",
+}  # fmt: skip
+HEADLINE = {RENAMED.get(name, name): value for name, value in SUMMARY.items() if name != "wall_time"}
+HEADLINE |= {f"wall_time/{name}": value for name, value in SUMMARY["wall_time"].items()}
 
 FACTS = {"parameters": 28_952_064, "device": "NVIDIA A100-SXM4-40GB", "precision": "bf16"}
 
@@ -37,7 +52,7 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
         loss = 5 / step + attempt / 7
         ledger.write(
             "train", step, loss=loss, lr=1e-3 / 3, grad_norm=math.inf if step == 3 else loss / 3, tokens=1000 * step,
-            tokens_per_s=1e4 / 3 + step, step_ms=3.5, epoch=step / 9,
+            tokens_per_s=1e4 / 3 + step, samples_per_s=8.5, step_ms=3.5, forward_ms=1.25, backward_ms=2.0, epoch=step / 9,
         )  # fmt: skip
         if step % 4 == 0:
             scores = {"loss": 4 / step + attempt, "perplexity": math.exp(4 / step), "runtime_s": 0.1}
@@ -45,7 +60,7 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
             ledger.write("eval", step, suite="hellaswag", acc_norm=0.25 + step / 100)
             ledger.write("sample", step, index=0, prompt="To", text=f"To <be>\nor **not** {step} \N{SNOWMAN}")
     if end:
-        ledger.write("summary", last, final_loss=1 / 3, best_eval_loss=0.25, runtime_s=98.5, wall_time={"train": 97.0})
+        ledger.write("summary", last, **SUMMARY)
         ledger.write("event", last, event=end)
     ledger.close()
 
@@ -165,8 +180,8 @@ def test_tensorboard_holds_the_effective_ledger(finished):
     rounded = {name: [(step, float(np.float32(value))) for step, value in values] for name, values in expected.items()}
     assert without(curves, "summary/") == rounded
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
-    assert curves["summary/final_train_loss"] == [(12, float(np.float32(1 / 3)))]
-    assert {name for name in curves if name.startswith("summary/")} == {f"summary/{name}" for name in HEADLINE}
+    summary = {name.removeprefix("summary/"): values for name, values in curves.items() if name[:8] == "summary/"}
+    assert summary == {name: [(12, float(np.float32(value)))] for name, value in HEADLINE.items()}
     texts = [x.tensor_proto.string_val[0].decode() for x in events.Tensors("samples/0")]
     assert texts == [f"To <be>\nor **not** {step} \N{SNOWMAN}" for step in (4, 8, 12)]
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
@@ -224,7 +239,7 @@ def test_wandb_holds_the_effective_ledger_in_one_offline_run(finished):
     assert summary["state"] == "finished" and {name: summary[name] for name in HEADLINE} == HEADLINE
     shown = {name.partition("/")[0] for name in summary if name[0] != "_"}
     groups = {"train", "eval", "throughput", "time", "run", "marks", "samples"}
-    assert shown == {*groups, *HEADLINE, "state", "step"}
+    assert shown == {*groups, *(name.partition("/")[0] for name in HEADLINE), "state", "step"}
     assert (begin.entity, begin.run_group, list(begin.tags)) == (
         "a-team",
         run.parents[1].name,

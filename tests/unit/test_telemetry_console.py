@@ -11,7 +11,7 @@ import pytest
 from windlass.telemetry.console import Console
 
 STEP = (
-    "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | grad norm 0.91 | MFU 41.2% | GPU mem 1.23 GB"
+    "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | epoch 2.93 | grad norm 0.91 | MFU 41.2% | GPU mem 1.23 GB"
     " | dt 100.0 | dtf 31.2 | dtb 62.5 | sps 952.1 | mtps 0.0152"
 )
 
@@ -26,7 +26,7 @@ def show(console):
     console.tick(99)
     line = {
         "loss": 2.51234, "lr": 3e-4, "grad_norm": 0.913, "tokens_per_s": 15_234.0, "mfu": 0.412, "gpu_mem_mb": 1234.0,
-        "forward_ms": 31.24, "backward_ms": 62.5, "samples_per_s": 952.125,
+        "forward_ms": 31.24, "epoch": 2.926, "backward_ms": 62.5, "samples_per_s": 952.125,
     }  # fmt: skip
     console.step({"kind": "train", "step": 100, "step_ms": 100.0, **line})
     console.eval({"kind": "eval", "step": 100, "suite": "loss", "loss": 2.4, "perplexity": 11.02, "runtime_s": 3.25})
@@ -111,7 +111,7 @@ def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
 
 @pytest.mark.parametrize(
     ("width", "last"),
-    [(60, " | 10s left | 15.2k tok/s"), (80, "lr 3.00e-04"), (120, "GPU mem 1.23 GB"), (40, "10s left")],
+    [(60, " | 10s left | 15.2k tok/s"), (80, "epoch 2.93"), (130, "GPU mem 1.23 GB"), (120, "MFU 41.2%"), (40, "10s left")],
 )
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(

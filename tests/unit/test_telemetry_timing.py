@@ -5,7 +5,17 @@ import time
 import psutil
 import pytest
 
-from windlass.telemetry.timing import Goodput, StepTimer, device_hours, mfu, peak_flops, throughput, wall_time
+from windlass.telemetry.timing import (
+    Goodput,
+    StepTimer,
+    device_hours,
+    evaluation_speed,
+    mfu,
+    peak_flops,
+    step_times,
+    throughput,
+    wall_time,
+)
 
 
 class FakeDevice:
@@ -155,6 +165,20 @@ def test_throughput_after_a_resume_counts_each_step_that_was_made():
     assert speed.steps_per_s == pytest.approx(19 / seconds)
     assert speed.tokens_per_s == pytest.approx(1900 / seconds)
     assert speed.mfu == pytest.approx((0.4 * 0.9 + 0.2 * 2.0) / seconds)
+
+
+def test_times_of_a_step_by_phase_and_the_speed_of_evaluations():
+    ledger = [
+        {"kind": "event", "event": "started", "step": 0}, train(1, 9000, 10, forward_ms=8000.0),
+        train(11, 100, 100, forward_ms=30.0, backward_ms=60.0), train(13, 400, 100, forward_ms=90.0, backward_ms=300.0),
+        {"kind": "eval", "suite": "loss", "step": 5, "samples": 8, "runtime_s": 2.0, "loss": 2.0},
+        {"kind": "eval", "suite": "loss", "step": 13, "samples": 8, "full_samples": 40, "train_samples": 8, "runtime_s": 6.0},
+        {"kind": "eval", "suite": "squad", "step": 13, "items": 3, "runtime_s": 100.0},
+    ]  # fmt: skip
+    times = step_times(ledger)
+    assert times == {"step_ms_mean": 1800 / 12, "forward_ms_mean": 480 / 12, "backward_ms_mean": 1200 / 12}
+    assert evaluation_speed(ledger) == {"eval_runtime_s": 8.0, "eval_samples_per_s": 56 / 8}
+    assert step_times([]) == {} == evaluation_speed(ledger[:4])
 
 
 def test_mfu_by_the_numbers_of_a_known_run():

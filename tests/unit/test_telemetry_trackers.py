@@ -48,11 +48,15 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
     assert shown.step == 3 and shown.stream == "train" and shown.time == 1767225600.0
     assert math.isnan(shown.scalars.pop("train/grad_norm"))
     assert shown.scalars == {
-        "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/mfu": 0.4, "time/step_ms": 7.5,
-        "run/attempt": 1.0,
+        "train/loss": 0.1, "train/lr": 1e-3, "throughput/tokens_per_s": 5, "throughput/samples_per_s": 2,
+        "throughput/mfu": 0.4, "time/step_ms": 7.5, "time/forward_ms": 3.0, "run/attempt": 1.0,
     }  # fmt: skip
     for fields, stream, scalars in (
-        ({"kind": "eval", "suite": "loss", "loss": 1.5, "samples": 9}, "eval/loss", {"eval/loss": 1.5}),
+        (
+            {"kind": "eval", "suite": "loss", "loss": 1.5, "samples": 9, "runtime_s": 3.0, "samples_per_s": 3.0},
+            "eval/loss",
+            {"eval/loss": 1.5, "eval/runtime_s": 3.0, "eval/samples_per_s": 3.0},
+        ),
         (
             {
                 "kind": "summary",
@@ -61,13 +65,22 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
                 "avg_gpu_util_pct": 9.0,
                 "runtime_s": 7,
                 "wall_time": {"train": 6.0},
+                "seconds": {"train": 6.0},
+                "forward_ms_mean": "NaN",
+                "best_measure": "loss",
             },
             "summary",
-            {"summary/final_val_loss": 1.5, "summary/duration_s": 7},
+            {
+                "summary/final_val_loss": 1.5,
+                "summary/avg_gpu_util_pct": 9.0,
+                "summary/duration_s": 7,
+                "summary/wall_time/train": 6.0,
+            },
         ),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
     ):
         shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)
+        assert math.isnan(shown.scalars.pop("summary/forward_ms_mean", math.nan))
         assert (shown.stream, shown.scalars) == (stream, scalars)
 
 

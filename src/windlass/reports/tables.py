@@ -53,7 +53,7 @@ MEASURES: dict[str, tuple[str, str, Callable[[RunView], Value]]] = {
         lambda v: first(v.summary.get("samples_per_s_whole_run"))),
     "train_tokens_per_s": ("Training speed (tokens/s)", "rate", lambda v: getattr(v.speed, "tokens_per_s", None)),
     "train_steps_per_s": ("Training speed (steps/s)", "rate", lambda v: getattr(v.speed, "steps_per_s", None)),
-    "eval_samples_per_s": ("Evaluation speed (samples/s)", "rate", lambda v: evaluation_speed(v.evals.get("loss"))),
+    "eval_samples_per_s": ("Evaluation speed (samples/s)", "rate", lambda v: v.evaluation.get("eval_samples_per_s")),
     "steps_per_epoch": ("Steps per epoch", "amount", lambda v: (
         v.start["samples_per_epoch"] / v.start["global_batch"] if "samples_per_epoch" in v.start else None
     )),
@@ -176,16 +176,6 @@ def first(*values: Any) -> float | None:
 def last_value(track: Track | None, name: str) -> float | None:
     """The value in the last line, NaN included: a bad end is not hidden behind an earlier good value."""
     return float(track[name][-1]) if track is not None and len(track) and name in track.columns else None
-
-
-def evaluation_speed(track: Track | None) -> float | None:
-    """Samples of all evaluations divided by their time."""
-    if track is None:
-        return None
-    samples, seconds = np.fmax(track["samples"], track["full_samples"]), track["runtime_s"]
-    samples = samples + np.nan_to_num(track["train_samples"])
-    timed = np.isfinite(samples) & np.isfinite(seconds) & (seconds > 0)
-    return float(samples[timed].sum() / seconds[timed].sum()) if timed.any() else None
 
 
 def on_ranks(view: RunView, name: str, statistic: str = "avg") -> float | None:

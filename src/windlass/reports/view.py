@@ -22,7 +22,7 @@ from windlass.estimate.time import PredictedAndActual, predicted_and_actual
 from windlass.recipe import typed
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.compare import Evaluated, evaluated
-from windlass.telemetry.timing import Throughput, device_hours, throughput, wall_time
+from windlass.telemetry.timing import Throughput, device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]
@@ -107,6 +107,7 @@ class RunView:
     evaluated: Evaluated | None  # what its validation loss was measured on
     summary: Line
     speed: Throughput | None
+    evaluation: Mapping[str, float]  # how long the evaluations of the loss took, and their samples a second
     wall: Mapping[str, float]  # seconds by phase over all starts, and their `total`
     device_hours: float | None
     outcome: PredictedAndActual
@@ -199,7 +200,7 @@ def view(run: Run, label: str | None = None) -> RunView:
         ranks=[rank for rank in ranks if len(rank)], restarts=restarts,
         samples=[line for line in ledger if line["kind"] == "sample" and line.get("text") is not None], events=events,
         changed=changed, start=last_start(ledger), evaluated=evaluated(run, run.recipe, ledger),
-        summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}), speed=throughput(ledger),
+        summary=next((line for line in reversed(ledger) if line["kind"] == "summary"), {}), speed=throughput(ledger), evaluation=evaluation_speed(ledger),
         wall=wall_time(raw), device_hours=device_hours(raw) or None, outcome=predicted_and_actual(run),
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ FIELDS: dict[str, tuple[Callable[[Any], str], str]] = {
     "left_s": (lambda x: f"{duration(x)} left", "left: to the end, with evaluations and saves"),
     "tokens_per_s": (lambda x: f"{short(x)} tok/s", "tok/s: tokens trained per second, all ranks"),
     "lr": (lambda x: f"lr {x:.2e}", "lr: learning rate"),
+    "epoch": (lambda x: f"epoch {x:.2f}" if x >= 0.1 else f"epoch {x:.2g}", "epoch: of the training data"),
     "grad_norm": (lambda x: f"grad norm {float(x):.2f}", "grad norm: before clipping"),
     "mfu": (lambda x: f"MFU {100 * x:.1f}%", "MFU: model FLOPs of the device's peak"),
     "gpu_mem_mb": (lambda x: f"GPU mem {x / 1e3:.2f} GB", "GPU mem: allocated by rank 0"),

@@ -126,25 +126,49 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
     A `train` line holds means over the steps since the line or start before it, and counts by their time. The first line of
     each start is left out (caches, compilation) where there are others.
     """
-    windows: list[tuple[Line, float, bool]] = []  # a line, the seconds of its steps, whether it is the start's first
+    windows = [(line, line["step_ms"] / 1e3 * steps) for line, steps in timed(ledger) if "tokens_per_s" in line]
+    total = sum(seconds for _, seconds in windows)
+    if not total:
+        return None
+    steps = sum(1e3 / line["step_ms"] * seconds for line, seconds in windows) / total
+    samples, tokens, share = (
+        sum(line.get(field, 0.0) * seconds for line, seconds in windows) / total
+        for field in ("samples_per_s", "tokens_per_s", "mfu")
+    )
+    return Throughput(steps, samples, tokens, share if all("mfu" in line for line, _ in windows) else None)
+
+
+def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
+    """The `train` lines that speeds are computed from, each with the number of its steps."""
+    windows: list[tuple[Line, int, bool]] = []  # a line, its steps, whether it is the start's first
     step, first = 0, True
     for line in ledger:
         if line["kind"] == "event" and line.get("event") in BEGINS:
             step, first = line["step"], True
         elif line["kind"] == "train":
-            if line.get("step_ms") and "tokens_per_s" in line:
-                windows.append((line, line["step_ms"] / 1e3 * max(line["step"] - step, 1), first))
+            if line.get("step_ms"):
+                windows.append((line, max(line["step"] - step, 1), first))
             step, first = line["step"], False
-    windows = [window for window in windows if not window[2]] or windows
-    total = sum(seconds for _, seconds, _ in windows)
-    if not total:
-        return None
-    steps = sum(1e3 / line["step_ms"] * seconds for line, seconds, _ in windows) / total
-    samples, tokens, share = (
-        sum(line.get(field, 0.0) * seconds for line, seconds, _ in windows) / total
-        for field in ("samples_per_s", "tokens_per_s", "mfu")
-    )
-    return Throughput(steps, samples, tokens, share if all("mfu" in line for line, *_ in windows) else None)
+    return [(line, steps) for line, steps, _ in [window for window in windows if not window[2]] or windows]
+
+
+def step_times(ledger: Iterable[Line]) -> dict[str, float]:
+    """`step_ms_mean`, `forward_ms_mean` … of the steps that `throughput` counts."""
+    windows, means = timed(ledger), dict[str, float]()
+    for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
+        if own := [(line[name], steps) for line, steps in windows if name in line]:
+            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / sum(steps for _, steps in own)
+    return means
+
+
+def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
+    """Seconds of all evaluations of the loss, and their samples divided by them; empty without one."""
+    seconds = samples = 0.0
+    for line in ledger:
+        if line["kind"] == "eval" and line.get("suite", "loss") == "loss" and line.get("runtime_s"):
+            seconds += line["runtime_s"]
+            samples += max(line.get("samples", 0), line.get("full_samples", 0)) + line.get("train_samples", 0)
+    return {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds} if seconds and samples else {}
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:

@@ -28,6 +28,7 @@ from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.recipe import flatten
 from windlass.run import PLACE, STARTS, Line, Run, effective, last_start, timestamp
 from windlass.telemetry.backends import BACKENDS, Point
+from windlass.telemetry.timing import STEP_PHASES
 from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
@@ -35,22 +36,20 @@ WATCH_SECONDS = 5.0  # how often to see whether the training lives; that it clos
 TRAIN = {
     "loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "tokens": "train/tokens",
     "epoch": "train/epoch", "loss_scale": "train/loss_scale", "tokens_per_s": "throughput/tokens_per_s",
-    "mfu": "throughput/mfu", "step_ms": "time/step_ms", "data_ms": "time/data_ms", "attempt": "run/attempt",
+    "samples_per_s": "throughput/samples_per_s", "mfu": "throughput/mfu", "attempt": "run/attempt",
+    **{f"{phase}_ms": f"time/{phase}_ms" for phase in ("step", *STEP_PHASES)},
 }  # fmt: skip
 """What a tracker gets of a `train` line; the ledger has the rest."""
 SUMMARY = {
     "final_loss": "final_train_loss", "final_eval_loss": "final_val_loss", "best_eval_loss": "best_val_loss",
-    "best_score": "best_score", "tokens": "tokens", "tokens_per_s_mean": "tokens_per_s", "mfu_mean": "mfu",
-    "device_hours": "device_hours", "runtime_s": "duration_s",
+    "tokens_per_s_mean": "tokens_per_s", "mfu_mean": "mfu", "runtime_s": "duration_s", "samples": "samples_trained",
 }  # fmt: skip
-"""What it gets of the `summary` line: a run's headline in a table of runs."""
-NO_SCORE = {
-    *PLACE, "samples", "tokens", "items", "runtime_s", "samples_per_s", "tokens_per_s", "train_tokens", "train_samples",
-}  # fmt: skip
-"""Fields of an `eval` line that are no score."""
+"""Other names for numbers of the `summary` line, all of which it gets: what a table of runs shows."""
+COUNTS = {*PLACE, "samples", "tokens", "items", "train_tokens", "train_samples", "full_tokens", "full_samples"}
+"""Fields of an `eval` line that are neither a score nor a speed."""
 STARTED = ("parameters", "trained", "steps", "precision", "device")
 """What it gets of the event of starting, as hyper-parameters beside the recipe's."""
-DEVICE = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "rss_mb", "power_w")
+DEVICE = ("util_pct", "mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb", "power_w")
 """What it gets of the samples of devices: with a `train` line their means since the line before."""
 EACH_RANK = 8  # ranks that have curves of their own; of more there are mean, lowest and highest
 
@@ -165,12 +164,13 @@ def point(line: Line) -> Point:
     elif line["kind"] == "sample":
         scalars, texts = {}, {f"samples/{line.get('index', 0)}": scrub(str(line.get("text", "")))}
     elif line["kind"] == "summary":
-        left_out = () if line.get("best_measure", "loss") != "loss" else ("best_score",)
-        named = {SUMMARY[key]: value for key, value in numbers(line).items() if key in SUMMARY and key not in left_out}
-        scalars = {f"summary/{key}": value for key, value in named.items()}
+        left_out = PLACE if line.get("best_measure", "loss") != "loss" else (*PLACE, "best_score")
+        fields = {key: value for key, value in numbers(flatten(line)).items() if key not in left_out}
+        shown = {key: value for key, value in fields.items() if not key.startswith("seconds.")}  # as wall_time
+        scalars = {f"summary/{SUMMARY.get(key, key.replace('.', '/'))}": value for key, value in shown.items()}
     else:
         prefix, fields = "eval" if sequence == "eval/loss" else sequence, flatten(line)
-        scores = {key: value for key, value in numbers(fields).items() if key not in NO_SCORE and key[:8] != "seconds."}
+        scores = {key: value for key, value in numbers(fields).items() if key not in COUNTS and key[:8] != "seconds."}
         scalars = {f"{prefix}/{key.replace('.', '/')}": value for key, value in scores.items()}
     return Point(line["step"], timestamp(line), sequence, scalars, texts)
 
