@@ -100,7 +100,9 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     assert numbers["samples_per_s_whole_run"] < numbers["train_samples_per_s"], "evaluations and saves take time too"
     shown = {name: summary[name] for name in ("steps_per_epoch", "forward_ms_mean", "backward_ms_mean", "startup_s")}
     assert shown["steps_per_epoch"] == numbers["steps_per_epoch"] and min(shown.values()) > 0
-    assert summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"]) and summary["eval_runtime_s"] > 0
+    assert (
+        summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"]) and summary["eval_runtime_s"] > 0
+    )
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
     assert [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)] == [None, by_epoch[6], by_epoch[12], None]
 

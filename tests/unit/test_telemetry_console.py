@@ -111,7 +111,13 @@ def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
 
 @pytest.mark.parametrize(
     ("width", "last"),
-    [(60, " | 10s left | 15.2k tok/s"), (80, "epoch 2.93"), (130, "GPU mem 1.23 GB"), (120, "MFU 41.2%"), (40, "10s left")],
+    [
+        (60, " | 10s left | 15.2k tok/s"),
+        (80, "epoch 2.93"),
+        (130, "GPU mem 1.23 GB"),
+        (120, "MFU 41.2%"),
+        (40, "10s left"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(

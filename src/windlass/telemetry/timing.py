@@ -11,7 +11,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -169,6 +169,14 @@ def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
             seconds += line["runtime_s"]
             samples += max(line.get("samples", 0), line.get("full_samples", 0)) + line.get("train_samples", 0)
     return {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds} if seconds and samples else {}
+
+
+def averages(ledger: Sequence[Line]) -> dict[str, float]:
+    """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and `startup_s`."""
+    speed = throughput(ledger)
+    means = {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None} if speed else {}
+    means |= {"startup_s": x["startup_s"] for x in reversed(ledger) if x.get("event") == "first_step"}  # the first start's
+    return means | step_times(ledger) | evaluation_speed(ledger)
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:

@@ -36,7 +36,7 @@ from windlass.telemetry import environment
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.timing import Goodput, StepTimer, device_hours, evaluation_speed, mfu, step_times, throughput, wall_time
+from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import Callbacks, StepResult
 from windlass.training.checks import check_first_loss
@@ -301,10 +301,8 @@ class Recorder:
         state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best
         self.event("measured")  # a last stamp of the wall time
         raw, lines = list(read_lines(run.metrics_path)), run.ledger()
-        speed, seconds, scores = throughput(lines), wall_time(raw), scores_by_step(lines, measure)
-        means = {f"{name}_mean": value for name, value in speed._asdict().items()} if speed is not None else {}
+        means, seconds, scores = averages(lines), wall_time(raw), scores_by_step(lines, measure)
         means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
-        means |= step_times(lines) | evaluation_speed(lines)
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         evaluated = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]  # NaN, too
         best_step = best(scores, measure)
@@ -312,7 +310,7 @@ class Recorder:
             "summary", state.step, steps=self.horizon.steps, tokens=state.tokens, samples=state.samples,
             label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
             epochs=self.epoch, steps_per_epoch=self.horizon.samples_per_epoch / self.horizon.samples_per_step,
-            startup_s=next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None), final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
+            final_loss=(trained or [None])[-1], final_eval_loss=(evaluated or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None), best_measure=measure, best_step=best_step,
             best_score=None if best_step is None else scores[best_step], runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]), wall_time=seconds, device_hours=device_hours(raw), world=self.ranks.world,
