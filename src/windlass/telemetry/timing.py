@@ -175,7 +175,8 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and `startup_s`."""
     speed = throughput(ledger)
     means = {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None} if speed else {}
-    means |= {"startup_s": x["startup_s"] for x in reversed(ledger) if x.get("event") == "first_step"}  # the first start's
+    # of the first start: a later one replaces an earlier one
+    means |= {"startup_s": line["startup_s"] for line in reversed(ledger) if line.get("event") == "first_step"}
     return means | step_times(ledger) | evaluation_speed(ledger)
 
 
