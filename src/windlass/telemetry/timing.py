@@ -175,8 +175,8 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     """What the `summary` line has of speeds: `throughput`, `step_times`, `evaluation_speed`, and `startup_s`."""
     speed = throughput(ledger)
     means = {f"{name}_mean": value for name, value in speed._asdict().items() if value is not None} if speed else {}
-    # of the first start: a later one replaces an earlier one
-    means |= {"startup_s": line["startup_s"] for line in reversed(ledger) if line.get("event") == "first_step"}
+    starts = [line["startup_s"] for line in ledger if line.get("event") == "first_step"]
+    means |= {"startup_s": starts[0]} if starts else {}
     return means | step_times(ledger) | evaluation_speed(ledger)
 
 
