@@ -27,7 +27,7 @@ from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export, save_tokenizer, save_weights
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, presets
 from windlass.recipe.network import HF_ONLY
 from windlass.run import Run
 
@@ -169,13 +169,55 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
         assert ((out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()) == (name == "alike")
 
 
-def test_a_run_that_matches_no_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    run = trained(tmp_path, model__final_norm=False)
-    assert "cannot be exported" in (log := (run / "log.txt").read_text()) and "model.final_norm = false" in log
+NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    "c4-30m": {}, "c4-29m": {},
+    "rope": {"position": "rope", "norm": "layernorm", "kv_heads": 2, "qk_norm": True, "activation": "relu2", "dropout": 0.1},
+    "none": {"position": "none", "logit_cap": 5.0, "tie_head": True, "head_bias": True, "attn_bias": True, "ff_width": 50},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_ARCHITECTURE)
+def test_a_network_without_an_architecture_is_exported_with_its_code(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal logits, equal text with a cache and in a batch with padding, and it reads what it saves."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    preset = Recipe.load(kind if kind in presets() else "c4-30m").model.model_dump(exclude_defaults=True)
+    kept = {key: value for key, value in preset.items() if key not in ("layers", "width", "context", "vocab")}
+    run = trained(
+        tmp_path,
+        train__steps=20,
+        eval__every=0,
+        **{f"model__{k}": v for k, v in (kept | NO_ARCHITECTURE[kind]).items()},
+    )
+    assert "trust_remote_code=True" in (log := (run / "log.txt").read_text()) and "model.final_norm = false" in log
     assert "model.final_norm = false" in plan(Run(run).recipe).export
-    with pytest.raises(UserError, match=r"model\.final_norm"):
-        export(run, tmp_path / "out")
-    assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run"}
+    directory = export(run, tmp_path / "out")
+    assert (directory / "README.md").read_text().count('from_pretrained("out", trust_remote_code=True)') == 2
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).eval()
+    tokenizer, source = AutoTokenizer.from_pretrained(directory, trust_remote_code=True), find_source(str(run))
+    ours = open_model(source, alone("cpu"))
+    assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
+    labels = tokens()
+    with torch.no_grad():
+        expected = float(ours(labels[:, :-1].contiguous(), labels[:, 1:].contiguous())) / labels[:, 1:].numel()
+        assert float(model(labels, labels=labels).loss) == pytest.approx(expected, rel=1e-5)
+
+    ids = source.tokenizer.encode("the cat").tolist()
+    [text] = generate(ours, [ids], Sampling(max_tokens=20, temperature=0), vocab=source.tokenizer.vocab) or [[]]
+    how = {"max_new_tokens": 20, "do_sample": False}
+    batch = tokenizer(["the cat", "a dog ran after the"], return_tensors="pt", padding=True, padding_side="left")
+    assert not batch["attention_mask"].all()
+    for inputs in (tokenizer("the cat", return_tensors="pt"), batch):
+        for use_cache in (True, False):
+            output = model.generate(**inputs, **how, use_cache=use_cache)[0].tolist()
+            assert output[-20:] == text[-20:] and len(text) == 20
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
+    assert torch.equal(logits(again, tokens()), logits(model, tokens()))
+    opened = open_model(find_source(str(directory), ["model.trust_remote_code=true"]), alone("cpu"))
+    assert (logits(opened, tokens()) - logits(model, tokens())).abs().max() < 1e-6
 
 
 def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(tmp_path: Path) -> None:
@@ -188,7 +230,7 @@ def test_quickstarts_own_network_is_exported_with_equal_logits_and_read_again(tm
     run = trained(tmp_path, train__steps=5, **network)
     directory = export(run, tmp_path / "out")
     model, _ = loaded(directory)
-    assert type(model).__name__ == "ApertusForCausalLM" and "cannot be exported" not in (run / "log.txt").read_text()
+    assert type(model).__name__ == "ApertusForCausalLM" and "trust_remote_code" not in (run / "log.txt").read_text()
     ours = open_model(find_source(str(run)), alone("cpu"))
     assert (logits(ours, tokens()) - logits(model, tokens())).abs().max() < 1e-5
     again = trained(tmp_path, "again", model__init_from=str(directory), **network)

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
-from windlass import Recipe, Study, evaluate, export, prepare, report, train
+from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
 from windlass.cli import main, models
+from windlass.cli import train as train_verbs
 from windlass.evaluation.suites import Evaluation, write
 from windlass.recipe.explain import write_first_recipe
 from windlass.run import Run
@@ -62,6 +63,23 @@ def test_numbers_that_are_not_finite_are_valid_json(
     for text in (capsys.readouterr().out, (tmp_path / "step-00000007.json").read_text()):
         read = json.loads(text, parse_constant=no_such_number)
         assert read["results"]["loss"] == {"loss": "NaN", "perplexity": "Infinity", "items": 3}
+
+
+@pytest.mark.parametrize(
+    ("passed", "code", "last"),
+    [
+        ((True, True), 0, "proved"),
+        ((True, None), 0, "1 of 2 proved; not tried: export"),
+        ((False, None), 1, "0 of 2 proved; failed: resume; not tried: export"),
+    ],
+)
+def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypatch, capsys):
+    proofs = [
+        verification.Proof(name, "a claim", one, "so") for name, one in zip(("resume", "export"), passed, strict=True)
+    ]
+    monkeypatch.setattr(verification, "verify", lambda *_: proofs)
+    assert train_verbs.verify(overrides=[], world=0, kills=1, json_=False, keep="") == code
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 def piped(command: str) -> tuple[str, list[str]]:

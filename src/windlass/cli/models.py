@@ -148,8 +148,8 @@ def export(
     """Write a run's model as AutoModelForCausalLM.from_pretrained loads it, with its tokenizer and a model card.
 
     Our GPT becomes GPT-2 (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
-    equal logits; where it is none of them, the message names what differs. A model of transformers stays what it is, its
-    adapters merged.
+    equal logits. If it is none of them, its code is written beside the weights, and from_pretrained needs
+    trust_remote_code=True. A model of transformers stays what it is, its adapters merged.
     """
     from windlass.interop.export import export as export_run
 

@@ -118,7 +118,7 @@ def verify(
     size and accumulation change nothing but rounding (with dropout: for equal micro-batches); the sample sequence has no
     repeat and no gap over worlds; kills at random moments of saving lose no checkpoint; export gives equal logits.
 
-    Exit codes: 0 all proved, 1 a proof failed, 2 bad input.
+    Exit codes: 0 no proof failed (one that could not be tried is named), 1 a proof failed, 2 bad input.
     """
     import torch
     from rich.text import Text
@@ -141,10 +141,14 @@ def verify(
     if not json_:
         console.print(f"{conditions}\n")
     proofs = verification.verify(recipe, overrides, world, kills, keep or None, (lambda proof: None) if json_ else show)
-    failed = [proof.name for proof in proofs if proof.passed is False]
+    failed, untried = ([proof.name for proof in proofs if proof.passed is passed] for passed in (False, None))
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
         print_json({"conditions": conditions, "proofs": fields})
     else:
-        typer.echo(f"\n{len(failed)} failed: {', '.join(failed)}" if failed else "\nproved")
+        words = (
+            [f"{len(proofs) - len(failed) - len(untried)} of {len(proofs)} proved"] if failed or untried else ["proved"]
+        )
+        words += [f"failed: {', '.join(failed)}"] * bool(failed) + [f"not tried: {', '.join(untried)}"] * bool(untried)
+        typer.echo("\n" + "; ".join(words))
     return FAILED if failed else DONE

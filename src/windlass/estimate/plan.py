@@ -127,7 +127,7 @@ class Plan:
     milestones: list[MilestoneRow] = field(default_factory=list)
     evaluations: Evaluations | None = None  # of the loss, and their share of the work
     optimizer: str = ""  # `optim.kind`
-    export: str = ""  # why `windlass export` cannot write the model; empty where it can
+    export: str = ""  # why an export needs code of its own; empty if it needs none
     unknown: dict[str, str] = field(default_factory=dict)  # what is None, and why
 
     def __repr__(self) -> str:

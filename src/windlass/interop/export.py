@@ -1,6 +1,7 @@
 """A run as a directory that `transformers` loads: weights, configuration, tokenizer, and a card that says its origin.
 
-Our GPT becomes GPT-2, Llama or one of its relatives (model/convert.py). A model of `transformers` stays what it is: it is
+Our GPT becomes GPT-2, Llama or one of its relatives (model/convert.py). If no architecture computes the same, its code is written
+beside the weights (modeling_windlass.py). A model of `transformers` stays what it is: it is
 opened, its adapters are merged, and it saves itself. The directory appears whole or not at all.
 """
 
@@ -33,6 +34,7 @@ from windlass.run import Run, number
 from windlass.telemetry.ledger import plain
 from windlass.variables import scrub
 
+CODE = Path(__file__).with_name("modeling_windlass.py")  # our GPT for `transformers`, copied beside its weights
 FILE_BYTES = 4 * 10**9  # weights in one file, at most
 # What the card takes from a suite's results; of lm-eval's tasks it is every `TASK/METRIC`.
 MEASURES = ("loss", "perplexity", "bits_per_byte", "acc", "acc_norm", "acc_per_token", "exact_match", "f1")
@@ -49,8 +51,7 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
         push: a repository of the Hub, as `NAME/MODEL`, to upload the directory to; a new one is private.
 
     Raises:
-        UserError: no architecture of `transformers` computes what the model does (with what differs), the directory
-            holds something, there is no adapter, or the Hub does not take it.
+        UserError: the directory holds something, there is no adapter, or the Hub does not take it.
     """
     if push:
         hub.check_push(push)
@@ -62,8 +63,6 @@ def export(run: str | Path | Run, directory: str | Path, adapter: bool = False, 
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     if adapter and not model.lora.rank:
         raise UserError(f"{run} has no adapter (model.lora.rank is 0): leave {argument('adapter')} out")
-    if model.kind == "gpt" and not source.own_model:
-        convert.architecture(model)  # refuses a model that is none of them
     partial, there = directory.with_name(f".{directory.name}.partial"), directory.is_dir()
     shutil.rmtree(partial, ignore_errors=True)
     make_dir(directory, "name another directory")
@@ -131,9 +130,19 @@ def _write_gpt(source: Source, path: Path, directory: Path) -> None:
         generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # no training has touched them: they are never to be chosen
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
-    _write_json(directory / "config.json", convert.config(settings, rows, eot))
     _write_json(directory / "generation_config.json", generation)
-    save_weights(convert.to_hf(settings, lambda name: checkpoint.tensor(MODEL + name).float()), directory)
+
+    def read(name: str) -> Tensor:
+        return checkpoint.tensor(MODEL + name).float()
+
+    if convert.export_note(settings):  # no architecture computes it: the names stay, and its code comes with it
+        _write_json(directory / "config.json", convert.own_config(settings, rows, eot))
+        shutil.copyfile(CODE, directory / CODE.name)
+        names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
+        save_weights(((name, read(name)) for name in names), directory)
+    else:
+        _write_json(directory / "config.json", convert.config(settings, rows, eot))
+        save_weights(convert.to_hf(settings, read), directory)
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
@@ -226,7 +235,8 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
     tokens = open_checkpoint(source.checkpoint, deep=False).counters["tokens"]
     settings = scrub(recipe.tree())
     data = ", ".join(f"`{scrub(one)}`" for one in recipe.data.sources)
-    load = f'model = AutoModelForCausalLM.from_pretrained("{name}")'
+    code = ", trust_remote_code=True" if convert.export_note(recipe.model) else ""
+    load = f'model = AutoModelForCausalLM.from_pretrained("{name}"{code})'
     imports, library = "from transformers import AutoModelForCausalLM, AutoTokenizer", "transformers"
     if adapter:
         load, library = f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")', "peft"
@@ -236,7 +246,7 @@ def card(source: Source, name: str, adapter: bool = False) -> str:
         f"# {Path(name).name}\n\n"
         f"{origin}Trained with Windlass on {data}, recipe `{recipe.preset}` ({recipe.config_hash}): {step:,} steps, "
         f"{tokens:,} tokens{shown}. No licence was chosen for it.\n\n"
-        f'```python\n{imports}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n\n'
+        f'```python\n{imports}\n\n{load}\ntokenizer = AutoTokenizer.from_pretrained("{name}"{code})\n```\n\n'
         f"{results}## Recipe\n\n```toml\n{tomli_w.dumps(settings)}```\n"
     )
 

@@ -69,6 +69,11 @@ ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 """What our settings may be where the architecture has no choice. With RoPE and RMSNorm there is one for each combination
 of a gated feed-forward layer and normalised queries and keys."""
+OWN_SETTINGS = (
+    "layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm", "norm_eps", "position", "rope_theta",
+    "activation", "attn_bias", "ff_bias", "norm_bias", "head_bias", "qk_norm", "logit_cap", "dropout", "init_std",
+)  # fmt: skip
+"""What the configuration of a model that is exported with its code has under our own names."""
 CLASSES = {"gpt2": "GPT2", "llama": "Llama", "qwen3": "Qwen3", "arcee": "Arcee", "apertus": "Apertus"}
 
 
@@ -157,11 +162,22 @@ def architecture(m: ModelSettings) -> str:
 
 
 def export_note(m: ModelSettings) -> str:
-    """A sentence where `windlass export` will not be able to write this model; else empty."""
+    """A sentence if `windlass export` has to write the model's code beside its weights; else empty."""
     try:
         return "" if m.kind == "hf" else architecture(m) and ""
     except UserError as error:
-        return f"it cannot be exported: {error}"
+        return f"an export needs trust_remote_code=True, because {error}"
+
+
+def own_config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
+    """The `config.json` of a model that is exported with its code (interop/modeling_windlass.py)."""
+    module = "modeling_windlass"
+    resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
+    return {key: resolved[key] for key in OWN_SETTINGS} | {
+        "model_type": "windlass", "architectures": ["WindlassForCausalLM"],
+        "auto_map": {"AutoConfig": f"{module}.WindlassConfig", "AutoModelForCausalLM": f"{module}.WindlassForCausalLM"},
+        "vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot, "tie_word_embeddings": m.tie_head, "dtype": "float32",
+    }  # fmt: skip
 
 
 def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:

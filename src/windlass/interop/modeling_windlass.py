@@ -1,0 +1,220 @@
+"""A GPT of Windlass for `transformers`. `windlass export` writes this file beside weights that no architecture there computes.
+
+    model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+
+It needs torch and transformers alone. Modules and weights have the names that they have in Windlass.
+
+Legend: B batch, T time (tokens of this pass), S time seen (T and the tokens in the cache), D model width, H heads, K key and
+value heads, E = D / H width of a head, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class WindlassConfig(PretrainedConfig):
+    """The settings `[model]` of a recipe, under their names there."""
+
+    model_type = "windlass"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+        "intermediate_size": "ff_width", "max_position_embeddings": "context",
+    }  # fmt: skip
+
+    def __init__(
+        self, vocab_size=257, layers=6, heads=6, kv_heads=6, width=384, ff_width=1536, context=256, norm="layernorm",
+        final_norm=True, norm_eps=1e-5, position="learned", rope_theta=10_000.0, activation="gelu", attn_bias=True,
+        ff_bias=True, norm_bias=True, head_bias=False, qk_norm=False, logit_cap=0.0, dropout=0.0, init_std=0.02,
+        tie_word_embeddings=True, **more,
+    ):  # fmt: skip
+        self.vocab_size, self.layers, self.heads, self.kv_heads, self.width = vocab_size, layers, heads, kv_heads, width
+        self.ff_width, self.context, self.norm, self.final_norm = ff_width, context, norm, final_norm
+        self.norm_eps, self.position, self.rope_theta, self.activation = norm_eps, position, rope_theta, activation
+        self.attn_bias, self.ff_bias, self.norm_bias, self.head_bias = attn_bias, ff_bias, norm_bias, head_bias
+        self.qk_norm, self.logit_cap, self.dropout, self.init_std = qk_norm, logit_cap, dropout, init_std
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm, then a weight and perhaps a bias."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.width))
+        self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm_bias and not self.rms else None
+
+    def forward(self, x):  # [..., D]
+        if self.rms:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; with fewer key and value heads than heads, neighbouring heads share theirs."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.head_width = config.width // config.heads
+        self.qk_norm, self.norm_eps, self.dropout = config.qk_norm, config.norm_eps, config.dropout
+        rows = (config.heads + 2 * config.kv_heads) * self.head_width
+        self.qkv = nn.Linear(config.width, rows, bias=config.attn_bias)
+        self.out = nn.Linear(config.width, config.width, bias=config.attn_bias)
+
+    def forward(self, x, rotary, mask, cache):
+        H, K = self.heads, self.kv_heads
+        qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
+        qk, v = qkv.split([H + K, K], dim=2)
+        if self.qk_norm:
+            qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
+        if rotary is not None:
+            cos, sin = rotary
+            qk = qk * cos + qk.roll(self.head_width // 2, dims=-1) * sin
+        q, k = qk.to(v.dtype).split([H, K], dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)  # [B, K, S, E]
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=self.dropout if self.training else 0.0, enable_gqa=H != K
+        )  # fmt: skip
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a non-linearity between them, or three with a gate."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.activation = config.activation
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.width, config.ff_width, bias=config.ff_bias)
+        self.up = nn.Linear(config.width, config.ff_width, bias=config.ff_bias)
+        self.down = nn.Linear(config.ff_width, config.width, bias=config.ff_bias)
+
+    def forward(self, x):  # [B, T, D]
+        h = self.up(x)
+        if self.activation == "swiglu":
+            h = F.silu(self.gate(x)) * h
+        elif self.activation in ("gelu", "gelu_tanh"):
+            h = F.gelu(h, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        else:
+            h = F.relu(h)
+            h = h.square() if self.activation == "relu2" else h
+        return self.down(h)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each on the normalised stream and added to it."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn_norm, self.attn = Norm(config), Attention(config, layer)
+        self.ff_norm, self.ff = Norm(config), FeedForward(config)
+        self.dropout = config.dropout
+
+    def forward(self, x, rotary, mask, cache):
+        x = x + F.dropout(self.attn(self.attn_norm(x), rotary, mask, cache), self.dropout, self.training)
+        return x + F.dropout(self.ff(self.ff_norm(x)), self.dropout, self.training)
+
+
+class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
+    """The whole network."""
+
+    config_class = WindlassConfig
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        if config.position == "learned":
+            self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        if config.final_norm:
+            self.norm = Norm(config)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def set_input_embeddings(self, value):
+        self.embedding = value
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings):
+        self.head = new_embeddings
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, 0.0, self.config.init_std)
+        elif isinstance(module, Norm):
+            nn.init.ones_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
+        use_cache=None, logits_to_keep=0, **_,
+    ):  # fmt: skip
+        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all), and with `labels` the mean loss of the next tokens."""
+        m = self.config
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        start = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(start, start + x.shape[1], device=x.device).unsqueeze(0)
+            if attention_mask is not None and attention_mask.dim() == 2:  # padding takes no place
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
+        mask = self._mask(attention_mask, start, x.shape[1], x.device)
+        rotary = None
+        if m.position == "learned":
+            x = x + self.positions(position_ids)
+        elif m.position == "rope":
+            rotary = self._rotary(position_ids, x)
+        x = F.dropout(x, m.dropout, self.training)
+        for block in self.blocks:
+            x = block(x, rotary, mask, past_key_values)
+        x = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
+        logits = self.head(self.norm(x) if m.final_norm else x)
+        if m.logit_cap:
+            logits = m.logit_cap * torch.tanh(logits / m.logit_cap)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    @staticmethod
+    def _mask(attention_mask, start, length, device):
+        """What each token sees [B, 1, T, S]; None: itself and all before it, with nothing in the cache."""
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return attention_mask
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        if not start and not padded:
+            return None
+        seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
+        if not padded:
+            return seen
+        own = torch.eye(
+            length, dtype=torch.bool, device=device
+        )  # a padding token sees itself, as a row needs something
+        alone = torch.cat([own.new_zeros(length, start), own], dim=1)
+        return (seen & attention_mask[:, None, None, :].bool()) | alone
+
+    def _rotary(self, places, x):
+        """The cosines and sines by which queries and keys turn [B, T, 1, E] (arXiv 2104.09864)."""
+        width = self.config.width // self.config.heads
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        half = torch.arange(0, width, 2, device=x.device, dtype=dtype) / width
+        angles = places.to(dtype).unsqueeze(-1) * self.config.rope_theta**-half
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], dim=-1).unsqueeze(2), torch.cat([-sin, sin], dim=-1).unsqueeze(2)
