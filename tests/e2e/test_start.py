@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,6 +141,45 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     rates = [factor(recipe.optim.schedule, Horizon(16, 44, 8), step) for step in range(20)]
     assert [line["lr"] for line in longer.lines("train")] == [recipe.optim.lr * rate for rate in rates]
     assert rates[16:] == [0.0] * 4, "past its end"
+
+
+@pytest.mark.parametrize(
+    ("length", "longer"), [("2 epochs", "3 epochs"), ("2 epochs", 18), (12, "3 epochs"), ("2 epochs", "18")]
+)
+def test_a_length_in_epochs_is_extended_in_steps_or_epochs(corpus, tmp_path, monkeypatch, length, longer):
+    """48 samples an epoch, 8 a step: 2 epochs are 12 steps, 3 are 18."""
+    own = {"optim.schedule.steps": 16, "checkpoint.keep_last": 20, "train.steps": length}
+    recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
+    train(recipe)
+    assert resolve_start(recipe).finished
+    with refused("extend_to=", "12 steps"):
+        train(recipe, extend_to="1 epoch")
+    with refused("extend_to=", "3 epochs"):
+        train(recipe, extend_to="three epochs")
+    with monkeypatch.context() as patch, pytest.raises(RunFailed):
+        patch.setattr(setup, "prepare_model", Mock(side_effect=RunFailed("a failure of the test")))
+        train(recipe, extend_to=longer)
+    extended = Run(recipe.run_dir).recipe
+    assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
+    assert not resolve_start(extended).finished, "its end is still to come"
+    run = train(recipe, extend_to=longer)
+    assert starts(run)[1:] == [("resumed", 12)] and same(run, untouched(recipe, "train.steps=18"), 18)
+    assert resolve_start(recipe, extend_to=longer).finished, "the same command again"
+    assert resolve_start(recipe, extend_to=18).finished
+
+
+def test_a_branch_from_the_best_checkpoint(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.keep_last": 20, "checkpoint.every": 4})
+    origin = train(recipe)
+    best = best_step(origin)
+    assert best in (4, 8), "not the newest"
+    branch = recipe.replace(f"run.dir='{tmp_path / 'branch'}'", "train.steps=14", "optim.lr=1e-4")
+    with refused("RUN@STEP", "RUN@best", "branch_from="):
+        train(branch, branch_from=f"{origin.path}@latest")
+    run = train(branch, branch_from=f"{origin.path}@best", stop_at=best + 1)
+    assert [x["step"] for x in run.lines("train")] == [best + 1] and starts(run) == [("branched", best)]
+    again = train(branch, branch_from=f"{origin.path}@best")
+    assert [x["step"] for x in again.lines("train")] == list(range(best + 1, 15)), "the same command resumes"
 
 
 def test_a_run_resumed_from_an_earlier_step_stays_on_its_new_lineage(corpus, tmp_path):

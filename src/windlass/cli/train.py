@@ -27,8 +27,10 @@ def train(
     fresh: bool = typer.Option(False, "--fresh", help="Rename an existing run directory and start over."),
     max_restarts: int = typer.Option(0, min=0, help="Restarts from the last checkpoint when a rank is lost, at most."),
     stop_at: int = typer.Option(0, min=0, metavar="STEP", help="Save and stop here; the same command resumes."),
-    extend_to: int = typer.Option(0, min=0, metavar="STEP", help="Train on to here, with the longer run's schedule."),
-    branch_from: str = typer.Option("", metavar="RUN@STEP", help="Start a new run from another run's checkpoint."),
+    extend_to: str = typer.Option(
+        "", metavar="STEP|EPOCHS", help='Train on to here (600, "3 epochs"), with the longer run\'s schedule.'
+    ),
+    branch_from: str = typer.Option("", metavar="RUN@STEP|best", help="Start a new run from another run's checkpoint."),
 ) -> int:
     """Train a recipe; train again to resume.
 

@@ -69,7 +69,7 @@ def train(
     recipe: Recipe | Run | str | Path, model: nn.Module | None = None, data: Data | None = None,
     on_step: Callable[[Step], object] | None = None, *, on_eval: Callable[[Evaluated], object] | None = None,
     on_save: Callable[[Saved], object] | None = None, suites: Mapping[str, Suite] | None = None,
-    fresh: bool = False, extend_to: int = 0, branch_from: str = "", stop_at: int = 0,
+    fresh: bool = False, extend_to: int | str = 0, branch_from: str = "", stop_at: int = 0,
 ) -> Run:  # fmt: skip
     """Train a recipe in this process, as one rank among those of the launcher that started it; returns the run.
 
@@ -87,8 +87,8 @@ def train(
             `log(name, value)` and `stop()`, and `loss`, `results` or `path`. Each rank calls them; `on_save` rank 0 alone.
         suites: Suites of your own by name: `f(model, step)` gives a dictionary of numbers at each evaluation.
         fresh: Set an existing run directory aside.
-        extend_to: Continue to so many steps, past the horizon of the run in the directory.
-        branch_from: `RUN@STEP`: begin a new run from that checkpoint.
+        extend_to: Continue to so many steps or epochs (`"3 epochs"`), past the horizon of the run in the directory.
+        branch_from: `RUN@STEP` or `RUN@best`: begin a new run from that checkpoint.
         stop_at: Save, stop and return after this step.
 
     Raises:

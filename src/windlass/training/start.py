@@ -32,7 +32,8 @@ from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.load import UNRECORDED
-from windlass.run import LOCK, OCCUPIED, Run, lock_held
+from windlass.recipe.units import EPOCHS
+from windlass.run import LOCK, OCCUPIED, Run, last_start, lock_held
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -83,16 +84,18 @@ class Change(NamedTuple):
         return f"{self.key} {typed(self.old)} -> {typed(self.new)}"
 
 
-def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, branch_from: str = "") -> StartPlan:
+def resolve_start(
+    recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
+) -> StartPlan:  # fmt: skip
     """Decide what a start does in the recipe's run directory; changes nothing.
 
     UserError: the directory holds other files or a run of another recipe, or an extension or branch does not fit it.
     """
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
-    if branch_from and not (at and step.isdigit()):
+    if branch_from and not (at and (step.isdigit() or step == "best")):
         raise UserError(
-            f"{argument('branch_from', branch_from)}: write RUN@STEP, for example runs/quickstart-1a2b3c4d@300"
+            f"{argument('branch_from', branch_from)}: write RUN@STEP or RUN@best, for example runs/quickstart-1a2b3c4d@300"
         )
     exists = run.recipe_path.is_file()
     restarted = exists and is_restart(run, os.environ)
@@ -105,7 +108,7 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
             )
         if extend_to:
             raise UserError(f"there is no run at {run.path} to extend")
-        checkpoint = _branch_checkpoint(recipe, Run.open(origin), int(step)) if branch_from else None
+        checkpoint = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
         resume = recipe.checkpoint.resume
         if checkpoint is None and resume not in ("latest", "best", "never"):  # refused before --fresh renames anything
             inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
@@ -115,28 +118,25 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
                 )
         return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
 
-    steps, extends_from = run.recipe.train.steps, 0
-    if extend_to:
-        if not isinstance(steps, int) or extend_to < steps:
-            raise UserError(f"{argument('extend_to', extend_to)} is not past the run's {steps} steps")
-        recipe = recipe.replace(f"train.steps={extend_to}")
-        extends_from = steps if extend_to > steps else 0  # equal: the same command again
+    recipe, extends_from = _extension(run, recipe, extend_to) if extend_to else (recipe, 0)
     longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
     advice = f"undo them, give another run.dir, or {argument('fresh')} to rename the old run; for other steps {longer}"
     allowed = ("train.steps",) if extends_from else ()
     refuse_changes(f"{run.path} holds a run of another recipe:", run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")  # absolute: of another run
-    wanted = step_dir(Path(origin).resolve() / "checkpoints", int(step or 0))
-    if branch_from and begins_at.is_absolute() and begins_at != wanted:
+    of_origin = Path(origin).resolve() / "checkpoints"
+    # The best checkpoint of the other run may be another one by now.
+    wanted = begins_at.parent == of_origin if step == "best" else begins_at == step_dir(of_origin, int(step or 0))
+    if branch_from and begins_at.is_absolute() and not wanted:
         raise UserError(f"{run.path} begins at {begins_at}, not at {branch_from}; give another run.dir")
     finished = not extends_from and run.state == "finished"
     if finished:
         end = next(line for line in reversed(run.events) if line["event"] == "finished")  # that of the highest step
-        if early := end.get("early_stop", 0):  # with more patience it continues
-            finished = 0 < recipe.train.early_stop <= early
-        elif isinstance(steps, int):  # a run whose extension was killed has an earlier end in its ledger
-            finished = steps == end["step"]
+        early = end.get("early_stop", 0)  # with more patience it continues
+        # A run whose extension was killed has an earlier end in its ledger.
+        at_end = end["step"] == steps_of(run, run.recipe.train.steps)
+        finished = 0 < recipe.train.early_stop <= early if early else at_end
     old, new = run.recipe.flat(), recipe.flat()
     differ = [key for key in new if not key.startswith((*UNRECORDED, "train.steps")) and old.get(key) != new[key]]
     return StartPlan(
@@ -145,10 +145,41 @@ def resolve_start(recipe: Recipe, *, fresh: bool = False, extend_to: int = 0, br
     )  # fmt: skip
 
 
-def _branch_checkpoint(recipe: Recipe, origin: Run, step: int) -> Path:
-    """The checkpoint of a run from which a run of this recipe may branch."""
+def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, int]:
+    """The recipe of a run that is extended, and the run's steps so far; 0: the run has that length already."""
+    length, asked = int(extend_to) if str(extend_to).isdigit() else extend_to, argument("extend_to", extend_to)
+    if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
+        raise UserError(f'{asked}: write steps (4576) or epochs ("3 epochs")')
+    steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
+    if steps is None or new is None:
+        raise UserError(f"{run.path} has not begun to train: start it without {asked}")
+    if new < steps:
+        raise UserError(f"{asked} is not past the run's {steps} steps")
+    if new == steps:  # the same command again
+        return recipe.replace({"train.steps": run.recipe.train.steps}), 0
+    return recipe.replace({"train.steps": length}), steps
+
+
+def steps_of(run: Run, length: int | str) -> int | None:
+    """A length in steps, epochs or `compute-optimal` as the steps of a run; None if the run has not begun to train."""
+    began = last_start(run.ledger())
+    if isinstance(length, int) or not began:
+        return length if isinstance(length, int) else None
+    if length == "compute-optimal":
+        return int(began["steps"])
+    horizon = Horizon(0, began["samples_per_epoch"], run.recipe.train.global_batch)
+    return max(1, horizon.steps_in(length))
+
+
+def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
+    """The checkpoint (a step, or `best`) of a run from which a run of this recipe may branch."""
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
+    if which == "best":
+        paths = checkpoints.candidates(origin.path, which)
+        step = int(paths[0].name.removeprefix("step-")) if paths else 0
+    else:
+        step = int(which)
     checkpoint = step_dir(origin.checkpoints_dir, step)
     if not checkpoint.is_dir():
         steps = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
