@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -41,15 +42,59 @@ def thread_share(ranks: int) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none without a driver. No torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        with contextlib.suppress(Exception):  # no driver, no library
-            import pynvml
+    """The NVIDIA GPUs that CUDA gives this process, as CUDA_VISIBLE_DEVICES names them; none without a driver. No torch.
 
-            pynvml.nvmlInit()
-            return [str(number) for number in range(pynvml.nvmlDeviceGetCount())]
-    return [name.strip() for name in (visible or "").split(",") if name.strip()]
+    As CUDA does it, the first name that is not a device ends the list, a name given twice empties it, and a process gets
+    one MIG instance at most.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count, instances = None, list[str]()
+    with contextlib.suppress(Exception):  # no driver, no library
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        instances = [] if visible else mig_instances(pynvml, count)
+    if visible is None:
+        return instances[:1] or [str(number) for number in range(count or 0)]
+    names = [name.strip() for name in visible.split(",")]
+    kind = names[0][:4] if names[0].startswith(("GPU-", "MIG-")) else ""
+
+    def is_device(name: str) -> bool:
+        return name.startswith(kind) if kind else name.isdigit() and (count is None or int(name) < count)
+
+    names = list(itertools.takewhile(is_device, names))
+    if len(set(names)) < len(names):
+        return []
+    return names[:1] if kind == "MIG-" else names
+
+
+def mig_instances(nvml: Any, count: int) -> list[str]:
+    """The MIG instances of this machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    names = []
+    for gpu in map(nvml.nvmlDeviceGetHandleByIndex, range(count)):
+        with contextlib.suppress(nvml.NVMLError):  # it cannot be divided, or there are fewer instances than it may have
+            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if nvml.nvmlDeviceGetMigMode(gpu)[0] else 0):
+                names.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))))
+    return names
+
+
+def nvml_handle(nvml: Any, name: str) -> Any:
+    """NVML's handle of a device by its index, by its UUID or by the beginning of one, with `GPU-` or `MIG-` or without.
+
+    torch gives UUIDs without either, and CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+    """
+    if name.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    for uuid in (name,) if name.startswith(("GPU-", "MIG-")) else (f"GPU-{name}", f"MIG-{name}"):
+        with contextlib.suppress(Exception):
+            return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return next(handle for handle in handles if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(name))
+
+
+def _text(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode()
 
 
 def exit_with_parent(parent: int) -> None:

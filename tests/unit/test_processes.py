@@ -3,11 +3,12 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from helpers import gone, wait_for
-from windlass.processes import REPORTS, first_to_show
+from windlass.processes import REPORTS, first_to_show, visible_gpus
 
 STEPS = """
 import resource, sys
@@ -56,3 +57,66 @@ def test_ranks_of_a_job_show_the_same_message_once(tmp_path, monkeypatch) -> Non
     assert [first_to_show(text) for text in ("no file x", "no file y", "no file x")] == [True, True, False]
     monkeypatch.setenv(REPORTS, str(tmp_path / "gone"))
     assert first_to_show("no file x")
+
+
+def nvml(gpus, instances=()):
+    """NVML as far as it is used: GPUs by number with their UUIDs, of which the first is divided into these instances."""
+
+    def instance(gpu, number):
+        if number >= len(instances):
+            raise LookupError
+        return instances[number]
+
+    def by_uuid(uuid):
+        if uuid not in (*gpus, *instances):
+            raise LookupError
+        return gpus.index(uuid) if uuid in gpus else uuid
+
+    return SimpleNamespace(
+        NVMLError=LookupError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=int, nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetUUID=lambda handle: gpus[handle] if isinstance(handle, int) else handle,
+        nvmlDeviceGetMigMode=lambda gpu: (int(bool(instances) and gpu == 0), 0),
+        nvmlDeviceGetMaxMigDeviceCount=lambda gpu: 7, nvmlDeviceGetMigDeviceHandleByIndex=instance,
+        nvmlDeviceGetName=lambda handle: f"NVIDIA {handle}",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=10**9),
+    )  # fmt: skip
+
+
+FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "seen"),
+    [
+        (None, ["0", "1", "2", "3"]), ("", []), ("-1", []), ("2,0", ["2", "0"]), ("0,-1,1", ["0"]), ("1,9,2", ["1"]), ("0,0", []),
+        ("NoDevFiles", []), ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"]), ("GPU-dddd,0", ["GPU-dddd"]),
+        ("MIG-1,MIG-2", ["MIG-1"]),
+    ],
+)  # fmt: skip
+def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None:
+    """As CUDA reads its variable: what is no device ends the list; of MIG instances a process gets one."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_gpus() == seen
+
+
+def test_a_gpu_in_instances_is_one_device(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, ["MIG-1", "MIG-2"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["MIG-1"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("2,0", "NVIDIA 2"), ("GPU-dddd", "NVIDIA 3"), ("GPU-bc", "NVIDIA 2"), ("MIG-2", "NVIDIA MIG-2"), ("-1", "CPU")],
+)
+def test_a_plan_is_for_the_first_gpu_that_is_visible(monkeypatch, variable, name) -> None:
+    """NVML's index 0 is another GPU where the variable leaves that one out."""
+    from windlass.estimate.devices import this_device
+
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, ["MIG-1", "MIG-2"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert this_device().name == name

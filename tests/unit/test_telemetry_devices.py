@@ -86,6 +86,8 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index(monkeypatch):
     probe = devices.CudaProbe(0)
     assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0, "temperature_c": 60.0} | allocator
     assert probe.about == {"device": "GPU", "uuid": "cccc", "memory_mb": 80000}
+    handles["MIG-cccc"] = handles.pop("GPU-cccc")  # of a MIG instance torch gives the bare UUID, too
+    assert devices.CudaProbe(0).read()["mem_used_mb"] == 3.0
     handles.clear()
     assert devices.CudaProbe(0).read() == allocator
 

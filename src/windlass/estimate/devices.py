@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from windlass.errors import UserError, argument
+from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
 USABLE = 0.9
@@ -68,7 +69,7 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
             import pynvml
 
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            handle = nvml_handle(pynvml, visible_gpus()[0])
             name = pynvml.nvmlDeviceGetName(handle)
             memory_bytes = memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
             return Device(name if isinstance(name, str) else name.decode(), "cuda", memory_bytes)

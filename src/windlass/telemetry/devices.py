@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from windlass.processes import nvml_handle
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
 
@@ -59,8 +60,7 @@ class CudaProbe:
             import pynvml as nvml
 
             nvml.nvmlInit()
-            # CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's, so its index cannot be used
-            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            handle = nvml_handle(nvml, uuid)
             self._queries = {
                 "util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
                 "mem_used_mb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / MB, 1),
