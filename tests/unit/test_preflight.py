@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import pty
 import socket
 import subprocess
@@ -12,8 +13,9 @@ import torch
 from helpers import command, windlass
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
+from windlass.preflight import check as preflight
 from windlass.preflight import findings
-from windlass.preflight.check import Check, _probe_disks, services, size_of
+from windlass.preflight.check import Check, _probe_disks, services
 from windlass.preflight.findings import Finding
 from windlass.recipe import Recipe
 
@@ -50,9 +52,40 @@ def test_other_devices(capability, archs, status):
 
 
 def test_the_driver():
+    """Its version is compared part by part: 105 is more than 60."""
     assert findings.driver("535.104.05", "12.6").status == "ok"
+    assert findings.driver("525.105.17", "12.1").status == "ok"
+    assert [findings.driver(v, "12.1").status for v in ("525.60.13", "525.60", "525.59.99")] == ["ok", "ok", "problem"]
+    assert findings.driver("450.9", "11.8").status == "problem" and findings.driver("600.1", "14.0").status == "ok"
     found = findings.driver("535.104.05", "13.0")
     assert found.status == "problem" and "580" in found.advice
+
+
+def test_whether_cuda_is_available():
+    text = findings.cuda("12.8", True, 2, "cuda:0").text
+    assert text.startswith("CUDA 12.8 is available") and "2 GPUs" in text
+    assert "uses the CPU" in findings.cuda("12.8", True, 1, "cpu").text
+    assert all(
+        "not available" in found.text and word in found.text and found.status == "ok"
+        for found, word in (
+            (findings.cuda("", False, 0, "cpu"), "built"),
+            (findings.cuda("12.8", False, 0, "cpu"), "driver"),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "gate", "free", "largest"),
+    [
+        ("cuda", 0, False, 70e9, 2**29), ("cuda", 0, True, 70e9, 2**32), ("cuda", 0, True, 8e9, 2**29), ("cuda", 2**20, True, 70e9, 2**20),
+        ("cpu", 0, True, 0, 2**24), ("cpu", 2**26, False, 0, 2**26),
+    ],
+)  # fmt: skip
+def test_the_largest_message(monkeypatch, device, asked, gate, free, largest):
+    """4 GiB on GPUs where a bandwidth is asked for, as published rates are; less where the memory does not hold that."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 80e9))
+    sizes = preflight.message_sizes(Ranks(DistEnv(), torch.device(device), "single"), asked, gate)
+    assert sizes[-1] == largest and list(sizes) == sorted(set(sizes))
 
 
 def test_a_rank_that_is_off_is_named():
@@ -95,7 +128,7 @@ def test_exit_codes():
     bad = Finding("x", "y", "problem")
     assert Check([bad], [], [], 9.0).exit_code() == 1 and Check([], [], [], None).exit_code() == 0
     assert [Check([], [], [], busbw).exit_code(5.0) for busbw in (None, 4.9, 5.0)] == [44, 46, 0]
-    assert [size_of(text) for text in ("4G", "64M", "1000", "4X")] == [4 * 2**30, 64 * 2**20, 1000, 0]
+    assert [findings.size_of(text) for text in ("4G", "64M", "1000", "4X")] == [4 * 2**30, 64 * 2**20, 1000, 0]
 
 
 @pytest.mark.dist
@@ -107,6 +140,8 @@ def test_check_on_two_ranks(tmp_path):
     }  # fmt: skip
     largest = max((r for r in result["rates"] if r["collective"] == "all_reduce"), key=lambda r: r["size"])
     assert result["busbw"] == largest["busbw"] == pytest.approx(largest["size"] / largest["seconds"] / 1e9)
+    shown = {finding["name"]: finding["text"] for finding in result["findings"]}
+    assert platform.system() in shown["platform"] and "available" in shown["CUDA"]
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1] and all(
         rank["tflops"]["float32"] > 0 for rank in result["ranks"]
     )

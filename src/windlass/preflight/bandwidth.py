@@ -15,6 +15,8 @@ from windlass.preflight.findings import bus_bandwidth
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SECONDS, MOST_CALLS = 1.0, 20  # for one collective and size, after the calls that warm it up
 CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)
+GATE_SIZE = 2**32  # where a bandwidth is asked for: published rates of a machine are those of 4 GiB
+BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:

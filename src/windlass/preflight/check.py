@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -27,8 +27,9 @@ from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.preflight import findings
-from windlass.preflight.bandwidth import CPU_SIZES, GPU_SIZES, collectives, matrix_products
+from windlass.preflight.bandwidth import BUFFERS, CPU_SIZES, GATE_SIZE, GPU_SIZES, collectives, matrix_products
 from windlass.preflight.findings import PROBLEM, WARNING, Finding
+from windlass.processes import nvml_handle
 from windlass.recipe import Recipe
 
 PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
@@ -57,11 +58,13 @@ class Check:
         return TOO_SLOW if min_busbw and self.busbw is not None and self.busbw < min_busbw else DONE
 
 
-def check(recipe: Recipe, *, max_bytes: int = 0, show: Callable[[str], None] = lambda text: None) -> Check:
+def check(
+    recipe: Recipe, *, max_bytes: int = 0, gate: bool = False, show: Callable[[str], None] = lambda text: None
+) -> Check:
     """Check machine, packages, disks and interconnect as one rank among those of the launcher; every rank gets the result.
 
     `recipe` gives device, directories and trackers; `max_bytes` is the largest message (0: 16 MiB on a CPU, 512 MiB on a
-    GPU). Takes seconds on one host, and minutes at most.
+    GPU, and 4 GiB there with `gate`: a bandwidth is asked for). Takes seconds on one host, and minutes at most.
     """
     env = detect_env()
     strategy = "ddp" if env.world > 1 else "single"
@@ -73,7 +76,7 @@ def check(recipe: Recipe, *, max_bytes: int = 0, show: Callable[[str], None] = l
         _probe_disks(ranks, recipe, facts)
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
-        rates = measure_groups(ranks, max_bytes, show) if env.world > 1 else []
+        rates = measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show) if env.world > 1 else []
         everyone = ranks.all_gather_object("facts", {**facts, "rates": rates})
     rates = _merge([one.pop("rates") for one in everyone])
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
@@ -91,6 +94,7 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
         "rank": ranks.rank, "node": ranks.env.node, "host": socket.gethostname(), "device": str(ranks.device),
         "python": platform.python_version(), "torch": torch.__version__, "windlass": __version__,
         "code": code.hexdigest()[:12], "config": recipe.config_hash[:12], "cuda": torch.version.cuda or "",
+        "platform": platform.platform(), "cuda_available": torch.cuda.is_available(), "gpus": torch.cuda.device_count(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "shm_gb": None,
         "precisions": ["fp32"],
     }  # fmt: skip
@@ -116,7 +120,7 @@ def _nvml(device: torch.device) -> dict[str, Any]:
 
         pynvml.nvmlInit()
         facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = nvml_handle(pynvml, str(torch.cuda.get_device_properties(device).uuid))
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
         facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
@@ -156,11 +160,21 @@ def _probe_disks(ranks: Ranks, recipe: Recipe, facts: dict[str, Any]) -> None:
             path.unlink(missing_ok=True)
 
 
-def measure_groups(ranks: Ranks, max_bytes: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The collectives over all ranks; on several hosts also inside this host, and between hosts (one rank of each)."""
-    sizes: tuple[int, ...] = CPU_SIZES if ranks.device.type == "cpu" else GPU_SIZES
+def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
+    """The sizes to measure, in bytes: up to `max_bytes`, or up to what the ranks' memory holds of the default."""
+    if ranks.device.type == "cpu":
+        default: tuple[int, ...] = CPU_SIZES
+        free = math.inf
+    else:
+        default = (*GPU_SIZES, GATE_SIZE) if gate else GPU_SIZES
+        free = min(ranks.all_gather_object("free memory", torch.cuda.mem_get_info(ranks.device)[0]))
     if max_bytes:
-        sizes = (*(size for size in sizes if size < max_bytes), max_bytes)
+        return (*(size for size in default if size < max_bytes), max_bytes)
+    return tuple(size for size in default if BUFFERS * size <= free) or default[:1]
+
+
+def measure_groups(ranks: Ranks, sizes: tuple[int, ...], show: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The collectives over all ranks; on several hosts also inside this host, and between hosts (one rank of each)."""
     places = ranks.all_gather_object("place", [ranks.env.node, ranks.env.local_rank])
     members: dict[str, dict[int, list[int]]] = {"one host": defaultdict(list), "between hosts": defaultdict(list)}
     for rank, (node, local_rank) in enumerate(places):
@@ -203,6 +217,7 @@ def findings_of(
     results = [
         findings.same("Windlass", {r["rank"]: f"{r['windlass']} ({r['code']})" for r in ranks}, hosts),
         findings.same("recipe", {r["rank"]: r["config"] for r in ranks}, hosts),
+        findings.same("platform", {r["rank"]: r["platform"] for r in ranks}, hosts),
         findings.same("Python and torch", {r["rank"]: f"{r['python']}, {r['torch']}" for r in ranks}, hosts),
     ]
     for one in ranks:
@@ -230,6 +245,7 @@ def findings_of(
         shared = all(d["shared"] for d in disks)
         results.append(findings.disk(name, first["path"], first["free_gb"], slowest, shared, len(nodes)))
     for one in nodes.values():
+        results.append(findings.cuda(one["cuda"], one["cuda_available"], one["gpus"], one["device"]))
         where = f" ({one['host']})" if len(nodes) > 1 else ""
         limits = findings.limits(one["shm_gb"], one["files"])
         results += [Finding(f"{x.name}{where}", x.text, x.status, x.advice) for x in limits]
@@ -271,9 +287,3 @@ def services(recipe: Recipe, environ: Mapping[str, str]) -> list[Finding]:
         except OSError as error:
             results.append(Finding(name, f"{parts.hostname} cannot be reached: {error}", WARNING, advice))
     return results
-
-
-def size_of(text: str) -> int:
-    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for anything else."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text)
-    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else 0

@@ -6,6 +6,7 @@ standard deviation and a tenth off, follows Megatron-LM's GPU sniff test.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,30 @@ def architecture(name: str, capability: tuple[int, int], built_for: Sequence[str
 
 def driver(version: str, cuda: str) -> Finding:
     """Whether the NVIDIA driver is new enough for torch's CUDA (minor versions are compatible: NVIDIA's CUDA release notes)."""
-    needed = {11: 450.80, 12: 525.60, 13: 580.0}.get(int(cuda.partition(".")[0] or 0), 0.0)
-    have = float(".".join(version.split(".")[:2]) or 0)
+    needed = {"11": "450.80", "12": "525.60", "13": "580"}.get(cuda.partition(".")[0], "0")
+    have, least = (tuple(map(int, re.findall(r"\d+", text))) for text in (version, needed))
     text = f"driver {version}, torch's CUDA {cuda}"
-    if have >= needed:
+    if have >= least:
         return Finding("driver", text)
-    advice = f"CUDA {cuda} needs driver {needed:g} or newer: ask for it, or install a torch for an older CUDA"
+    advice = f"CUDA {cuda} needs driver {needed} or newer: ask for it, or install a torch for an older CUDA"
     return Finding("driver", text, PROBLEM, advice)
+
+
+def cuda(version: str, available: bool, gpus: int, device: str) -> Finding:
+    """Whether torch can use CUDA here, and if the check ran on the CPU all the same, why."""
+    if available:
+        text = f"CUDA {version} is available: {gpus} GPU{'s' * (gpus != 1)}"
+        return Finding(
+            "CUDA", text if device.startswith("cuda") else f"{text}; the check uses the CPU, as the recipe says"
+        )
+    reason = "torch was built without it" if not version else f"torch's CUDA {version} finds no driver or no GPU"
+    return Finding("CUDA", f"not available: {reason}")
+
+
+def size_of(text: str) -> int:
+    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for anything else."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text)
+    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]] if match else 0
 
 
 def disk(name: str, path: str, free_gb: float, write_mb_s: float, shared: bool, hosts: int) -> Finding:
